@@ -39,7 +39,7 @@ def map_shards(
   """Maps `fn(shared, own)` over shards.
 
   Args:
-    mode: One of `NAMES`.
+    mode: One of `NAMES`, or 'hosts' for the axes `HOSTS`.
     fn: Takes a tree that is the same on all shards, and a shard's own slice of
       a tree, without the axis of shards.
     num_shards: The size of the axis.
@@ -54,6 +54,8 @@ def map_shards(
     devices = jax.devices()[:num_shards]
     return jax.pmap(fn, AXIS, in_axes=(None, 0), devices=devices)
 
+  if mode == 'hosts':
+    return map_over_hosts(fn)
   return _map_over(mesh(num_shards), AXIS, fn, mode == 'shard_map')
 
 

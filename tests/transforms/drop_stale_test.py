@@ -5,11 +5,11 @@ import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import one_device
 import shard_transforms
@@ -27,30 +27,6 @@ STEPS = np.arange(7) - np.random.default_rng(2).integers(0, 4, (8, 7))
 STEPS = STEPS.astype(np.int32)
 
 
-def _axis_name(mode):
-  return ('host', 'core') if mode == '2x4' else modes.AXIS
-
-
-def _map_shards(mode, shard):
-  """As `modes.map_shards`, and over a mesh of 2 hosts x 4 cores too."""
-  if mode != '2x4':
-    return modes.map_shards(mode, shard)
-
-  def one_shard(shared, own):
-    out = shard(shared, jax.tree.map(lambda x: x[0], own))
-    return jax.tree.map(lambda x: x[None], out)
-
-  auto = (jax.sharding.AxisType.Auto,) * 2
-  spec = P(('host', 'core'))
-  mapped = jax.shard_map(
-      one_shard,
-      mesh=jax.make_mesh((2, 4), ('host', 'core'), auto),
-      in_specs=(P(), spec),
-      out_specs=spec,
-  )
-  return jax.jit(mapped)
-
-
 def _loss(params, x):
   return 0.5 * jnp.sum((params - x) ** 2)
 
@@ -63,43 +39,31 @@ def _momentum(axis_name=modes.AXIS):
   )
 
 
-@functools.cache
-def _train(mode, weighted=False, per_shard=True):
-  """Maps 7 calls; gives what each gave, and the state after it."""
-  axis_name = _axis_name(mode)
-  tx = shard_transforms.drop_stale(
-      STALENESS,
-      _momentum(axis_name),
-      axis_name=axis_name if per_shard else None,
+def _train(data=DATA, weights=None, steps=STEPS, mode='shard_map', own=True):
+  """Returns what each of 7 calls gave: updates, momentum and counts."""
+  axis_name = modes.HOSTS if mode == 'hosts' else modes.AXIS
+  grad = harness.gradient(_loss, axis_name)
+
+  def extra_args(_, batch):
+    _, step, *weight = batch
+    step = step if own else lax.pmax(step, axis_name)
+    return {'local_step': step} | ({'weight': weight[0]} if weight else {})
+
+  trained = harness.train(
+      shard_transforms.drop_stale(
+          STALENESS, _momentum(axis_name), axis_name=axis_name if own else None
+      ),
+      np.zeros(5, np.float32),
+      (data, steps) if weights is None else (data, steps, weights),
+      mode,
+      grad=lambda params, batch: grad(params, batch[0]),
+      extra_args=extra_args,
+      see=lambda state: (
+          optax.tree_utils.tree_get(state, 'trace'),
+          *state[:3],
+      ),
   )
-
-  def call(carry, given):
-    params, state = carry
-    x, weight, local_step = given
-    grad = shard_transforms.value_and_grad(_loss, axis_name)
-    _, grads = grad(params, x)
-    weight = weight if weighted else None
-    updates, state = tx.update(
-        grads, state, params, local_step=local_step, weight=weight
-    )
-    params = optax.apply_updates(params, updates)
-    momentum = optax.tree_utils.tree_get(state, 'trace')
-    return (params, state), (updates, momentum, *state[:3])
-
-  def shard(shared, own):
-    params, common_steps = shared
-    data, weights, steps = own
-    steps = steps if per_shard else common_steps
-    start = params, tx.init(params)
-    return lax.scan(call, start, (data, weights, steps))[1]
-
-  mapped = _map_shards(mode, shard)
-
-  def train(data=DATA, weights=WEIGHTS, steps=STEPS):
-    shared = np.zeros(5, np.float32), np.asarray(steps[0])
-    return mapped(shared, (data, weights, steps))
-
-  return train
+  return trained.updates, *trained.seen
 
 
 def _expected(data, weights, steps, staleness=STALENESS):
@@ -136,7 +100,7 @@ class DropStaleTest(parameterized.TestCase):
   def test_drops_what_is_too_old_on_all_shards(self):
     steps = np.broadcast_to(STEPS[0], (8, 7))
 
-    calls = _train('shard_map', per_shard=False)(steps=steps)
+    calls = _train(steps=steps, own=False)
 
     expected = _expected(DATA, np.ones((8, 7)), steps)
     # A call is dropped or not; without an axis, it counts as one shard.
@@ -145,13 +109,13 @@ class DropStaleTest(parameterized.TestCase):
     self.assert_close(calls, (*expected[:4], expected[3]))
 
   def test_leaves_out_the_shards_that_are_too_late(self):
-    calls = _train('shard_map')(steps=STEPS)
+    calls = _train()
 
     self.assert_close(calls, _expected(DATA, np.ones((8, 7)), STEPS))
 
-  @cases.parameters(*modes.NAMES, '2x4')
+  @cases.parameters(*modes.NAMES, 'hosts')
   def test_counts_the_shards_in_time_by_their_weights(self, mode):
-    calls = _train(mode, weighted=True)(steps=STEPS)
+    calls = _train(weights=WEIGHTS, mode=mode)
 
     self.assert_close(calls, _expected(DATA, WEIGHTS, STEPS))
 
@@ -163,7 +127,7 @@ class DropStaleTest(parameterized.TestCase):
     weights[3] = 0
     data[[1, 3, 6]] = bad
 
-    calls = _train('shard_map', weighted=True)(data, weights, steps)
+    calls = _train(data, weights, steps)
 
     self.assert_close(calls, _expected(data, weights, steps))
 
@@ -175,8 +139,8 @@ class DropStaleTest(parameterized.TestCase):
     data[:, 2:5] = np.nan
 
     updates, momenta, global_steps, dropped, left_out = _train(
-        'shard_map', weighted
-    )(data, WEIGHTS, steps)
+        data, WEIGHTS if weighted else None, steps
+    )
 
     np.testing.assert_array_equal(updates[:, 2:5], np.zeros((8, 3, 5)))
     np.testing.assert_array_equal(momenta[:, 2:5], momenta[:, [1, 1, 1]])
@@ -199,7 +163,7 @@ class DropStaleTest(parameterized.TestCase):
     weights[:, 5] = 0
     steps[4, 5] = -9
 
-    calls = _train('shard_map', weighted=True)(DATA, weights, steps)
+    calls = _train(DATA, weights, steps)
 
     self.assert_close(calls, _expected(DATA, weights, steps))
     _, _, global_steps, dropped, left_out = calls
@@ -214,32 +178,25 @@ class DropStaleTest(parameterized.TestCase):
         optax.scale(-1.0),
     )
 
-    def shard(shared, data):
-      params, steps = shared
-
-      def call(state, given):
-        x, local_step = given
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        updates, state = tx.update(
-            grad(params, x)[1], state, local_step=local_step
-        )
-        return state, (updates, state[0].stale_count)
-
-      return lax.scan(call, tx.init(params), (data, steps))[1]
-
     steps = np.array([0, 0, 0, 5, 0, 2, 0], np.int32)
 
-    updates, dropped = modes.map_shards('shard_map', shard)(
-        (np.zeros(5, np.float32), steps), DATA
+    trained = harness.train(
+        tx,
+        np.zeros(5, np.float32),
+        (DATA, np.tile(steps, (8, 1))),
+        'shard_map',
+        grad=lambda _, own: shard_transforms.per_shard(-own[0], modes.AXIS),
+        extra_args=lambda _, own: {'local_step': lax.pmax(own[1], modes.AXIS)},
+        see=lambda state: state[0].stale_count,
     )
 
     passed = np.array([1, 1, 0, 1, 0, 1, 0])
     mean = DATA.astype(np.float64).mean(0) * passed[:, None]
     np.testing.assert_allclose(
-        updates, np.tile(mean, (8, 1, 1)), rtol=1e-5, atol=1e-6
+        trained.updates, np.tile(mean, (8, 1, 1)), rtol=1e-5, atol=1e-6
     )
     np.testing.assert_array_equal(
-        dropped, np.tile(np.cumsum(1 - passed), (8, 1))
+        trained.seen, np.tile(np.cumsum(1 - passed), (8, 1))
     )
 
   def test_an_axis_needs_inner(self):

@@ -5,11 +5,11 @@ import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import one_device
 import shard_transforms
@@ -86,26 +86,22 @@ def _expected(kind, data, weights, steps):
   )
 
 
-@functools.cache
-def _train(mode, kind, weighted):
-  tx = _weighted(kind)
-
-  def call(carry, given):
-    params, state = carry
-    x, weight, local_step = given
-    given = {'weight': weight} if weighted else {}
-    updates, state = tx.update(
-        _grads(params, x), state, params, local_step=local_step, **given
-    )
-    params = optax.apply_updates(params, updates)
-    momentum = optax.tree_utils.tree_get(state, 'trace')
-    return (params, state), (updates, momentum, state.global_step)
-
-  def shard(params, own):
-    return lax.scan(call, (params, tx.init(params)), own)[1]
-
-  mapped = modes.map_shards(mode, shard)
-  return lambda *own: mapped(np.zeros(5, np.float32), own)
+def _train(kind, data=DATA, weights=None, steps=STEPS, mode='shard_map'):
+  trained = harness.train(
+      _weighted(kind),
+      np.zeros(5, np.float32),
+      (data, steps) if weights is None else (data, steps, weights),
+      mode,
+      grad=lambda params, own: _grads(params, own[0]),
+      extra_args=lambda _, own: dict(
+          zip(('local_step', 'weight'), own[1:], strict=False)
+      ),
+      see=lambda state: (
+          optax.tree_utils.tree_get(state, 'trace'),
+          state.global_step,
+      ),
+  )
+  return trained.updates, *trained.seen
 
 
 class WeightTest(parameterized.TestCase):
@@ -118,7 +114,7 @@ class WeightTest(parameterized.TestCase):
 
   @cases.product(kind=tuple(KINDS))
   def test_shards_count_by_their_ages(self, kind):
-    calls = _train('shard_map', kind, weighted=False)(DATA, WEIGHTS, STEPS)
+    calls = _train(kind)
 
     self.assert_close(calls, _expected(kind, DATA, np.ones((8, 7)), STEPS))
 
@@ -136,8 +132,9 @@ class WeightTest(parameterized.TestCase):
         updates[0], 1e-3 * DATA[:, 0].mean(axis=0), rtol=1e-5, atol=1e-9
     )
 
-  def test_ages_multiply_weights(self):
-    calls = _train('shard_map', 'inverse', weighted=True)(DATA, WEIGHTS, STEPS)
+  @cases.parameters(*modes.NAMES)
+  def test_ages_multiply_weights(self, mode):
+    calls = _train('inverse', weights=WEIGHTS, mode=mode)
 
     self.assert_close(calls, _expected('inverse', DATA, WEIGHTS, STEPS))
 
@@ -148,7 +145,7 @@ class WeightTest(parameterized.TestCase):
     weights[:, 4] = 0
     data[weights == 0] = np.nan
 
-    calls = _train('shard_map', 'inverse', weighted=True)(data, weights, STEPS)
+    calls = _train('inverse', data, weights)
 
     self.assert_close(calls, _expected('inverse', data, weights, STEPS))
     updates, momenta, global_steps = calls
@@ -161,9 +158,7 @@ class WeightTest(parameterized.TestCase):
     steps[5] = -9
     data[5] = np.inf
 
-    calls = _train('shard_map', 'function', weighted=False)(
-        data, WEIGHTS, steps
-    )
+    calls = _train('function', data, steps=steps)
 
     self.assert_close(
         calls, _expected('function', data, np.ones((8, 7)), steps)
@@ -171,29 +166,22 @@ class WeightTest(parameterized.TestCase):
 
   @cases.parameters(True, False)
   def test_counts_over_several_axes(self, check_vma):
-    axes = 'host', 'core'
+    axes = modes.HOSTS
     mean = shard_transforms.cross_shard_mean(axes)
     tx = scale_by_staleness('inverse', mean, axis_name=axes)
 
-    def shard(params, x, local_step):
-      _, grads = shard_transforms.value_and_grad(_loss, axes)(params, x[0])
-      state = tx.init(params)
-      return tx.update(grads, state, local_step=local_step[0])[0]
+    def shard(params, own):
+      _, grads = shard_transforms.value_and_grad(_loss, axes)(params, own[0])
+      return tx.update(grads, tx.init(params), local_step=own[1])[0]
 
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mapped = jax.shard_map(
-        shard,
-        mesh=jax.make_mesh((2, 4), axes, auto),
-        in_specs=(P(), P(axes), P(axes)),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
     steps = -np.arange(8, dtype=np.int32)
-    updates = jax.jit(mapped)(np.zeros(5, np.float32), DATA[:, 0], steps)
+    updates = modes.map_over_hosts(shard, check_vma)(
+        np.zeros(5, np.float32), (DATA[:, 0], steps)
+    )
 
     weights = 1 / np.maximum(np.arange(8.0), 1)
     expected = np.average(-DATA[:, 0].astype(float), axis=0, weights=weights)
-    np.testing.assert_allclose(updates, expected, rtol=1e-5)
+    np.testing.assert_allclose(updates, np.tile(expected, (8, 1)), rtol=1e-5)
 
   def test_fresh_shards_give_the_plain_mean_to_the_bit(self):
     tx = _weighted('exponential', _mean())

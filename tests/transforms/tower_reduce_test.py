@@ -3,13 +3,12 @@ import functools
 from absl.testing import parameterized
 import chex
 import jax
-from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import one_device
 import shard_transforms
@@ -21,30 +20,6 @@ DECAY = 0.9
 # [shards, calls, features]
 DATA = np.random.default_rng(0).normal(size=(8, 6, 5)).astype(np.float32)
 WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 6)).astype(np.float32)
-
-
-def _axis_name(mode):
-  return ('host', 'core') if mode == '2x4' else modes.AXIS
-
-
-def _map_shards(mode, shard):
-  """As `modes.map_shards`, and over a mesh of 2 hosts x 4 cores too."""
-  if mode != '2x4':
-    return modes.map_shards(mode, shard)
-
-  def one_shard(shared, own):
-    out = shard(shared, jax.tree.map(lambda x: x[0], own))
-    return jax.tree.map(lambda x: x[None], out)
-
-  auto = (jax.sharding.AxisType.Auto,) * 2
-  spec = P(('host', 'core'))
-  mapped = jax.shard_map(
-      one_shard,
-      mesh=jax.make_mesh((2, 4), ('host', 'core'), auto),
-      in_specs=(P(), spec),
-      out_specs=spec,
-  )
-  return jax.jit(mapped)
 
 
 def _loss(params, x):
@@ -59,37 +34,31 @@ def _momentum(axis_name=modes.AXIS):
   )
 
 
-@functools.cache
-def _train(mode, reduction='mean', weighted=False):
-  """Maps 6 calls; gives what each call gave and the inner state after it."""
-  axis_name = _axis_name(mode)
+def _train(data, weights=None, mode='shard_map', reduction='mean'):
+  """Returns 6 calls, with the momentum and the counter after each."""
+  axis_name = modes.HOSTS if mode == 'hosts' else modes.AXIS
+  grad = harness.gradient(_loss, axis_name)
   tx = shard_transforms.tower_reduce(
       NUM_TOWERS,
       _momentum(axis_name),
       axis_name=axis_name,
       reduction=reduction,
   )
-
-  def call(carry, tower):
-    params, state = carry
-    x, weight = tower
-    grad = shard_transforms.value_and_grad(_loss, axis_name)
-    _, grads = grad(params, x)
-    weight = weight if weighted else None
-    updates, state = tx.update(grads, state, params, weight=weight)
-    params = optax.apply_updates(params, updates)
-    momentum = optax.tree_utils.tree_get(state, 'trace')
-    return (params, state), (updates, momentum, state.tower)
-
-  def shard(params, own):
-    (params, state), calls = lax.scan(call, (params, tx.init(params)), own)
-    return params, state, calls
-
-  mapped = _map_shards(mode, shard)
-  return lambda data, weights: mapped(np.zeros(5, np.float32), (data, weights))
+  return harness.train(
+      tx,
+      np.zeros(5, np.float32),
+      {'x': data} if weights is None else {'x': data, 'weight': weights},
+      mode,
+      grad=lambda params, own: grad(params, own['x']),
+      extra_args=lambda _, own: {k: own[k] for k in own if k != 'x'},
+      see=lambda state: (
+          optax.tree_utils.tree_get(state, 'trace'),
+          state.tower,
+      ),
+  )
 
 
-def _expected(data, weights, reduction='mean'):
+def _expected(data, weights=None, reduction='mean'):
   """Returns updates, momenta and parameters of the same calls."""
   if weights is None:
     weights = np.ones(data.shape[:2])
@@ -109,25 +78,31 @@ def _expected(data, weights, reduction='mean'):
 
 class TowerReduceTest(parameterized.TestCase):
 
-  def assert_trains_like(self, mode, data, weights, reduction='mean'):
-    train = _train(mode, reduction, weights is not None)
-    ignored = WEIGHTS if weights is None else weights
-    params, state, (updates, momenta, towers) = train(data, ignored)
+  def assert_trains_like(self, data, *args, **kwargs):
+    params, updates, state, (momenta, towers) = _train(data, *args, **kwargs)
 
-    expected = _expected(data, weights, reduction)
+    kwargs.pop('mode', None)
+    expected = _expected(data, *args, **kwargs)
     chex.assert_trees_all_close(
-        (updates, momenta, params), expected, rtol=1e-5, atol=1e-6, strict=True
+        (updates, momenta, params[:, -1]),
+        expected,
+        rtol=1e-5,
+        atol=1e-6,
+        strict=True,
     )
+    np.testing.assert_array_equal(updates[:, [0, 1, 3, 4]], 0)
     np.testing.assert_array_equal(towers, np.tile([1, 2, 0, 1, 2, 0], (8, 1)))
-    self.assertIsInstance(state, shard_transforms.TowerReduceState)
+    for leaf in state.total, state.total_weight:
+      np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+    return updates, momenta
 
-  @cases.product(reduction=('mean', 'sum'))
+  @cases.parameters('mean', 'sum')
   def test_trains_on_all_towers_of_all_shards(self, reduction):
-    self.assert_trains_like('shard_map', DATA, None, reduction)
+    self.assert_trains_like(DATA, reduction=reduction)
 
-  @cases.product(mode=(*modes.NAMES, '2x4'), reduction=('mean', 'sum'))
+  @cases.product(mode=(*modes.NAMES, 'hosts'), reduction=('mean', 'sum'))
   def test_counts_towers_by_their_weights(self, mode, reduction):
-    self.assert_trains_like(mode, DATA, WEIGHTS, reduction)
+    self.assert_trains_like(DATA, WEIGHTS, mode=mode, reduction=reduction)
 
   @cases.product(reduction=('mean', 'sum'), bad=(np.nan, np.inf))
   def test_a_tower_without_weight_contributes_nothing(self, reduction, bad):
@@ -136,30 +111,21 @@ class TowerReduceTest(parameterized.TestCase):
     weights[without] = 0
     data[without] = bad
 
-    self.assert_trains_like('shard_map', data, weights, reduction)
+    self.assert_trains_like(data, weights, reduction=reduction)
 
-  @cases.product(reduction=('mean', 'sum'))
-  def test_a_window_without_weight_changes_nothing(self, reduction):
+  @cases.product(reduction=('mean', 'sum'), window=(slice(0, 3), slice(3, 6)))
+  def test_a_window_without_weight_changes_nothing(self, reduction, window):
     weights, data = WEIGHTS.copy(), DATA.copy()
-    weights[:, 3:] = 0
-    data[:, 3:] = np.nan
+    weights[:, window] = 0
+    data[:, window] = np.nan
 
-    train = _train('shard_map', reduction, weighted=True)
-    _, state, (updates, momenta, towers) = train(data, weights)
+    updates, momenta = self.assert_trains_like(
+        data, weights, reduction=reduction
+    )
 
-    np.testing.assert_array_equal(updates[:, 3:], np.zeros((8, 3, 5)))
-    np.testing.assert_array_equal(momenta[:, 3:], momenta[:, [2, 2, 2]])
-    np.testing.assert_array_equal(towers[:, -1], np.zeros(8))
-    for leaf in state.total, state.total_weight:
-      np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
-
-  @cases.product(reduction=('mean', 'sum'))
-  def test_starts_again_after_a_window_without_weight(self, reduction):
-    weights, data = WEIGHTS.copy(), DATA.copy()
-    weights[:, :3] = 0
-    data[:, :3] = np.nan
-
-    self.assert_trains_like('shard_map', data, weights, reduction)
+    np.testing.assert_array_equal(updates[:, window], np.zeros((8, 3, 5)))
+    before = momenta[:, 2] if window.start else np.zeros((8, 5))
+    np.testing.assert_array_equal(momenta[:, window.stop - 1], before)
 
   @cases.product(reduction=('mean', 'sum'), num_towers=(2, 4, 6))
   def test_a_window_of_another_length_is_reduced_over_its_towers(
