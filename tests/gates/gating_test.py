@@ -188,20 +188,6 @@ class GateTest(parameterized.TestCase):
     )
     return _collectives(jaxpr.jaxpr)
 
-  def test_refuses_a_decision_that_differs_between_shards(self):
-    tx = shard_transforms.drop_stale(0, optax.sgd(1.0))
-
-    def shard(x, local_step):
-      return tx.update(x, tx.init(x), local_step=local_step)[0]
-
-    with self.assertRaisesRegex(
-        ValueError,
-        r'must be decided the same way on all shards, but the decision is typed'
-        r' bool\[\]\{V:data\}. Give `axis_name`',
-    ):
-      mapped = modes.map_shards('shard_map', shard)
-      jax.eval_shape(mapped, jnp.ones(3), jnp.arange(8))
-
   @cases.parameters(*GATES)
   def test_what_varies_after_either_branch_is_typed_as_varying(self, gate):
     inner = optax.trace(0.9)

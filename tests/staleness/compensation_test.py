@@ -253,35 +253,6 @@ class GatesTest(parameterized.TestCase):
     added = 4 / np.sqrt(4 + EPS)
     np.testing.assert_allclose(found, [2 + added, 2 + added / 2], rtol=1e-6)
 
-  def test_a_window_of_towers_goes_after_it(self):
-    tx = optax.chain(
-        _compensate(True, axis_name=AXIS),
-        shard_transforms.tower_reduce(
-            2, cross_shard_mean(AXIS), axis_name=AXIS
-        ),
-    )
-
-    def shard(params, own):
-      def call(state, given):
-        x, read = given
-        return tx.update(x, state, params, read_params=read)[::-1]
-
-      return lax.scan(call, tx.init(params), own)[1]
-
-    reads = DATA[:, 2:4]
-    updates = modes.map_shards('vmap', shard)(
-        jnp.zeros(5), (DATA[:, :2], reads)
-    )
-
-    u = DATA[:, :2].astype(float)
-    first = (1 - DECAY) * u[:, 0] ** 2
-    second = DECAY * first + (1 - DECAY) * u[:, 1] ** 2
-    lam = LAM / np.sqrt(np.stack([first, second], axis=1) + EPS)
-    expected = (u - lam * u * u * reads).mean((0, 1))
-    np.testing.assert_allclose(
-        updates[:, 1], np.tile(expected, (8, 1)), rtol=1e-4, atol=1e-6
-    )
-
 
 class StateTest(parameterized.TestCase):
 

@@ -178,28 +178,6 @@ class GatesTest(parameterized.TestCase):
         updates, np.tile(expected, (8, 1, 1)), rtol=1e-5, atol=1e-6
     )
 
-  def test_a_window_of_towers_is_delayed_as_one(self):
-    tx = shard_transforms.tower_reduce(
-        2,
-        optax.chain(delay_updates(1, axis_name=AXIS), cross_shard_mean(AXIS)),
-        axis_name=AXIS,
-    )
-
-    def shard(params, own):
-      def step(state, x):
-        return tx.update(x, state)[::-1]
-
-      return lax.scan(step, tx.init(params), own)[1]
-
-    updates = modes.map_shards('vmap', shard)(jnp.zeros(5), DATA[:, :6])
-
-    expected = np.zeros((6, 5))
-    expected[3] = DATA[:, 0:2].mean((0, 1))
-    expected[5] = DATA[:, 2:4].mean((0, 1))
-    np.testing.assert_allclose(
-        updates, np.tile(expected, (8, 1, 1)), rtol=1e-5, atol=1e-6
-    )
-
   def test_simulates_the_staleness_that_drop_stale_sees(self):
     tx = optax.chain(
         shard_transforms.drop_stale(1, delay_updates(2)), optax.scale(-1.0)

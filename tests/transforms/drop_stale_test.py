@@ -242,23 +242,6 @@ def _count(staleness):
 
 class AcceptanceTest(parameterized.TestCase):
 
-  @cases.product(
-      staleness=(-2, -1, 0, 1, 3),
-      global_step=(0, 1, 10),
-      age=tuple(range(-3, 6)),
-  )
-  def test_accepts_exactly_up_to_the_staleness(
-      self, staleness, global_step, age
-  ):
-    updates, state = _count(staleness)(global_step, global_step - age)
-
-    accepted = age <= staleness
-    np.testing.assert_array_equal(updates, np.full(3, float(accepted)))
-    np.testing.assert_array_equal(state.inner_state.trace, updates)
-    self.assertEqual(state.global_step, global_step + accepted)
-    self.assertEqual(state.stale_count, not accepted)
-    self.assertEqual(state.stale_shard_count, not accepted)
-
   @cases.parameters(
       # (staleness, global step, local step, accepted)
       (2, 1, INT32.min, False),
@@ -443,61 +426,6 @@ def _recorder():
     return updates, state | extra_args
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-class TowersTest(parameterized.TestCase):
-
-  @cases.product(weighted=(False, True))
-  def test_the_oldest_step_of_a_window_counts(self, weighted):
-    tx = shard_transforms.tower_reduce(
-        2,
-        shard_transforms.drop_stale(
-            STALENESS, _momentum(), axis_name=modes.AXIS
-        ),
-        axis_name=modes.AXIS,
-    )
-
-    def call(carry, given):
-      params, state = carry
-      x, weight, local_step = given
-      grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-      weight = weight if weighted else None
-      updates, state = tx.update(
-          grad(params, x)[1], state, weight=weight, local_step=local_step
-      )
-      params = optax.apply_updates(params, updates)
-      return (params, state), (updates, *state.inner_state[:3])
-
-    def shard(params, own):
-      return lax.scan(call, (params, tx.init(params)), own)[1]
-
-    own = DATA[:, :6], WEIGHTS[:, :6], STEPS[:, :6] // 2
-
-    calls = modes.map_shards('shard_map', shard)(np.zeros(5, np.float32), own)
-
-    # A window is one call with the mean of its towers.
-    weights = own[1] if weighted else np.ones((8, 6))
-    windows = weights.reshape(8, 3, 2)
-    data = np.einsum('scwf,scw->scf', own[0].reshape(8, 3, 2, 5), windows)
-    total = windows.sum(2)
-    # Unweighted, each shard in time counts the same, here all have 2 towers.
-    expected = _expected_of_windows(
-        data / total[..., None], total, own[2].reshape(8, 3, 2).min(2)
-    )
-    ends = jax.tree.map(lambda x: x[:, 1::2], calls)
-    chex.assert_trees_all_close(ends, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(calls[0][:, ::2], np.zeros((8, 3, 5)))
-    self.assertLess(0, expected[3][0, -1])
-
-
-def _expected_of_windows(data, weights, steps):
-  # Of 3 calls instead of 7.
-  def pad(x):
-    return np.concatenate([x, np.repeat(x[:, -1:], 4, 1)], 1)
-
-  expected = _expected(pad(data), pad(weights), pad(steps))
-  updates, _, *counts = (x[:, :3] for x in expected)
-  return updates, *counts
 
 
 class CollectivesTest(parameterized.TestCase):

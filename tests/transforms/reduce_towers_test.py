@@ -154,35 +154,8 @@ class LeavesTest(parameterized.TestCase):
     self.assertNotEqual(sum(values), values[0])
     np.testing.assert_array_equal(reduced, expected, strict=True)
 
-  @cases.parameters(
-      (lambda: jnp.ones((2, 5)), r'\(2, 5\)'),
-      (lambda: jnp.ones((5, 3)), r'\(5, 3\)'),
-      (lambda: jnp.ones(()), r'\(\)'),
-      (lambda: 1.0, r'\(\)'),
-  )
-  def test_refuses_a_leaf_without_the_axis_of_towers(self, make, shape):
-    tx = shard_transforms.reduce_towers(3)
-    updates = {'good': jnp.ones((3, 5)), 'bad': [make()]}
-
-    with self.assertRaisesRegex(
-        ValueError,
-        '`updates` of `reduce_towers` must have a leading axis of 3 towers, got'
-        rf" the shape {shape} at \['bad'\]\[0\]",
-    ):
-      tx.update(updates, tx.init(None))
-
 
 class WeightTest(parameterized.TestCase):
-
-  def test_a_chain_refuses_weights(self):
-    tx = shard_transforms.reduce_towers(2)
-
-    with self.assertRaisesRegex(
-        ValueError,
-        '`weight` of `reduce_towers` must come with `inner`, got none.*write'
-        r' `reduce_towers\(num_towers, optax.chain\(...\)\)`',
-    ):
-      tx.update(jnp.ones((2, 3)), tx.init(None), weight=jnp.ones(2))
 
   def test_refuses_own_weights_for_updates_that_are_already_reduced(self):
     tx = shard_transforms.reduce_towers(2, optax.identity())

@@ -13,7 +13,6 @@ import pytest
 
 import cases
 import modes
-import reductions
 import shard_transforms
 from shard_transforms import cross_shard_mean
 from shard_transforms import shard_update
@@ -148,13 +147,6 @@ class EqualityTest(parameterized.TestCase):
     mean = cross_shard_mean(AXIS)
     assert_close(actual, train(optax.chain(mean, INNERS[name]())))
 
-  def test_packed_and_unpacked_give_the_same_bits(self):
-    packed = train(shard_update(optax.sgd(0.5), AXIS))
-    with reductions.unpacked():
-      alone = train(shard_update(optax.sgd(0.5), AXIS))
-
-    chex.assert_trees_all_equal(packed, alone, strict=True)
-
   def test_sums(self):
     tx = shard_update(optax.sgd(0.1), AXIS, reduction='sum')
 
@@ -256,20 +248,6 @@ class StateTest(parameterized.TestCase):
     whole = sum(x.nbytes for x in jax.tree.leaves(optax.adam(0.1).init(params)))
     self.assertLessEqual(own, (1 / SHARDS + 0.01) * whole)
 
-  def test_specs_say_which_leaves_are_cut(self):
-    params = {
-        'cut': jnp.zeros((3, 5)),
-        'few': jnp.zeros(3),
-        'one': jnp.zeros(()),
-    }
-    tx = shard_update(optax.adam(0.1), AXIS)
-
-    specs = shard_transforms.state_specs(tx, params, modes.mesh())
-
-    self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
-    mu = optax.tree_utils.tree_get(specs, 'mu')
-    self.assertEqual(mu, {'cut': P(None, AXIS), 'few': P(AXIS), 'one': P()})
-
   @cases.parameters(
       # Slices of [3, 2] are of either leaf, along another dimension.
       lambda p: jax.tree.leaves(jax.tree.map(jnp.copy, p)),
@@ -357,41 +335,6 @@ class StateTest(parameterized.TestCase):
 
     expected = np.arange(16.0)
     np.testing.assert_array_equal(state.inner_state, expected)
-
-  @cases.parameters(
-      {'shapes': ((16,), (24,)), 'shards': 8, 'got': r'\(2,\) at .*\[0\]'},
-      {'shapes': ((17,), (17,)), 'shards': 4, 'got': r'\(6,\) at .*\[0\]'},
-  )
-  def test_refuses_state_of_others(self, shapes, shards, got):
-    tx = shard_update(optax.trace(0.9), AXIS)
-    before, params = ([jnp.zeros(shape)] for shape in shapes)
-    state = shard_transforms.init_state(tx, before, modes.mesh())
-
-    def step(state, grads):
-      grads = shard_transforms.per_shard(grads, AXIS)
-      return tx.update(grads, state, params)[0]
-
-    step = jax.shard_map(
-        step,
-        mesh=modes.mesh(shards),
-        in_specs=(P(AXIS), P()),
-        out_specs=P(),
-    )
-    with self.assertRaisesRegex(
-        ValueError, f'this number of shards .*init_state.*{got}'
-    ):
-      jax.eval_shape(step, state, params)
-
-  def test_refuses_state_of_another_transformation(self):
-    tx = shard_update(optax.trace(0.9), AXIS)
-
-    def step(grads):
-      state = shard_update(optax.adam(0.1), AXIS).init(grads)
-      return tx.update(shard_transforms.per_shard(grads, AXIS), state)[0]
-
-    step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
-    with self.assertRaisesRegex(ValueError, 'State of .* got the tree'):
-      jax.eval_shape(step, jnp.zeros(16))
 
   # Where a mesh is in use, JAX traces the same once more to run it.
   @cases.parameters(({},), ({'value': 1.0},))
@@ -679,21 +622,6 @@ class RefusalTest(parameterized.TestCase):
         ValueError, 'shards bring numbers of their own'
     ):
       jax.eval_shape(step, jnp.ones(16), jnp.ones(8))
-
-  def test_says_what_to_do_about_a_vmap_in_a_shard_map(self):
-    tx = shard_update(optax.sgd(0.1), (AXIS, 'inner'))
-
-    def step(grads):
-      return tx.update(grads, shard_transforms.ShardUpdateState(()))[0]
-
-    mapped = jax.shard_map(
-        jax.vmap(step, axis_name='inner'),
-        mesh=modes.mesh(),
-        in_specs=P(None, AXIS),
-        out_specs=P(None, AXIS),
-    )
-    with self.assertRaisesRegex(NotImplementedError, 'needs `check_vma=False`'):
-      jax.eval_shape(mapped, jnp.zeros((4, 8 * 64)))
 
   @cases.product(
       kind=(AxisType.Auto, AxisType.Explicit),

@@ -1,5 +1,4 @@
 from absl.testing import parameterized
-import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -30,64 +29,6 @@ def _loss(params, x):
 
 
 class TowerReduceStateTest(parameterized.TestCase):
-
-  @cases.product(weighted=(False, True))
-  def test_collects_on_each_shard(self, weighted):
-    tx = shard_transforms.tower_reduce(3, INNER, axis_name=modes.AXIS)
-    params = {'w': PARAMS['w'], 'half': PARAMS['half']}
-
-    def shard(params, own):
-      data, weights, steps = own
-      state = tx.init(params)
-      for i in range(2):
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        weight = weights[i] if weighted else None
-        _, state = tx.update(
-            grad(params, data[i])[1],
-            state,
-            params,
-            weight=weight,
-            local_step=steps[i],
-        )
-      return state
-
-    state = modes.map_shards('shard_map', shard)(params, (DATA, WEIGHTS, STEPS))
-
-    weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
-    total = np.einsum('sc,scf->sf', weights, DATA)
-    np.testing.assert_array_equal(state.tower, np.full(8, 2, np.int32))
-    np.testing.assert_array_equal(state.total['w'], total[:, None], strict=True)
-    np.testing.assert_array_equal(
-        state.total['half'],
-        np.broadcast_to(total[:, None, :3, None], (8, 1, 3, 5)),
-        strict=True,
-    )
-    np.testing.assert_array_equal(
-        state.total_weight, weights.sum(1)[:, None], strict=True
-    )
-    np.testing.assert_array_equal(
-        state.oldest_local_step, STEPS.min(1)[:, None], strict=True
-    )
-
-  @cases.product(axis_name=(modes.AXIS, None))
-  def test_is_empty_again_after_the_last_tower(self, axis_name):
-    tx = shard_transforms.tower_reduce(2, optax.identity(), axis_name=axis_name)
-
-    def shard(params, own):
-      data, weights, steps = own
-      if axis_name is None:
-        data, weights, steps = jnp.ones((2, 5)), jnp.ones(2), jnp.arange(2)
-      start = state = tx.init(params)
-      for i in range(2):
-        extra_args = {'weight': weights[i], 'local_step': steps[i]}
-        _, state = tx.update(data[i], state, params, **extra_args)
-      return start, state
-
-    start, end = modes.map_shards('shard_map', shard)(
-        np.ones(5, np.float32), (DATA, WEIGHTS, STEPS)
-    )
-
-    chex.assert_trees_all_equal(end, start, strict=True)
 
   def test_counts_towers_in_int32_and_weights_in_float32(self):
     tx = shard_transforms.tower_reduce(3, INNER)
@@ -179,22 +120,6 @@ class PerShardStateTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError, "`tower_reduce` must be per shard over 'data', got the root"
-    ):
-      mapped = modes.map_shards('shard_map', shard)
-      jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
-
-  def test_refuses_state_without_its_leading_axis(self):
-    tx = shard_transforms.tower_reduce(2, INNER, axis_name=modes.AXIS)
-    other = shard_transforms.tower_reduce(2, INNER)
-
-    def shard(params, x):
-      return tx.update(x, other.init(params))[0]
-
-    with self.assertRaisesRegex(
-        ValueError,
-        'State of `tower_reduce` with `axis_name` must have a leading axis of'
-        r' length 1 on each shard, got the shape \(5,\).*'
-        r'`shard_transforms.state_specs`.*`jax.pmap\(tx.init, axis_name=',
     ):
       mapped = modes.map_shards('shard_map', shard)
       jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])

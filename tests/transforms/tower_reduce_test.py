@@ -152,16 +152,6 @@ class TowerReduceTest(parameterized.TestCase):
     self.assertEqual(applied, np.float32(reduce(updates[:taken])))
     self.assertEqual(state.tower, 0)
 
-  def test_a_chain_refuses_weights(self):
-    tx = shard_transforms.tower_reduce(2)
-
-    with self.assertRaisesRegex(
-        ValueError,
-        '`weight` of `tower_reduce` must come with `inner`, got none.*write'
-        r' `tower_reduce\(num_towers, optax.chain\(...\)\)`',
-    ):
-      tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weight=1.0)
-
   @cases.product(axis_name=(modes.AXIS, None), reduction=('mean', 'sum'))
   def test_one_tower_keeps_the_sign_of_zero(self, axis_name, reduction):
     tx = shard_transforms.tower_reduce(
@@ -229,7 +219,7 @@ def _recorder():
 
 class HandedOnTest(parameterized.TestCase):
 
-  def _record(self, mode, own, reduction='mean', **fixed):
+  def _record(self, own, reduction='mean', **fixed):
     """Returns what the inner transformation was handed by 3 calls."""
     tx = shard_transforms.tower_reduce(
         NUM_TOWERS, _recorder(), axis_name=modes.AXIS, reduction=reduction
@@ -242,28 +232,27 @@ class HandedOnTest(parameterized.TestCase):
         _, state = tx.update(own['x'][i], state, **extra, **fixed)
       return state.inner_state
 
-    return modes.map_shards(mode, shard)(0.0, {'x': DATA[:, :3]} | own)
+    return modes.map_shards('shard_map', shard)(0.0, {'x': DATA[:, :3]} | own)
 
-  def test_hands_on_the_oldest_local_step_of_each_shard(self):
+  def test_hands_on_what_each_shard_has_collected(self):
     steps = np.random.default_rng(2).integers(-9, 99, (8, 3)).astype(np.int32)
 
-    recorded = self._record('shard_map', {'local_step': steps})
+    own = {'weight': WEIGHTS, 'local_step': steps, 'value': DATA[..., 0]}
+    recorded = self._record(own)
 
-    np.testing.assert_array_equal(recorded['local_step'], steps.min(1))
-
-  def test_hands_on_the_total_weight_of_each_shard(self):
-    recorded = self._record('shard_map', {'weight': WEIGHTS[:, :3]})
-
-    np.testing.assert_array_equal(
-        recorded['weight'], WEIGHTS[:, :3].sum(1), strict=True
-    )
+    expected = {
+        'weight': WEIGHTS[:, :3].sum(1),
+        'local_step': steps.min(1),
+        'value': DATA[:, 2, 0],
+    }
+    chex.assert_trees_all_equal(recorded, expected, strict=True)
 
   def test_a_sum_hands_on_which_shards_have_any_weight(self):
     weights = WEIGHTS[:, :3].copy()
     weights[3] = 0
     weights[5, :2] = 0
 
-    recorded = self._record('shard_map', {'weight': weights}, reduction='sum')
+    recorded = self._record({'weight': weights}, reduction='sum')
 
     expected = np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32)
     np.testing.assert_array_equal(recorded['weight'], expected, strict=True)
@@ -291,13 +280,8 @@ class HandedOnTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates[3], np.zeros(5))
     self.assertFalse(np.isnan(updates).any())
 
-  def test_other_arguments_are_those_of_the_last_tower(self):
-    recorded = self._record('shard_map', {'value': DATA[:, :3, 0]})
-
-    np.testing.assert_array_equal(recorded['value'], DATA[:, 2, 0])
-
   def test_hands_on_no_weight_and_no_local_step_where_there_was_none(self):
-    recorded = self._record('vmap', {}, value=jnp.float32(7))
+    recorded = self._record({}, value=jnp.float32(7))
 
     expected = {'weight': -1.0, 'local_step': -1, 'value': 7.0}
     for name, value in expected.items():
@@ -368,17 +352,6 @@ class MissingGradientTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(
         updates, {'w': np.full(3, 0.5, jnp.dtype(dtype))}, strict=True
-    )
-
-  def test_of_all_towers_without_parameters_gives_float32_zeros(self):
-    tx = shard_transforms.tower_reduce(2, optax.identity())
-    state = tx.init({'w': jnp.ones(3, jnp.bfloat16)})
-
-    _, state = tx.update({'w': None}, state)
-    updates, _ = tx.update({'w': None}, state)
-
-    chex.assert_trees_all_equal(
-        updates, {'w': np.zeros(3, np.float32)}, strict=True
     )
 
   def test_passes_what_carries_no_gradient(self):
