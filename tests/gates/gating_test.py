@@ -189,24 +189,6 @@ class GateTest(parameterized.TestCase):
     return _collectives(jaxpr.jaxpr)
 
   @cases.parameters(*GATES)
-  def test_what_varies_after_either_branch_is_typed_as_varying(self, gate):
-    inner = optax.trace(0.9)
-    tx = GATES[gate](inner)
-
-    def shard(params, x):
-      own = shard_transforms.per_shard(params, modes.AXIS)
-      state = tx.init(own if gate == 'tower_reduce' else params)
-      # The momentum is the same on all shards, until it takes up `x`.
-      state = state._replace(inner_state=inner.init(params))
-      updates, state = tx.update(x, state, local_step=0)
-      for leaf in updates, state.inner_state.trace:
-        self.assertEqual(axes_lib.varying_axes(leaf), {modes.AXIS})
-      return updates
-
-    mapped = modes.map_shards('shard_map', shard)
-    jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
-
-  @cases.parameters(*GATES)
   def test_what_only_inner_makes_the_same_is_typed_as_varying(self, gate):
     # The state differs between shards until `inner` has run once.
     average = optax.GradientTransformation(
@@ -743,10 +725,6 @@ class WeightTest(parameterized.TestCase):
     mapped = jax.vmap(fn, axis_name=AXIS)
 
     np.testing.assert_array_equal(mapped(jnp.arange(3.0)), [1.0] * 3)
-
-  def test_updates_that_are_not_summed_are_not_dropped(self):
-    with self.assertRaisesRegex(ValueError, 'by hand, or none, counts them'):
-      self.update('drop_stale', optax.sgd(1.0), 'pmap')
 
   @cases.parameters(*WEIGHING)
   def test_other_sums_need_no_weight(self, gate):

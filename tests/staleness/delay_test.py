@@ -1,12 +1,12 @@
 from absl.testing import parameterized
 import chex
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import shard_transforms
 from shard_transforms import cross_shard_mean
@@ -60,15 +60,9 @@ class DelayTest(parameterized.TestCase):
   def test_trains_with_the_updates_of_some_steps_ago(self, place, steps):
     tx = _chain(steps, place)
 
-    def call(carry, x):
-      params, state = carry
-      updates, state = tx.update(_grads(params, x), state, params)
-      return (optax.apply_updates(params, updates), state), updates
-
-    def shard(params, own):
-      return lax.scan(call, (params, tx.init(params)), own)[1]
-
-    updates = modes.map_shards('shard_map', shard)(_params(), DATA)
+    updates = harness.train(
+        tx, _params(), DATA, 'shard_map', grad=_grads
+    ).updates
 
     chex.assert_trees_all_close(updates, _expected(steps), rtol=1e-5, atol=1e-6)
     first = jax.tree.map(lambda x: x[:, :steps], updates)
@@ -161,15 +155,11 @@ class GatesTest(parameterized.TestCase):
     inner = optax.chain(cross_shard_mean(AXIS), delay_updates(1))
     tx = shard_transforms.guard(inner, AXIS)
 
-    def shard(params, own):
-      def step(state, x):
-        return tx.update(_grads(params, x), state)[::-1]
-
-      return lax.scan(step, tx.init(params), own)[1]['w']
-
     data = DATA.copy()
     data[3, 2] = np.nan
-    updates = modes.map_shards('shard_map', shard)(_params(), data)
+    updates = harness.train(
+        tx, _params(), data, 'shard_map', grad=lambda _, x: _grads(_params(), x)
+    ).updates['w']
 
     means = np.linspace(-1, 1, 5) - DATA.mean(0)
     zero = np.zeros(5)

@@ -117,11 +117,8 @@ class ClipTest(parameterized.TestCase):
 
   @cases.parameters(
       (0.0, ValueError, '`max_norm` must be positive, got 0.0'),
-      (-1, ValueError, '`max_norm` must be positive, got -1'),
       (np.nan, ValueError, '`max_norm` must be positive, got nan'),
       (None, TypeError, '`max_norm` must be a real number, got None'),
-      (True, TypeError, '`max_norm` must be a real number, got True'),
-      ([1.0], TypeError, '`max_norm` must be a real number'),
       (1j, TypeError, '`max_norm` must be a real number, got 1j'),
   )
   def test_refuses_a_limit_that_is_none(self, max_norm, error, message):

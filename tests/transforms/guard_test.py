@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 import cases
 import modes
@@ -301,56 +300,12 @@ class DecisionTest(parameterized.TestCase):
 
 class SpikeTest(parameterized.TestCase):
 
-  def test_a_norm_above_the_limit_is_bad(self):
-    x = data()
-    x[3, 1] *= 100
-    tx = guard(
-        mean_of(optax.sgd(-1.0)),
-        AXIS,
-        on_bad='exclude',
-        spikes=SpikeRule(max_norm=20.0),
-    )
-
-    updates, state = run(tx, x)
-
-    good = np.delete(x[:, 1], 3, axis=0)
-    np.testing.assert_allclose(updates[0, 1], good.mean(0), rtol=1e-5)
-    self.assertEqual(state.last_bad_step[3], 1)
-    self.assertEqual(state.bad_shard_count[0], 1)
-
   def test_a_norm_that_is_just_the_limit_is_good(self):
     tx = guard(optax.identity(), spikes=SpikeRule(max_norm=5.0))
 
     _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
 
     self.assertEqual(state.skipped_count, 0)
-
-  def test_a_norm_far_above_the_last_ones_is_bad(self):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(SHARDS, 40, 5)).astype(np.float32)
-    norms = np.linalg.norm(x, axis=-1)
-    # Once its 16 steps are full, so that the first spike passes.
-    x[2, 8] *= 30 / norms[2, 8]
-    x[4, 33] *= 30 / norms[4, 33]
-    tx = guard(
-        mean_of(optax.sgd(1.0)), AXIS, spikes=SpikeRule(max_stds=6.0, window=16)
-    )
-
-    updates, state = run(tx, x)
-
-    np.testing.assert_array_equal(np.all(updates[0] == 0, -1).nonzero(), [[33]])
-    self.assertEqual(state.last_bad_step[4], 33)
-    self.assertEqual(state.bad_shard_count[0], 1)
-    accepted = np.linalg.norm(np.delete(x, 33, axis=1)[:, -16:], axis=-1)
-    order = np.arange(39 - 16, 39) % 16
-    np.testing.assert_allclose(
-        state.spikes.statistics.mean[0][order, 0], accepted.mean(0), rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        state.spikes.statistics.variance[0][order, 0],
-        accepted.var(0),
-        rtol=1e-4,
-    )
 
   @cases.parameters((2.9, True), (3.1, False))
   def test_the_limit_is_so_many_deviations_above_the_mean(self, max_stds, bad):
@@ -418,7 +373,6 @@ class SpikeTest(parameterized.TestCase):
     self.assertEqual(state.spikes.statistics.num_recorded[0], 8)
     self.assertTrue(np.all(np.isfinite(state.spikes.statistics.mean)))
 
-  @pytest.mark.slow
   def test_norms_that_stay_the_same_are_no_spikes(self):
     x = np.full((SHARDS, 30, 5), 7**0.5 / 5**0.5, np.float32)
     tx = guard(
@@ -456,7 +410,6 @@ class SpikeTest(parameterized.TestCase):
 
 class ModelAxisTest(parameterized.TestCase):
 
-  @pytest.mark.slow
   def test_does_not_guess_what_is_sliced_without_types(self):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS)

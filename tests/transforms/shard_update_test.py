@@ -9,7 +9,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 import cases
 import modes
@@ -162,7 +161,6 @@ class EqualityTest(parameterized.TestCase):
     whole = optax.chain(cross_shard_mean(AXIS), optax.adam(0.1))
     assert_close(actual, train(whole, mode, WEIGHTS))
 
-  @pytest.mark.slow
   def test_groups_train_apart(self):
     tx = shard_update(optax.adam(0.1), AXIS, groups=EVEN)
 

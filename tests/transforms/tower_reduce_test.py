@@ -410,3 +410,131 @@ class DtypeTest(parameterized.TestCase):
 
     expected = np.array([1 + 1j, 0.5 - 1.5j], np.complex64)
     np.testing.assert_array_equal(updates, expected, strict=True)
+
+
+class CountersTest(parameterized.TestCase):
+
+  def test_counts_towers_in_int32_and_weights_in_float32(self):
+    tx = shard_transforms.tower_reduce(3, optax.trace(0.9))
+    state = tx.init(jnp.ones(3))
+
+    for weight, local_step in (jnp.int8(100), jnp.uint8(7)), (100, 9):
+      _, state = tx.update(
+          jnp.ones(3), state, weight=weight, local_step=local_step
+      )
+
+    kinds = [leaf.dtype for leaf in state[:1] + state[2:4]]
+    self.assertEqual(kinds, [np.int32, np.float32, np.int32])
+    self.assertEqual([int(leaf) for leaf in state[2:4]], [200, 7])
+
+
+class SharedStateTest(parameterized.TestCase):
+  """What differs between shards must not be kept as if it did not."""
+
+  def _update(self, updates, **extra_args):
+    tx = shard_transforms.tower_reduce(2, optax.trace(0.9))
+
+    def shard(shared, own):
+      given = {
+          name: own if value == 'own' else value
+          for name, value in extra_args.items()
+      }
+      x = own.astype(jnp.float32) if updates == 'own' else shared
+      params = {'w': jnp.zeros(())}
+      return tx.update({'w': x}, tx.init(params), **given)[0]['w']
+
+    mapped = modes.map_shards('shard_map', shard)
+    return jax.eval_shape(mapped, jnp.ones(()), jnp.arange(8))
+
+  @cases.parameters(
+      {'updates': 'own', 'extra': {}, 'where': r"total\['w'\]"},
+      {'updates': 'all', 'extra': {'weight': 'own'}, 'where': r"total\['w'\]"},
+      {
+          'updates': 'all',
+          'extra': {'local_step': 'own'},
+          'where': 'oldest_local_step',
+      },
+  )
+  def test_refuses_what_differs_without_axis_name(self, updates, extra, where):
+    with self.assertRaisesRegex(
+        ValueError,
+        r"`axis_name` of `tower_reduce` must name \['data'\], because state"
+        rf' differs between those shards at {where}, .*'
+        '`shard_transforms.init_state`',
+    ):
+      self._update(updates, **extra)
+
+  @cases.parameters(('host', 'core'), ('core', 'host'))
+  def test_names_the_axis_that_is_missing(self, named, missing):
+    tx = shard_transforms.tower_reduce(2, optax.trace(0.9), axis_name=named)
+    mapped = modes.map_over_hosts(
+        lambda params, x: tx.update(x, tx.init(params))[0]
+    )
+
+    with self.assertRaisesRegex(ValueError, rf"must name \['{missing}'\]"):
+      jax.eval_shape(mapped, jnp.ones(()), jnp.ones(8))
+
+
+class PerShardStateTest(parameterized.TestCase):
+
+  def test_refuses_a_delayed_sum(self):
+    tx = shard_transforms.tower_reduce(
+        2, optax.trace(0.9), axis_name=modes.AXIS
+    )
+
+    def shard(params, x):
+      reduced = lax.pcast(params, modes.AXIS, to='reduced')
+      grads = jax.grad(lambda p: jnp.sum(p * x))(reduced)
+      return tx.update(grads, tx.init(params))[0]
+
+    with self.assertRaisesRegex(ValueError, 'typed unreduced'):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
+
+  def test_a_sum_per_shard_does_not_hide_that_updates_are_reduced(self):
+    tx = shard_transforms.tower_reduce(2, optax.trace(0.9))
+
+    def shard(params, x):
+      state = tx.init(shard_transforms.per_shard(params, modes.AXIS))
+      grads = jax.grad(lambda p: jnp.sum(p * x))(params)
+      return tx.update(grads, state)[0]
+
+    with self.assertRaisesRegex(
+        ValueError, "`tower_reduce` must be per shard over 'data', got the root"
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
+
+  def test_sums_that_are_kept_per_shard_stay_per_shard(self):
+    # Without `axis_name`, where parameters and all state differ.
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+
+    def shard(params, data):
+      own = shard_transforms.per_shard(params, modes.AXIS)
+      state = tx.init(own)
+      _, state = tx.update(data[0], state)
+      updates, _ = tx.update(data[1], state)
+      return updates
+
+    updates = modes.map_shards('shard_map', shard)(
+        np.zeros(5, np.float32), DATA
+    )
+
+    np.testing.assert_array_equal(updates, DATA[:, :2].mean(1), strict=True)
+
+  def test_a_counter_that_differs_in_type_only_is_agreed_on(self):
+    tx = shard_transforms.tower_reduce(
+        2, optax.trace(0.9), axis_name=modes.AXIS
+    )
+
+    def shard(params, data):
+      own = shard_transforms.per_shard(tx.init(params), modes.AXIS)
+      _, state = tx.update(data[0], own)
+      updates, _ = tx.update(data[1], state)
+      return updates
+
+    updates = modes.map_shards('shard_map', shard)(
+        np.zeros(5, np.float32), DATA
+    )
+
+    np.testing.assert_array_equal(updates, DATA[:, :2].mean(1), strict=True)
