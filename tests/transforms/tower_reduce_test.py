@@ -3,6 +3,7 @@ import functools
 from absl.testing import parameterized
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
