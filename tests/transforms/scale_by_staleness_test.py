@@ -164,6 +164,21 @@ class WeightTest(parameterized.TestCase):
         calls, _expected('function', data, np.ones((8, 7)), steps)
     )
 
+  def test_moments_before_the_reduction_see_no_nan(self):
+    tx = _weighted('function', optax.chain(optax.trace(0.5), _mean()))
+
+    def shard(params, own):
+      x, local_step = own
+      state = tx.init(shard_transforms.per_shard(params, AXIS))
+      state = tx.update(x, state, local_step=local_step)[1]
+      return state.inner_state[0].trace
+
+    x, steps = DATA[:, 0].copy(), np.zeros(8, np.int32)
+    x[5], steps[5] = np.nan, -9
+    trace = modes.map_shards('shard_map', shard)(np.zeros(5, 'f'), (x, steps))
+
+    np.testing.assert_array_equal(trace, np.nan_to_num(x))
+
   @cases.parameters(True, False)
   def test_counts_over_several_axes(self, check_vma):
     axes = modes.HOSTS
