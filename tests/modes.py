@@ -19,7 +19,7 @@ MODES = tuple(
 # Those in which a collective that not all shards reach hangs.
 PARALLEL_MODES = MODES[1:]
 UNTRACKED_MODES = ('vmap', 'pmap', 'shard_map_unchecked')
-# Those of JAX under which the result of an operation has another dtype, or none.
+# Those of JAX under which results have another dtype, or none.
 SETTINGS = {
     'x64': lambda: jax.enable_x64(True),
     'strict': lambda: jax.numpy_dtype_promotion('strict'),
