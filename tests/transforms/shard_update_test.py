@@ -571,6 +571,15 @@ class RefusalTest(parameterized.TestCase):
         actual, train(optax.chain(cross_shard_mean(AXIS), inner), mode)
     )
 
+  def test_looks_at_each_tree_anew(self):
+    tx = shard_update(
+        by_leaf(lambda u: u / jnp.sum(u) if jnp.ndim(u) > 1 else u), AXIS
+    )
+    shard_transforms.init_state(tx, jnp.ones(9), modes.mesh())
+
+    with self.assertRaisesRegex(ValueError, 'must treat each element'):
+      shard_transforms.init_state(tx, jnp.ones((3, 5)), modes.mesh())
+
   def test_runs_what_it_closes_over_in_each_call(self):
     factors = [2.0]
     tx = shard_update(by_leaf(lambda x: x * factors[0]), AXIS)
