@@ -21,11 +21,13 @@ class Trained(NamedTuple):
     params: The parameters after each call, [shards, calls, ...].
     updates: The updates of each call, [shards, calls, ...].
     state: The state after the last call, [shards, ...].
+    seen: What is seen of the state after each call, [shards, calls, ...].
   """
 
   params: Any
   updates: Any
   state: Any
+  seen: Any
 
 
 def gradient(
@@ -48,6 +50,7 @@ def train(
     *,
     grad: Callable[[Any, Any], Any],
     extra_args: Callable[[Any, Any], dict[str, Any]] = lambda *_: {},
+    see: Callable[[Any], Any] = lambda _: (),
     own_params: bool = False,
     mapped: Callable[..., Any] | None = None,
 ) -> Any:
@@ -57,9 +60,10 @@ def train(
     tx: The transformation, or several by name, which one program trains alone.
     params: The parameters at first, the same on all shards.
     batches: A tree of batches [shards, calls, ...].
-    mode: One of `modes.NAMES`.
+    mode: One of `modes.NAMES`, or 'hosts'.
     grad: Gives the gradient of parameters and a batch, as `gradient` does.
     extra_args: Gives what `update` takes besides, of the state and the batch.
+    see: Takes the state; gives what is kept of it after each call.
     own_params: Whether the parameters of shards come to differ.
     mapped: Maps a function in place of `modes.map_shards`.
 
@@ -75,12 +79,14 @@ def train(
           grads, state, params, **extra_args(state, batch)
       )
       params = optax.apply_updates(params, updates)
-      return (params, state), (params, updates)
+      return (params, state), (params, updates, see(state))
 
     if own_params:
       params = shard_transforms.per_shard(params, AXIS)
-    (_, state), history = lax.scan(call, (params, tx.init(params)), batches)
-    return Trained(*history, state)
+    (_, state), (params, updates, seen) = lax.scan(
+        call, (params, tx.init(params)), batches
+    )
+    return Trained(params, updates, state, seen)
 
   def train_all(params, batches):
     if isinstance(tx, dict):

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import cases
 
 AXIS = 'data'
+HOSTS = ('host', 'core')
 NAMES = ('vmap', 'pmap', 'shard_map', 'shard_map_unchecked')
 # For tables of cases: one mode stands for all in the fast tests. A test that
 # is fast, or differs between modes, takes `NAMES`.
@@ -18,7 +19,7 @@ MODES = tuple(
 # Those in which a collective that not all shards reach hangs.
 PARALLEL_MODES = MODES[1:]
 UNTRACKED_MODES = ('vmap', 'pmap', 'shard_map_unchecked')
-# Those of JAX under which an operation gives another dtype, or none.
+# Those of JAX under which results have another dtype, or none.
 SETTINGS = {
     'x64': lambda: jax.enable_x64(True),
     'strict': lambda: jax.numpy_dtype_promotion('strict'),
@@ -38,7 +39,7 @@ def map_shards(
   """Maps `fn(shared, own)` over shards.
 
   Args:
-    mode: One of `NAMES`.
+    mode: One of `NAMES`, or 'hosts' for the axes `HOSTS`.
     fn: Takes a tree that is the same on all shards, and a shard's own slice of
       a tree, without the axis of shards.
     num_shards: The size of the axis.
@@ -53,16 +54,29 @@ def map_shards(
     devices = jax.devices()[:num_shards]
     return jax.pmap(fn, AXIS, in_axes=(None, 0), devices=devices)
 
+  if mode == 'hosts':
+    return map_over_hosts(fn)
+  return _map_over(mesh(num_shards), AXIS, fn, mode == 'shard_map')
+
+
+def map_over_hosts(
+    fn: Callable[..., Any], check_vma: bool = True
+) -> Callable[[Any, Any], Any]:
+  """As `map_shards`, over the axes `HOSTS` of 2 hosts x 4 cores."""
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  return _map_over(jax.make_mesh((2, 4), HOSTS, auto), HOSTS, fn, check_vma)
+
+
+def _map_over(mesh, axes, fn, check_vma):
   def one_shard(shared, own):
     out = fn(shared, jax.tree.map(lambda x: x[0], own))
     return jax.tree.map(lambda x: x[None], out)
 
-  return jax.jit(
-      jax.shard_map(
-          one_shard,
-          mesh=mesh(num_shards),
-          in_specs=(P(), P(AXIS)),
-          out_specs=P(AXIS),
-          check_vma=mode == 'shard_map',
-      )
+  mapped = jax.shard_map(
+      one_shard,
+      mesh=mesh,
+      in_specs=(P(), P(axes)),
+      out_specs=P(axes),
+      check_vma=check_vma,
   )
+  return jax.jit(mapped)

@@ -205,28 +205,6 @@ class RefusalTest(parameterized.TestCase):
     self.assertEqual(given(np.nan), 0)
 
   @cases.product(outer=tuple(GATES), inner=tuple(GATES), link=(False, True))
-  def test_refuses_what_is_reduced_already(self, outer, inner, link):
-    # `scale_by_staleness` needs the axis with `inner`.
-    for is_mapped in (True, False)[: 1 + (outer != 'scale_by_staleness')]:
-      tx = nested(outer, inner, MEAN, link=link, is_mapped=is_mapped)
-
-      # A window that differs between shards does not take them either.
-      is_first = is_mapped or outer == 'tower_reduce'
-      name = NAMES[outer if is_first else inner]
-      with self.assertRaisesRegex(ValueError, f'of `{name}` must be per shard'):
-        change = functools.partial(lax.pmean, axis_name=AXIS)
-        trace(tx, 'shard_map', change)
-
-  @cases.product(outer=tuple(GATES), inner=tuple(GATES), link=(False, True))
-  def test_refuses_integers(self, outer, inner, link):
-    tx = nested(outer, inner, MEAN, link=link)
-
-    with self.assertRaisesRegex(
-        TypeError, f'`updates` of `{NAMES[outer]}` must be real'
-    ):
-      trace(tx, change=lambda x: x.astype(jnp.int32))
-
-  @cases.product(outer=tuple(GATES), inner=tuple(GATES), link=(False, True))
   def test_refuses_an_axis_of_the_inner_gate_that_is_not_bound(
       self, outer, inner, link
   ):

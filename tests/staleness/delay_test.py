@@ -1,15 +1,12 @@
-import functools
-
 from absl.testing import parameterized
 import chex
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import cases
+import harness
 import modes
 import shard_transforms
 from shard_transforms import cross_shard_mean
@@ -59,20 +56,13 @@ def _expected(steps):
 
 class DelayTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, place=('before', 'after'), steps=(1, 3))
-  @pytest.mark.slow_after(2)
-  def test_trains_with_the_updates_of_some_steps_ago(self, mode, place, steps):
+  @cases.product(place=('before', 'after'), steps=(1, 3))
+  def test_trains_with_the_updates_of_some_steps_ago(self, place, steps):
     tx = _chain(steps, place)
 
-    def call(carry, x):
-      params, state = carry
-      updates, state = tx.update(_grads(params, x), state, params)
-      return (optax.apply_updates(params, updates), state), updates
-
-    def shard(params, own):
-      return lax.scan(call, (params, tx.init(params)), own)[1]
-
-    updates = modes.map_shards(mode, shard)(_params(), DATA)
+    updates = harness.train(
+        tx, _params(), DATA, 'shard_map', grad=_grads
+    ).updates
 
     chex.assert_trees_all_close(updates, _expected(steps), rtol=1e-5, atol=1e-6)
     first = jax.tree.map(lambda x: x[:, :steps], updates)
@@ -80,7 +70,6 @@ class DelayTest(parameterized.TestCase):
     chex.assert_trees_all_equal(first, zeros, strict=True)
 
   @cases.product(steps=(0, 1, 2, 9))
-  @pytest.mark.slow_after(2)
   def test_gives_back_every_bit(self, steps):
     tx = delay_updates(steps)
     rng = np.random.default_rng(3)
@@ -148,23 +137,6 @@ class DelayTest(parameterized.TestCase):
         np.stack(found), [[0, 0], [1, 1], [0, 0], [4, 4]]
     )
 
-  def test_can_be_donated_and_shares_nothing_with_parameters(self):
-    tx = delay_updates(2)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state
-
-    params = jnp.zeros(3)
-    state = tx.init(params)
-    for call in range(5):
-      before = jax.tree.leaves((params, state))
-      params, state = step(params, state, jnp.full(3, call + 1.0))
-      self.assertTrue(all(leaf.is_deleted() for leaf in before))
-
-    np.testing.assert_array_equal(params, np.full(3, 1.0 + 2 + 3))
-
   def test_writes_in_place(self):
     tx = delay_updates(8)
     params = jnp.zeros(100_000)
@@ -179,46 +151,19 @@ class DelayTest(parameterized.TestCase):
 
 class GatesTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  def test_a_skipped_step_delays_nothing(self, mode):
+  def test_a_skipped_step_delays_nothing(self):
     inner = optax.chain(cross_shard_mean(AXIS), delay_updates(1))
     tx = shard_transforms.guard(inner, AXIS)
 
-    def shard(params, own):
-      def step(state, x):
-        return tx.update(_grads(params, x), state)[::-1]
-
-      return lax.scan(step, tx.init(params), own)[1]['w']
-
     data = DATA.copy()
     data[3, 2] = np.nan
-    updates = modes.map_shards(mode, shard)(_params(), data)
+    updates = harness.train(
+        tx, _params(), data, 'shard_map', grad=lambda _, x: _grads(_params(), x)
+    ).updates['w']
 
     means = np.linspace(-1, 1, 5) - DATA.mean(0)
     zero = np.zeros(5)
     expected = [zero, means[0], zero, means[1], *means[3:6]]
-    np.testing.assert_allclose(
-        updates, np.tile(expected, (8, 1, 1)), rtol=1e-5, atol=1e-6
-    )
-
-  def test_a_window_of_towers_is_delayed_as_one(self):
-    tx = shard_transforms.tower_reduce(
-        2,
-        optax.chain(delay_updates(1, axis_name=AXIS), cross_shard_mean(AXIS)),
-        axis_name=AXIS,
-    )
-
-    def shard(params, own):
-      def step(state, x):
-        return tx.update(x, state)[::-1]
-
-      return lax.scan(step, tx.init(params), own)[1]
-
-    updates = modes.map_shards('vmap', shard)(jnp.zeros(5), DATA[:, :6])
-
-    expected = np.zeros((6, 5))
-    expected[3] = DATA[:, 0:2].mean((0, 1))
-    expected[5] = DATA[:, 2:4].mean((0, 1))
     np.testing.assert_allclose(
         updates, np.tile(expected, (8, 1, 1)), rtol=1e-5, atol=1e-6
     )
@@ -252,8 +197,7 @@ class GatesTest(parameterized.TestCase):
     ):
       jax.eval_shape(modes.map_shards('vmap', shard), _params(), DATA[:, 0])
 
-  @cases.parameters(*modes.MODES)
-  def test_takes_weights_behind_the_reduction(self, mode):
+  def test_takes_weights_behind_the_reduction(self):
     tx = _chain(1, 'after')
 
     def shard(params, own):
@@ -263,23 +207,15 @@ class GatesTest(parameterized.TestCase):
       return tx.update(_grads(params, x), state, params, weight=1.0)[0]['b']
 
     weights = np.arange(8, dtype=np.float32)
-    updates = modes.map_shards(mode, shard)(_params(), (DATA[:, 0], weights))
+    updates = modes.map_shards('shard_map', shard)(
+        _params(), (DATA[:, 0], weights)
+    )
 
     mean = np.average(DATA[:, 0, 0].astype(float), weights=weights)
     np.testing.assert_allclose(updates, -LEARNING_RATE * mean, rtol=1e-5)
 
 
 class StateTest(parameterized.TestCase):
-
-  def test_lives_per_shard_and_like_parameters(self):
-    params = _params()
-    tx = delay_updates(2, axis_name=AXIS)
-
-    state = shard_transforms.init_state(tx, params, modes.mesh())
-
-    self.assertEqual(state.pending['w'].shape, (8, 3, 5))
-    self.assertEqual(state.pending['b'].shape, (8, 3))
-    self.assertEqual(state.slot.shape, ())
 
   @cases.parameters(
       ('mean', 4, [0.5, 2.5, 4.5, 6.5]),
@@ -355,23 +291,6 @@ class RefusalTest(parameterized.TestCase):
         ValueError, '`updates` of `delay_updates` must'
     ):
       tx.update({'a': jnp.ones(3)}, tx.init({'a': jnp.ones(4)}))
-
-  def test_refuses_the_state_of_another(self):
-    with self.assertRaisesRegex(TypeError, '`DelayUpdatesState`'):
-      delay_updates(1).update(jnp.ones(3), optax.EmptyState())
-
-  @cases.parameters(0, 1)
-  def test_refuses_updates_that_are_already_reduced(self, steps):
-    tx = delay_updates(steps, axis_name=AXIS)
-
-    def shard(params, x):
-      return tx.update(jax.grad(_loss)(params, x), tx.init(params))[0]
-
-    with self.assertRaisesRegex(
-        ValueError, '`updates` of `delay_updates` .* already reduced'
-    ):
-      mapped = modes.map_shards('shard_map', shard)
-      jax.eval_shape(mapped, _params(), DATA[:, 0])
 
   def test_refuses_updates_that_differ_without_an_axis(self):
     tx = delay_updates(1)

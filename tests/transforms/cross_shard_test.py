@@ -5,7 +5,6 @@ import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
@@ -13,6 +12,7 @@ import cases
 import modes
 import one_device
 import shard_transforms
+from shard_transforms import reproducible
 
 FACTORIES = {
     'mean': shard_transforms.cross_shard_mean,
@@ -80,6 +80,12 @@ def _expected(kind, weight):
 
 # Weights and groups that need the gradient of each shard.
 NEEDS_OWN = ((1.0, None), (None, [[0, 1, 2, 3], [4, 5, 6, 7]]))
+EACH_FACTORY = (
+    *FACTORIES.values(),
+    functools.partial(
+        shard_transforms.cross_shard_mean, on_invariant='averaged'
+    ),
+)
 OF_AVERAGED = shard_transforms.cross_shard_mean(
     modes.AXIS, on_invariant='averaged'
 )
@@ -87,97 +93,39 @@ OF_AVERAGED = shard_transforms.cross_shard_mean(
 
 class CrossShardTest(parameterized.TestCase):
 
-  def assert_same_on_all_shards(self, tree):
-    # Bits, so that a NaN equals itself and -0.0 is not 0.0.
-    for leaf in jax.tree.leaves(tree):
-      bits = np.asarray(leaf).view(f'u{leaf.dtype.itemsize}')
-      np.testing.assert_array_equal(bits, np.broadcast_to(bits[0], bits.shape))
+  @cases.product(kind=tuple(FACTORIES), weights=tuple(WEIGHTS))
+  def test_counts_each_shard_by_its_weight(self, kind, weights):
+    self.assert_counts('shard_map', kind, WEIGHTS[weights])
 
-  @cases.product(mode=modes.MODES, kind=tuple(FACTORIES))
-  def test_reduces_the_gradients_of_all_shards(self, mode, kind):
-    updates, state = _reduce(mode, kind)(DATA, np.zeros(8))
+  @cases.product(kind=tuple(FACTORIES), mode=modes.NAMES)
+  def test_counts_alike_in_every_mode(self, kind, mode):
+    self.assert_counts(mode, kind, WEIGHTS['some_zero'])
 
-    total = DATA.sum(0) if kind == 'sum' else DATA.mean(0)
-    expected = _like_params(np.broadcast_to(total, DATA.shape))
-    chex.assert_trees_all_equal(updates, expected, strict=True)
-    self.assertEqual(state, optax.EmptyState())
-
-  @cases.product(
-      mode=modes.MODES, kind=tuple(FACTORIES), weights=tuple(WEIGHTS)
-  )
-  def test_counts_each_shard_by_its_weight(self, mode, kind, weights):
-    weight = WEIGHTS[weights]
-
-    updates, _ = _reduce(mode, kind, weighted=True)(DATA, weight)
-
-    expected = _expected(kind, weight)
-    chex.assert_trees_all_close(updates, expected, rtol=1e-5, strict=True)
-
-  @cases.product(
-      mode=modes.MODES, kind=tuple(FACTORIES), bad=(NAN, np.inf, -np.inf)
-  )
-  def test_a_shard_without_weight_contributes_nothing(self, mode, kind, bad):
-    weight = [3, 0, 2, -1, 5, NAN, 6, 8]
-    x = DATA.copy()
-    x[[1, 3, 5]] = bad
-
+  def assert_counts(self, mode, kind, weight, x=DATA):
     updates, _ = _reduce(mode, kind, weighted=True)(x, weight)
 
     expected = _expected(kind, weight)
-    chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, strict=True)
+    bits = updates['w'].view(np.uint32)
+    np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
 
-  @cases.product(mode=modes.MODES, kind=tuple(FACTORIES))
-  def test_no_weight_at_all_gives_zeros(self, mode, kind):
-    x = np.full_like(DATA, NAN)
-
-    updates, _ = _reduce(mode, kind, weighted=True)(x, np.zeros(8))
-
-    chex.assert_trees_all_equal(
-        updates, _like_params(np.zeros_like(DATA)), strict=True
-    )
-
-  @cases.product(mode=modes.MODES, exponent=(-60, -1, 1, 60))
-  def test_the_mean_does_not_depend_on_the_scale_of_weights(
-      self, mode, exponent
+  @cases.product(
+      kind=tuple(FACTORIES), bad=(NAN, np.inf, -np.inf), none_left=(False, True)
+  )
+  def test_a_shard_without_weight_contributes_nothing(
+      self, kind, bad, none_left
   ):
-    reduce = _reduce(mode, 'mean', weighted=True)
-    x = np.random.default_rng(1).normal(size=DATA.shape).astype(np.float32)
-    weight = np.array(WEIGHTS['some_zero'], np.float32)
+    weight = np.array([3, 0, 2, -1, 5, NAN, 6, 8]) * (1 - none_left)
+    x = np.where(weight[:, None, None] > 0, DATA, np.float32(bad))
 
-    scaled, _ = reduce(x, weight * np.float32(2) ** exponent)
+    self.assert_counts('shard_map', kind, weight, x)
 
-    chex.assert_trees_all_equal(scaled, reduce(x, weight)[0], strict=True)
-
-  @cases.product(mode=modes.MODES, weight=(1.0, 0.25, 3.0))
-  def test_equal_weights_give_the_plain_mean(self, mode, weight):
-    weighted, _ = _reduce(mode, 'mean', True)(DATA, np.full(8, weight))
-
-    plain, _ = _reduce(mode, 'mean')(DATA, np.zeros(8))
-    chex.assert_trees_all_close(weighted, plain, rtol=1e-6, strict=True)
-
-  @cases.product(
-      mode=modes.MODES,
-      kind=tuple(FACTORIES),
-      weighted=(cases.Repeated(False), True),
-  )
-  def test_all_shards_get_the_same_bits(self, mode, kind, weighted):
-    rng = np.random.default_rng(2)
-    x = rng.normal(size=DATA.shape).astype(np.float32)
-
-    updates, _ = _reduce(mode, kind, weighted)(x, rng.uniform(0.1, 9, size=8))
-
-    self.assert_same_on_all_shards(updates)
-
-  @cases.product(
-      mode=modes.MODES,
-      kind=tuple(FACTORIES),
-      weighted=(cases.Repeated(False), True),
-  )
-  def test_a_nan_reaches_all_shards(self, mode, kind, weighted):
+  @cases.product(kind=tuple(FACTORIES), weighted=(False, True))
+  def test_a_nan_reaches_all_shards(self, kind, weighted):
     x = DATA.copy()
     x[3] = NAN
 
-    updates, _ = _reduce(mode, kind, weighted)(x, np.ones(8))
+    updates, _ = _reduce('shard_map', kind, weighted)(x, np.ones(8))
 
     np.testing.assert_array_equal(updates['w'], np.full_like(DATA, NAN))
 
@@ -197,31 +145,20 @@ class CrossShardTest(parameterized.TestCase):
       chex.assert_trees_all_equal(updates, _like_params(x), strict=True)
       np.testing.assert_array_equal(np.signbit(updates['w']), np.signbit(x))
 
-  def test_ignores_extra_arguments_that_are_not_for_it(self):
-    tx = shard_transforms.cross_shard_mean('data')
-
-    def reduce(x):
-      return tx.update(x, tx.init(x), x, value=x, local_step=3)[0]
-
-    updates = jax.vmap(reduce, axis_name='data')(jnp.array([1.0, 5.0]))
-
-    np.testing.assert_array_equal(updates, [3.0, 3.0])
-
 
 class DtypeTest(parameterized.TestCase):
 
   # The sum of these and of seven ones is lost where each addition is rounded.
   @cases.product(
-      mode=modes.MODES,
       large=(
           ('bfloat16', 256),
           ('float16', 2048),
           ('float8_e4m3fn', 16),
           ('float8_e5m2', 8),
       ),
-      weighted=(cases.Repeated(False), True),
+      weighted=(False, True),
   )
-  def test_few_bits_are_summed_in_float32(self, mode, large, weighted):
+  def test_few_bits_are_summed_in_float32(self, large, weighted):
     dtype, first = large
     mean = shard_transforms.cross_shard_mean(modes.AXIS)
     total = shard_transforms.cross_shard_sum(modes.AXIS)
@@ -239,7 +176,7 @@ class DtypeTest(parameterized.TestCase):
     x = np.ones((8, 5))
     x[0] = first
 
-    updates = modes.map_shards(mode, shard)(w, x.astype(w.dtype))
+    updates = modes.map_shards('shard_map', shard)(w, x.astype(w.dtype))
 
     expected = {'mean': (first + 7) / 8, 'sum': first + 7.0}
     expected = {
@@ -249,10 +186,9 @@ class DtypeTest(parameterized.TestCase):
     self.assertNotEqual(expected['sum'][0, 0], first)
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
-  def test_complex_leaves_are_reduced_like_real_ones(self, mode, weighted):
+  def test_complex_leaves_are_reduced_like_real_ones(self):
     x = DATA[:, 0] + 1j * DATA[:, 1]
-    weight = np.array(WEIGHTS['some_zero'] if weighted else np.ones(8))
+    weight = np.array(WEIGHTS['some_zero'])
     mean = shard_transforms.cross_shard_mean(modes.AXIS)
 
     def shard(w, own):
@@ -260,10 +196,9 @@ class DtypeTest(parameterized.TestCase):
       w = shard_transforms.per_shard(w, modes.AXIS)
       # The gradient of the real part of a product is the other factor.
       grads = jax.grad(lambda w: jnp.sum(jnp.real(w * x)))(w)
-      weight = weight if weighted else None
       return mean.update(grads, mean.init(w), weight=weight)[0]
 
-    updates = modes.map_shards(mode, shard)(
+    updates = modes.map_shards('shard_map', shard)(
         jnp.ones(5, jnp.complex64), (x, weight)
     )
 
@@ -273,49 +208,14 @@ class DtypeTest(parameterized.TestCase):
     )
     self.assertEqual(updates.dtype, jnp.complex64)
 
-  @cases.parameters(*modes.MODES)
-  def test_keeps_the_tree(self, mode):
-    mean = shard_transforms.cross_shard_mean(modes.AXIS)
-
-    def shard(_, x):
-      updates = {
-          'none': None,
-          'masked': optax.MaskedNode(),
-          'empty': {},
-          'list': [x, (x[:2], x[0])],
-          'size_zero': x[:0],
-          'matrix': jnp.outer(x, x[:3]),
-      }
-      out, _ = mean.update(updates, mean.init(updates))
-      chex.assert_trees_all_equal_structs(out, updates)
-      chex.assert_trees_all_equal_shapes_and_dtypes(out, updates)
-      return out
-
-    x = DATA[:, 0]
-
-    out = modes.map_shards(mode, shard)(0.0, x)
-
-    m = np.broadcast_to(x.mean(0), x.shape)
-    outer = np.mean([np.outer(row, row[:3]) for row in x], axis=0)
-    expected = {
-        'none': None,
-        'masked': optax.MaskedNode(),
-        'empty': {},
-        'list': [m, (m[:, :2], m[:, 0])],
-        'size_zero': np.zeros((8, 0), np.float32),
-        'matrix': np.broadcast_to(outer, (8, 5, 3)),
-    }
-    chex.assert_trees_all_equal(out, expected, strict=True)
-
-  @cases.parameters(*modes.UNTRACKED_MODES)
-  def test_takes_leaves_that_are_no_arrays_of_jax(self, mode):
+  def test_takes_leaves_that_are_no_arrays_of_jax(self):
     total = shard_transforms.cross_shard_sum(modes.AXIS)
 
     def shard(_, x):
       leaves = {'python': 1.5, 'numpy': np.full(3, 2.0, np.float16), 'x': x}
       return total.update(leaves, total.init(leaves))[0]
 
-    out = modes.map_shards(mode, shard)(0.0, np.arange(8.0, dtype=np.float32))
+    out = modes.map_shards('vmap', shard)(0.0, np.arange(8.0, dtype='float32'))
 
     expected = {
         'python': np.full(8, 12, np.float32),
@@ -348,67 +248,17 @@ class InvariantTest(parameterized.TestCase):
 
     self.assertNotIn('psum', jaxpr)
 
-  @cases.parameters(*modes.MODES)
-  def test_still_reduces_gradients_that_are_per_shard(self, mode):
+  def test_still_reduces_gradients_that_are_per_shard(self):
     def shard(params, x):
       grads = _gradient(params, x)
       return OF_AVERAGED.update(grads, OF_AVERAGED.init(params))[0]
 
-    updates = modes.map_shards(mode, shard)(PARAMS, DATA)
+    updates = modes.map_shards('shard_map', shard)(PARAMS, DATA)
 
     expected = _like_params(np.broadcast_to(DATA.mean(0), DATA.shape))
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  @cases.parameters(*FACTORIES)
-  def test_refuses_a_reduced_gradient_by_default(self, kind):
-    tx = FACTORIES[kind](modes.AXIS)
-
-    def shard(params, x):
-      grads = jax.grad(_loss)(params, x)
-      return tx.update(grads, tx.init(params))[0]
-
-    with self.assertRaisesRegex(
-        ValueError,
-        f'`updates` of `cross_shard_{kind}` must be per shard over'
-        r" 'data', got \['b'\] \[\], typed invariant: it is already reduced"
-        r".*`shard_transforms.per_shard\(params, 'data'\)`"
-        ".*`cross_shard_mean\\(..., on_invariant='averaged'\\)`",
-    ):
-      jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
-
-  def test_names_the_one_leaf_that_is_reduced(self):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS)
-
-    def shard(_, x):
-      updates = {'own': x, 'shared': [x, lax.pmean(x, modes.AXIS)]}
-      return tx.update(updates, tx.init(updates))[0]
-
-    with self.assertRaisesRegex(ValueError, r"\['shared'\]\[1\] \[3, 5\]"):
-      jax.eval_shape(modes.map_shards(TRACKED, shard), 0.0, DATA)
-
-  @cases.product(first=tuple(FACTORIES), second=tuple(FACTORIES))
-  def test_a_chain_that_reduces_twice_raises(self, first, second):
-    tx = optax.chain(
-        FACTORIES[first](modes.AXIS), FACTORIES[second](modes.AXIS)
-    )
-
-    def shard(params, x):
-      return tx.update(_gradient(params, x), tx.init(params))[0]
-
-    with self.assertRaisesRegex(
-        ValueError, f'`cross_shard_{second}`.*it is already reduced'
-    ):
-      jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
-
-  @cases.product(
-      make=(
-          *FACTORIES.values(),
-          functools.partial(
-              shard_transforms.cross_shard_mean, on_invariant='averaged'
-          ),
-      ),
-      needs_own=NEEDS_OWN,
-  )
+  @cases.product(make=EACH_FACTORY, needs_own=NEEDS_OWN)
   def test_refuses_weights_and_groups_with_a_reduced_gradient(
       self, make, needs_own
   ):
@@ -423,12 +273,7 @@ class InvariantTest(parameterized.TestCase):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
   @cases.product(
-      make=(
-          *FACTORIES.values(),
-          functools.partial(
-              shard_transforms.cross_shard_mean, on_invariant='averaged'
-          ),
-      ),
+      make=EACH_FACTORY,
       needs_own=((None, None), *NEEDS_OWN),
   )
   def test_refuses_a_delayed_sum(self, make, needs_own):
@@ -452,54 +297,26 @@ def _delay_sum(param):
 class SeveralAxesTest(parameterized.TestCase):
   """Shards on a mesh of 2 hosts x 4 cores."""
 
-  def _over_mesh(self, fn, check_vma):
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), ('host', 'core'), auto)
-    spec = P(('host', 'core'))
-
-    def shard(params, x):
-      return jax.tree.map(lambda leaf: leaf[None], fn(params, x[0]))
-
-    mapped = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=(P(), spec),
-        out_specs=spec,
-        check_vma=check_vma,
-    )
-    return jax.jit(mapped)
-
   @cases.product(
-      kind=tuple(FACTORIES),
       check_vma=(True, False),
-      weighted=(False, True),
       axes=(('host', 'core'), ('core', 'host'), 'core', 'host'),
-      always=lambda kind, check_vma, weighted, axes: (
-          kind == 'mean' and check_vma
-      ),
   )
-  def test_reduces_over_the_axes_that_it_is_given(
-      self, kind, check_vma, weighted, axes
-  ):
-    tx = FACTORIES[kind](axes)
+  def test_reduces_over_the_axes_that_it_is_given(self, check_vma, axes):
+    tx = shard_transforms.cross_shard_mean(axes)
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 
     def shard(params, own):
-      x, weight = own[0, :-1].reshape(3, 5), own[0, -1]
+      x, weight = own
       grad = shard_transforms.value_and_grad(_loss, ('host', 'core'))
-      weight = weight if weighted else None
       return tx.update(grad(params, x)[1], tx.init(params), weight=weight)[0]
 
-    own = np.concatenate([DATA.reshape(8, 1, 15), weight[:, None, None]], -1)
+    updates = modes.map_over_hosts(shard, check_vma)(PARAMS, (DATA, weight))
 
-    updates = self._over_mesh(shard, check_vma)(PARAMS, own)
-
-    w = (weight if weighted else np.ones(8)).reshape(2, 4, 1, 1)
+    w = weight.astype(float).reshape(2, 4, 1, 1)
     reduced = tuple(i for i, a in enumerate(('host', 'core')) if a in axes)
     x = DATA.astype(np.float64).reshape(2, 4, 3, 5)
     total = np.sum(w * x, reduced, keepdims=True)
-    if kind == 'mean':
-      total /= np.sum(w, reduced, keepdims=True)
+    total /= np.sum(w, reduced, keepdims=True)
     expected = np.broadcast_to(total, x.shape).reshape(8, 3, 5)
     chex.assert_trees_all_close(
         updates, _like_params(expected), rtol=1e-6, strict=True
@@ -508,7 +325,7 @@ class SeveralAxesTest(parameterized.TestCase):
   @cases.parameters(*FACTORIES, 'tree', 'shard_update')
   def test_works_under_nested_maps(self, kind):
     tx = {
-        'tree': shard_transforms.reproducible.mean,
+        'tree': reproducible.mean,
         'shard_update': functools.partial(
             shard_transforms.shard_update, optax.identity()
         ),
@@ -533,7 +350,6 @@ class SeveralAxesTest(parameterized.TestCase):
     )
 
     def shard(_, x):
-      x = x.reshape(3, 5)
       updates = {
           'neither': x,
           'host': lax.pmean(x, 'host'),
@@ -542,7 +358,7 @@ class SeveralAxesTest(parameterized.TestCase):
       }
       return tx.update(updates, tx.init(updates))[0]
 
-    updates = self._over_mesh(shard, check_vma=True)(0.0, DATA)
+    updates = modes.map_over_hosts(shard)(0.0, DATA)
 
     for name, update in updates.items():
       np.testing.assert_array_equal(
@@ -560,7 +376,7 @@ class SeveralAxesTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, rf"per shard over '{axis}', got \['half'\]"
     ):
-      jax.eval_shape(self._over_mesh(shard, check_vma=True), 0.0, DATA)
+      jax.eval_shape(modes.map_over_hosts(shard), 0.0, DATA)
 
 
 def _gradient_of_both(x):
@@ -571,8 +387,8 @@ def _gradient_of_both(x):
 
 class ShardMeanTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
-  def test_averages_metrics_of_any_dtype(self, mode, weighted):
+  @cases.product(weighted=(False, True))
+  def test_averages_metrics_of_any_dtype(self, weighted):
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 
     def shard(params, own):
@@ -588,7 +404,7 @@ class ShardMeanTest(parameterized.TestCase):
       weight = weight if weighted else None
       return shard_transforms.shard_mean(metrics, modes.AXIS, weight=weight)
 
-    means = modes.map_shards(mode, shard)(PARAMS, (DATA, weight))
+    means = modes.map_shards('shard_map', shard)(PARAMS, (DATA, weight))
 
     w = weight if weighted else np.ones(8)
     average = functools.partial(np.average, axis=0, weights=w)
@@ -614,15 +430,14 @@ class ShardMeanTest(parameterized.TestCase):
     ):
       jax.eval_shape(modes.map_shards(TRACKED, shard), 1.0, np.ones(8))
 
-  @cases.parameters(*modes.MODES)
-  def test_leaves_a_metric_that_is_averaged_as_it_is(self, mode):
+  def test_leaves_a_metric_that_is_averaged_as_it_is(self):
     def shard(step, x):
       metrics = {'x': x, 'step': step}
       return shard_transforms.shard_mean(
           metrics, modes.AXIS, on_invariant='averaged'
       )
 
-    means = modes.map_shards(mode, shard)(
+    means = modes.map_shards('shard_map', shard)(
         np.float32(7), np.arange(8, dtype=np.float32)
     )
 

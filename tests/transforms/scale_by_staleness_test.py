@@ -5,11 +5,11 @@ import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import one_device
 import shard_transforms
@@ -86,26 +86,22 @@ def _expected(kind, data, weights, steps):
   )
 
 
-@functools.cache
-def _train(mode, kind, weighted):
-  tx = _weighted(kind)
-
-  def call(carry, given):
-    params, state = carry
-    x, weight, local_step = given
-    given = {'weight': weight} if weighted else {}
-    updates, state = tx.update(
-        _grads(params, x), state, params, local_step=local_step, **given
-    )
-    params = optax.apply_updates(params, updates)
-    momentum = optax.tree_utils.tree_get(state, 'trace')
-    return (params, state), (updates, momentum, state.global_step)
-
-  def shard(params, own):
-    return lax.scan(call, (params, tx.init(params)), own)[1]
-
-  mapped = modes.map_shards(mode, shard)
-  return lambda *own: mapped(np.zeros(5, np.float32), own)
+def _train(kind, data=DATA, weights=None, steps=STEPS, mode='shard_map'):
+  trained = harness.train(
+      _weighted(kind),
+      np.zeros(5, np.float32),
+      (data, steps) if weights is None else (data, steps, weights),
+      mode,
+      grad=lambda params, own: _grads(params, own[0]),
+      extra_args=lambda _, own: dict(
+          zip(('local_step', 'weight'), own[1:], strict=False)
+      ),
+      see=lambda state: (
+          optax.tree_utils.tree_get(state, 'trace'),
+          state.global_step,
+      ),
+  )
+  return trained.updates, *trained.seen
 
 
 class WeightTest(parameterized.TestCase):
@@ -116,9 +112,9 @@ class WeightTest(parameterized.TestCase):
         calls, expected, rtol=1e-5, atol=1e-6, strict=True
     )
 
-  @cases.product(mode=modes.MODES, kind=tuple(KINDS))
-  def test_shards_count_by_their_ages(self, mode, kind):
-    calls = _train(mode, kind, weighted=False)(DATA, WEIGHTS, STEPS)
+  @cases.product(kind=tuple(KINDS))
+  def test_shards_count_by_their_ages(self, kind):
+    calls = _train(kind)
 
     self.assert_close(calls, _expected(kind, DATA, np.ones((8, 7)), STEPS))
 
@@ -136,21 +132,20 @@ class WeightTest(parameterized.TestCase):
         updates[0], 1e-3 * DATA[:, 0].mean(axis=0), rtol=1e-5, atol=1e-9
     )
 
-  @cases.parameters(*modes.MODES)
+  @cases.parameters(*modes.NAMES)
   def test_ages_multiply_weights(self, mode):
-    calls = _train(mode, 'inverse', weighted=True)(DATA, WEIGHTS, STEPS)
+    calls = _train('inverse', weights=WEIGHTS, mode=mode)
 
     self.assert_close(calls, _expected('inverse', DATA, WEIGHTS, STEPS))
 
-  @cases.parameters(*modes.MODES)
-  def test_shards_without_weight_contribute_nothing(self, mode):
+  def test_shards_without_weight_contribute_nothing(self):
     data, weights = DATA.copy(), WEIGHTS.copy()
     weights[3] = 0
     # In one call, no shard counts at all.
     weights[:, 4] = 0
     data[weights == 0] = np.nan
 
-    calls = _train(mode, 'inverse', weighted=True)(data, weights, STEPS)
+    calls = _train('inverse', data, weights)
 
     self.assert_close(calls, _expected('inverse', data, weights, STEPS))
     updates, momenta, global_steps = calls
@@ -158,43 +153,50 @@ class WeightTest(parameterized.TestCase):
     np.testing.assert_array_equal(momenta[:, 4], momenta[:, 3])
     np.testing.assert_array_equal(global_steps[0], [1, 2, 3, 4, 4, 5, 6])
 
-  @cases.parameters(*modes.MODES)
-  def test_shards_of_factor_zero_contribute_nothing(self, mode):
+  def test_shards_of_factor_zero_contribute_nothing(self):
     data, steps = DATA.copy(), STEPS.copy()
     steps[5] = -9
     data[5] = np.inf
 
-    calls = _train(mode, 'function', weighted=False)(data, WEIGHTS, steps)
+    calls = _train('function', data, steps=steps)
 
     self.assert_close(
         calls, _expected('function', data, np.ones((8, 7)), steps)
     )
 
+  def test_moments_before_the_reduction_see_no_nan(self):
+    tx = _weighted('function', optax.chain(optax.trace(0.5), _mean()))
+
+    def shard(params, own):
+      x, local_step = own
+      state = tx.init(shard_transforms.per_shard(params, AXIS))
+      state = tx.update(x, state, local_step=local_step)[1]
+      return state.inner_state[0].trace
+
+    x, steps = DATA[:, 0].copy(), np.zeros(8, np.int32)
+    x[5], steps[5] = np.nan, -9
+    trace = modes.map_shards('shard_map', shard)(np.zeros(5, 'f'), (x, steps))
+
+    np.testing.assert_array_equal(trace, np.nan_to_num(x))
+
   @cases.parameters(True, False)
   def test_counts_over_several_axes(self, check_vma):
-    axes = 'host', 'core'
+    axes = modes.HOSTS
     mean = shard_transforms.cross_shard_mean(axes)
     tx = scale_by_staleness('inverse', mean, axis_name=axes)
 
-    def shard(params, x, local_step):
-      _, grads = shard_transforms.value_and_grad(_loss, axes)(params, x[0])
-      state = tx.init(params)
-      return tx.update(grads, state, local_step=local_step[0])[0]
+    def shard(params, own):
+      _, grads = shard_transforms.value_and_grad(_loss, axes)(params, own[0])
+      return tx.update(grads, tx.init(params), local_step=own[1])[0]
 
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mapped = jax.shard_map(
-        shard,
-        mesh=jax.make_mesh((2, 4), axes, auto),
-        in_specs=(P(), P(axes), P(axes)),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
     steps = -np.arange(8, dtype=np.int32)
-    updates = jax.jit(mapped)(np.zeros(5, np.float32), DATA[:, 0], steps)
+    updates = modes.map_over_hosts(shard, check_vma)(
+        np.zeros(5, np.float32), (DATA[:, 0], steps)
+    )
 
     weights = 1 / np.maximum(np.arange(8.0), 1)
     expected = np.average(-DATA[:, 0].astype(float), axis=0, weights=weights)
-    np.testing.assert_allclose(updates, expected, rtol=1e-5)
+    np.testing.assert_allclose(updates, np.tile(expected, (8, 1)), rtol=1e-5)
 
   def test_fresh_shards_give_the_plain_mean_to_the_bit(self):
     tx = _weighted('exponential', _mean())
@@ -240,8 +242,8 @@ class WeightTest(parameterized.TestCase):
 class UpdateTest(parameterized.TestCase):
   """Without them."""
 
-  @cases.product(mode=modes.MODES, place=('before', 'after'))
-  def test_scales_updates_around_a_reduction(self, mode, place):
+  @cases.product(place=('before', 'after'))
+  def test_scales_updates_around_a_reduction(self, place):
     tx = scale_by_staleness('inverse')
     links = [tx, _mean()] if place == 'before' else [_mean(), tx]
     chain = optax.chain(*links, optax.scale(-1.0))
@@ -261,7 +263,7 @@ class UpdateTest(parameterized.TestCase):
       return lax.scan(call, chain.init(params[0]), (params, x, steps))[1]
 
     shared = np.zeros(5, np.float32), STEPS[0]
-    updates = modes.map_shards(mode, shard)(shared, (DATA, STEPS))
+    updates = modes.map_shards('shard_map', shard)(shared, (DATA, STEPS))
 
     steps = STEPS if place == 'before' else np.tile(STEPS[0], (8, 1))
     factors = 1 / np.maximum(np.arange(7) - steps.astype(int), 1)
@@ -346,73 +348,6 @@ class CountTest(parameterized.TestCase):
 class GatesTest(parameterized.TestCase):
   """Inside and around the gates, through which local steps flow."""
 
-  @cases.parameters('shard_map', 'pmap')
-  def test_counts_what_drop_stale_lets_through(self, mode):
-    tx = shard_transforms.drop_stale(2, _weighted('inverse'), axis_name=AXIS)
-
-    def shard(params, own):
-      def call(state, given):
-        x, local_step = given
-        updates, state = tx.update(
-            _grads(params, x), state, local_step=local_step
-        )
-        inner = state.inner_state
-        return state, (updates, state.global_step, inner.global_step)
-
-      return lax.scan(call, tx.init(params), own)[1]
-
-    steps = STEPS.copy()
-    steps[:, 3] = -9
-    updates, outer, inner = modes.map_shards(mode, shard)(
-        np.zeros(5, np.float32), (DATA, steps)
-    )
-
-    np.testing.assert_array_equal(outer, inner)
-    momentum, step = np.zeros(5), 0
-    for call in range(7):
-      ages = step - steps[:, call].astype(int)
-      weights = np.where(ages > 2, 0, 1 / np.maximum(ages, 1))
-      expected = np.zeros(5)
-      if weights.any():
-        mean = np.average(-DATA[:, call].astype(float), axis=0, weights=weights)
-        momentum = mean + DECAY * momentum
-        expected = -LEARNING_RATE * momentum
-        step += 1
-      np.testing.assert_allclose(
-          updates[:, call], np.tile(expected, (8, 1)), rtol=1e-5, atol=1e-6
-      )
-    self.assertEqual(step, 6)
-
-  def test_the_oldest_tower_of_a_window_counts(self):
-    tx = shard_transforms.tower_reduce(
-        2, _weighted('inverse', _mean()), axis_name=AXIS
-    )
-
-    def shard(params, own):
-      state = tx.init(params)
-      inner_state = state.inner_state._replace(global_step=jnp.int32(6))
-      state = state._replace(inner_state=inner_state)
-      return lax.scan(
-          lambda state, given: tx.update(
-              given[0], state, local_step=given[1], weight=given[2]
-          )[::-1],
-          state,
-          own,
-      )[1]
-
-    own = DATA[:, :2], STEPS[:, :2], WEIGHTS[:, :2]
-    updates = modes.map_shards('vmap', shard)(np.zeros(5, np.float32), own)
-
-    factors = 1 / (6 - STEPS[:, :2].min(1).astype(float))
-    expected = np.average(
-        DATA[:, :2].reshape(16, 5).astype(float),
-        axis=0,
-        weights=(WEIGHTS[:, :2] * factors[:, None]).ravel(),
-    )
-    np.testing.assert_allclose(
-        updates[:, 1], np.tile(expected, (8, 1)), rtol=1e-5
-    )
-
   @cases.parameters('around', 'inside')
   def test_a_guard_excludes_bad_shards(self, place):
     scaled = functools.partial(_weighted, 'inverse')
@@ -439,36 +374,6 @@ class GatesTest(parameterized.TestCase):
     expected = np.average(np.nan_to_num(data), axis=0, weights=weights)
     np.testing.assert_allclose(updates, np.tile(expected, (8, 1)), rtol=1e-5)
 
-  def test_hands_on_everything(self):
-    seen = {}
-
-    def update(updates, state, params=None, **extra_args):
-      seen.update(extra_args, params=params)
-      return updates * extra_args['weight'], state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    tx = _weighted('inverse', inner)
-
-    def shard(params, x):
-      tx.update(x, tx.init(params), params, local_step=0, value='any')
-      return x
-
-    jax.eval_shape(modes.map_shards('vmap', shard), np.zeros(5), DATA[:, 0])
-
-    self.assertEqual(seen['value'], 'any')
-    self.assertEqual(seen['local_step'], 0)
-    self.assertEqual(seen['params'].shape, (5,))
-
-  def test_a_link_applies_as_it_updates(self):
-    params = jnp.array([1.0, 2.0])
-    tx = scale_by_staleness('inverse')
-    state = tx.init(params)._replace(global_step=jnp.int32(4))
-
-    updates, _ = tx.update(jnp.ones(2), state, params, local_step=0)
-    applied = optax.apply_updates(params, updates)
-
-    np.testing.assert_array_equal(applied, [1.25, 2.25])
-
   def test_the_rate_can_be_injected(self):
     tx = optax.inject_hyperparams(scale_by_staleness)(
         'exponential', rate=optax.linear_schedule(1.0, 0.0, 2)
@@ -481,15 +386,6 @@ class GatesTest(parameterized.TestCase):
       scaled.append(updates)
 
     np.testing.assert_allclose(scaled, np.exp([-1.0 * 2, -0.5 * 3]), rtol=1e-6)
-
-  def test_some_leaves_can_be_masked(self):
-    tx = optax.masked(scale_by_staleness('inverse'), {'a': True, 'b': False})
-    updates = {'a': jnp.ones(2), 'b': jnp.ones(3)}
-
-    scaled, _ = tx.update(updates, tx.init(updates), local_step=-4)
-
-    np.testing.assert_array_equal(scaled['a'], np.full(2, 0.25))
-    np.testing.assert_array_equal(scaled['b'], np.ones(3))
 
 
 class RefusalTest(parameterized.TestCase):
@@ -524,16 +420,6 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(error, f'The factor .*{message}'):
       tx.update(jnp.ones(3), tx.init(jnp.ones(3)), local_step=0)
-
-  @cases.parameters(
-      ({}, TypeError, '`local_step` of `scale_by_staleness` .*got None'),
-      ({'local_step': 0.5}, TypeError, '`local_step` of .* an integer'),
-  )
-  def test_refuses_bad_local_steps(self, given, error, message):
-    tx = scale_by_staleness('inverse')
-
-    with self.assertRaisesRegex(error, message):
-      tx.update(jnp.ones(3), tx.init(jnp.ones(3)), **given)
 
   def test_refuses_the_state_of_another(self):
     tx = scale_by_staleness('inverse')

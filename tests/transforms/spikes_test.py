@@ -20,7 +20,6 @@ import shard_transforms
 from shard_transforms import SpikeRule
 from shard_transforms import guard
 from shard_transforms import monitoring
-from shard_transforms._src.transforms import spikes
 
 AXIS = modes.AXIS
 SHARDS = 8
@@ -53,9 +52,7 @@ def made_up_trace(seed):
 TRACES = {
     'recorded': recorded_trace,
     'made up': lambda: made_up_trace(0),
-    'made up again': lambda: made_up_trace(1),
 }
-NAMES = ('recorded', 'made up', cases.Repeated('made up again'))
 
 
 def decisions(rule, loss, norm):
@@ -106,7 +103,7 @@ def maxtext(loss, norm, interval, factor):
 
 class PublishedRulesTest(parameterized.TestCase):
 
-  @cases.product(trace=NAMES, length=(24, 60, 128), sigma=(3, 6))
+  @cases.product(trace=TRACES, length=(24, 128), sigma=(3, 6))
   def test_takes_the_steps_that_olmo_core_takes(self, trace, length, sigma):
     loss, norm = TRACES[trace]()
     rule = SpikeRule(
@@ -124,7 +121,7 @@ class PublishedRulesTest(parameterized.TestCase):
     np.testing.assert_array_equal(taken, expected)
     self.assertBetween(np.sum(taken), 200, len(loss) - 2)
 
-  @cases.product(trace=NAMES, interval=(12, 60, 128), factor=(3, 6))
+  @cases.product(trace=TRACES, interval=(12, 128), factor=(3, 6))
   def test_takes_the_steps_that_maxtext_takes(self, trace, interval, factor):
     loss, norm = TRACES[trace]()
     rule = SpikeRule(
@@ -185,8 +182,7 @@ def data(steps=12, seed=0):
 
 class SignalsTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  def test_says_which_signal_of_which_shard_leapt_and_when(self, mode):
+  def test_says_which_signal_of_which_shard_leapt_and_when(self):
     x, loss = data()
     x['body'][2, 7] *= 20
     loss[6, 10] *= 20
@@ -194,7 +190,7 @@ class SignalsTest(parameterized.TestCase):
     rule = SpikeRule(max_stds=6.0, window=4, signals=('norm', 'loss'))
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', spikes=rule)
 
-    updates, state = run(tx, x, loss, mode)
+    updates, state = run(tx, x, loss, 'shard_map')
 
     self.assertEqual(rule.names, ('norm', 'loss'))
     expected = np.full((SHARDS, 2), -1)
@@ -209,15 +205,14 @@ class SignalsTest(parameterized.TestCase):
             leaf[0, step], x[name][good, step].mean(0), rtol=1e-5
         )
 
-  @cases.parameters(*modes.MODES)
-  def test_a_loss_that_is_reduced_skips_on_all_shards(self, mode):
+  def test_a_loss_that_is_reduced_skips_on_all_shards(self):
     x, loss = data()
     loss[:] = loss.mean(0)
     loss[:, 8] *= 20
     rule = SpikeRule(max_stds=6.0, window=4, signals=['loss'])
     tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
 
-    updates, state = run(tx, x, loss, mode)
+    updates, state = run(tx, x, loss, 'shard_map')
 
     is_zero = np.all(updates['head'][0] == 0, -1)
     np.testing.assert_array_equal(is_zero.nonzero(), [[8]])
@@ -237,15 +232,14 @@ class SignalsTest(parameterized.TestCase):
 
 class ClipTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MODES)
-  def test_scales_a_spike_down_to_the_limit(self, mode):
+  def test_scales_a_spike_down_to_the_limit(self):
     x, loss = data()
     x['body'][3, 7] *= 30
     x['head'][4, 9, 1] = NAN
     rule = SpikeRule(max_norm=25.0, on_spike='clip')
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, spikes=rule)
 
-    updates, state = run(tx, x, loss, mode)
+    updates, state = run(tx, x, loss, 'shard_map')
 
     norm = np.hypot(*(np.linalg.norm(x[k][3, 7]) for k in x))
     for name, leaf in updates.items():
@@ -340,6 +334,15 @@ class RecordTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.flatnonzero(~taken), [9, 10, 11, 14])
     self.assertEqual(state.spikes.statistics.num_recorded, 16)
 
+  def test_sees_small_deviations_of_large_values(self):
+    norm = 1e4 + np.random.default_rng(0).uniform(-1, 1, 20)
+    norm[14] += 9
+    rule = SpikeRule(max_stds=6.0, window=8)
+
+    _, taken, _ = decisions(rule, norm, norm)
+
+    np.testing.assert_array_equal(np.flatnonzero(~taken), [14])
+
   def test_recorded_spikes_do_not_overflow(self):
     loss = np.tile([1.0, 1.1], 30)
     loss[20] = 1e30
@@ -387,61 +390,18 @@ class RecordTest(parameterized.TestCase):
       )
 
 
-def recorded(steps, window):
-  """Returns statistics after the values of shards [steps, shards]."""
-  rule = SpikeRule(max_stds=1.0, window=window)
-  statistics = spikes.start(rule, ()).statistics
-  for step in np.asarray(steps, np.float32):
-    deviation = (step - statistics.last_mean)[:, None]
-    statistics = statistics.record(deviation.mean(0), (deviation**2).mean(0))
-  return statistics
-
-
-class StatisticsTest(parameterized.TestCase):
-
-  @cases.parameters(2, 4, 7, 20)
-  def test_moments_are_those_of_the_last_steps(self, num_steps):
-    steps = np.random.default_rng(0).uniform(1, 9, size=(num_steps, 5))
-
-    mean, std = recorded(steps, 4).moments()
-
-    last = steps[-4:]
-    variance = last.var(1).mean() + last.mean(1).var(ddof=1)
-    np.testing.assert_allclose(mean, [last.mean()], 1e-5)
-    np.testing.assert_allclose(std, [variance**0.5], 1e-5)
-
-  def test_keeps_small_deviations_of_large_values(self):
-    steps = 1e4 + np.random.default_rng(0).uniform(-1, 1, size=(9, 5))
-    steps = np.asarray(steps, np.float32)
-
-    _, std = recorded(steps, 4).moments()
-
-    last = np.asarray(steps[-4:], np.float64)
-    variance = last.var(1).mean() + last.mean(1).var(ddof=1)
-    np.testing.assert_allclose(std, [variance**0.5], rtol=0.05)
-
-
 class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       ({}, ValueError, 'must have a limit, got neither'),
-      (dict(on_spike='clip'), ValueError, 'must have a limit, got neither'),
       (dict(max_norm=0.0), ValueError, '`max_norm` must be positive, got 0.0'),
-      (dict(max_norm=NAN), ValueError, '`max_norm` must be positive, got nan'),
       (dict(max_norm='1'), TypeError, '`max_norm` must be a real number'),
-      (dict(max_norm={'a': 1}), TypeError, '`max_norm` must be a real number'),
-      (dict(max_stds=-1), ValueError, '`max_stds` must be positive'),
-      (dict(max_stds=jnp.ones(2)), TypeError, '`max_stds` must be a real'),
       (dict(max_stds=1, window=1), ValueError, '`window` must be at least 2'),
       (dict(max_stds=1, window=2.0), TypeError, '`window` must be an integer'),
       (dict(max_stds=1, min_steps=1), ValueError, '`min_steps` must be at le'),
       (dict(max_stds=1, two_sided=1), TypeError, '`two_sided` must be a bool'),
       (dict(max_stds=1, restart_after=0), ValueError, '`restart_after` must'),
-      (dict(max_stds=1, signals=()), ValueError, "`signals` must be of 'norm'"),
-      (dict(max_stds=1, signals='norm'), ValueError, '`signals` must be of'),
-      (dict(max_stds=1, signals=['x']), ValueError, '`signals` must be of'),
       (dict(max_stds=1, signals=None), ValueError, '`signals` .* got None'),
-      (dict(max_stds=1, signals=[['x']]), ValueError, '`signals` must be of'),
       (dict(max_stds=1, on_spike='drop'), ValueError, '`on_spike` must be'),
       (
           dict(max_stds=1, signals=['loss'], on_spike='clip'),
@@ -455,11 +415,6 @@ class RefusalTest(parameterized.TestCase):
           '`restart_after` must come with `max_stds`',
       ),
       (
-          dict(max_norm=1, two_sided=True),
-          ValueError,
-          '`two_sided` must come with `max_stds`, got None',
-      ),
-      (
           dict(max_norm=1, signals=['loss', 'norm']),
           ValueError,
           "'loss' in `signals` must come with `max_stds`",
@@ -471,7 +426,6 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       (None, TypeError, '`value` of `guard` must be the loss, .* got None'),
-      ('1', TypeError, '`value` of `guard` must be the loss'),
       (3, TypeError, '`value` of `guard` must be the loss, a real number'),
       (np.ones(2), ValueError, r'must be a scalar, got the shape \(2,\)'),
   )

@@ -1,17 +1,15 @@
 import functools
-import re
 
 from absl.testing import parameterized
 import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 import cases
+import harness
 import modes
 import one_device
 import shard_transforms
@@ -32,35 +30,6 @@ GATED = {
     'around': lambda tx: shard_transforms.guard(_towers(tx), modes.AXIS),
 }
 
-# Meshes of 2 hosts x 4 cores, with and without types that are tracked.
-MESH_MODES = ('2x4', '2x4_unchecked')
-EACH_MESH_MODE = ('2x4', cases.Repeated('2x4_unchecked'))
-
-
-def _axis_name(mode):
-  return ('host', 'core') if mode in MESH_MODES else modes.AXIS
-
-
-def _map_shards(mode, shard):
-  """As `modes.map_shards`, and over the meshes of two axes too."""
-  if mode not in MESH_MODES:
-    return modes.map_shards(mode, shard)
-
-  def one_shard(shared, own):
-    out = shard(shared, jax.tree.map(lambda x: x[0], own))
-    return jax.tree.map(lambda x: x[None], out)
-
-  auto = (jax.sharding.AxisType.Auto,) * 2
-  spec = P(('host', 'core'))
-  mapped = jax.shard_map(
-      one_shard,
-      mesh=jax.make_mesh((2, 4), ('host', 'core'), auto),
-      in_specs=(P(), spec),
-      out_specs=spec,
-      check_vma=mode == '2x4',
-  )
-  return jax.jit(mapped)
-
 
 def _loss(params, x):
   return 0.5 * jnp.sum((params - x) ** 2)
@@ -74,37 +43,31 @@ def _momentum(axis_name=modes.AXIS):
   )
 
 
-@functools.cache
-def _train(mode, reduction='mean', weighted=False):
-  """Maps 6 calls; gives what each call gave and the inner state after it."""
-  axis_name = _axis_name(mode)
+def _train(data, weights=None, mode='shard_map', reduction='mean'):
+  """Returns 6 calls, with the momentum and the counter after each."""
+  axis_name = modes.HOSTS if mode == 'hosts' else modes.AXIS
+  grad = harness.gradient(_loss, axis_name)
   tx = shard_transforms.tower_reduce(
       NUM_TOWERS,
       _momentum(axis_name),
       axis_name=axis_name,
       reduction=reduction,
   )
-
-  def call(carry, tower):
-    params, state = carry
-    x, weight = tower
-    grad = shard_transforms.value_and_grad(_loss, axis_name)
-    _, grads = grad(params, x)
-    weight = weight if weighted else None
-    updates, state = tx.update(grads, state, params, weight=weight)
-    params = optax.apply_updates(params, updates)
-    momentum = optax.tree_utils.tree_get(state, 'trace')
-    return (params, state), (updates, momentum, state.tower)
-
-  def shard(params, own):
-    (params, state), calls = lax.scan(call, (params, tx.init(params)), own)
-    return params, state, calls
-
-  mapped = _map_shards(mode, shard)
-  return lambda data, weights: mapped(np.zeros(5, np.float32), (data, weights))
+  return harness.train(
+      tx,
+      np.zeros(5, np.float32),
+      {'x': data} if weights is None else {'x': data, 'weight': weights},
+      mode,
+      grad=lambda params, own: grad(params, own['x']),
+      extra_args=lambda _, own: {k: own[k] for k in own if k != 'x'},
+      see=lambda state: (
+          optax.tree_utils.tree_get(state, 'trace'),
+          state.tower,
+      ),
+  )
 
 
-def _expected(data, weights, reduction='mean'):
+def _expected(data, weights=None, reduction='mean'):
   """Returns updates, momenta and parameters of the same calls."""
   if weights is None:
     weights = np.ones(data.shape[:2])
@@ -124,59 +87,40 @@ def _expected(data, weights, reduction='mean'):
 
 class TowerReduceTest(parameterized.TestCase):
 
-  def assert_trains_like(self, mode, data, weights, reduction='mean'):
-    train = _train(mode, reduction, weights is not None)
-    ignored = WEIGHTS if weights is None else weights
-    params, state, (updates, momenta, towers) = train(data, ignored)
+  def assert_trains_like(self, data, *args, **kwargs):
+    params, updates, state, (momenta, towers) = _train(data, *args, **kwargs)
 
-    expected = _expected(data, weights, reduction)
+    kwargs.pop('mode', None)
+    expected = _expected(data, *args, **kwargs)
     chex.assert_trees_all_close(
-        (updates, momenta, params), expected, rtol=1e-5, atol=1e-6, strict=True
+        (updates, momenta, params[:, -1]),
+        expected,
+        rtol=1e-5,
+        atol=1e-6,
+        strict=True,
     )
+    np.testing.assert_array_equal(updates[:, [0, 1, 3, 4]], 0)
     np.testing.assert_array_equal(towers, np.tile([1, 2, 0, 1, 2, 0], (8, 1)))
-    self.assertIsInstance(state, shard_transforms.TowerReduceState)
+    for leaf in state.total, state.total_weight:
+      np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+    return updates, momenta
 
-  @cases.product(
-      mode=(*modes.MODES, *EACH_MESH_MODE), reduction=('mean', 'sum')
-  )
-  def test_trains_on_all_towers_of_all_shards(self, mode, reduction):
-    self.assert_trains_like(mode, DATA, None, reduction)
+  @cases.parameters('mean', 'sum')
+  def test_trains_on_all_towers_of_all_shards(self, reduction):
+    self.assert_trains_like(DATA, reduction=reduction)
 
-  @cases.product(
-      mode=(*modes.MODES, *EACH_MESH_MODE), reduction=('mean', 'sum')
-  )
+  @cases.product(mode=(*modes.NAMES, 'hosts'), reduction=('mean', 'sum'))
   def test_counts_towers_by_their_weights(self, mode, reduction):
-    self.assert_trains_like(mode, DATA, WEIGHTS, reduction)
+    self.assert_trains_like(DATA, WEIGHTS, mode=mode, reduction=reduction)
 
-  @cases.product(
-      mode=modes.MODES, reduction=('mean', 'sum'), bad=(np.nan, np.inf)
-  )
-  def test_a_tower_without_weight_contributes_nothing(
-      self, mode, reduction, bad
-  ):
+  @cases.product(reduction=('mean', 'sum'), bad=(np.nan, np.inf))
+  def test_a_tower_without_weight_contributes_nothing(self, reduction, bad):
     weights, data = WEIGHTS.copy(), DATA.copy()
     without = ([0, 0, 3, 4, 4, 4, 7], [0, 4, 2, 0, 1, 2, 5])
     weights[without] = 0
     data[without] = bad
 
-    self.assert_trains_like(mode, data, weights, reduction)
-
-  @cases.product(
-      mode=(*modes.MODES, *EACH_MESH_MODE), reduction=('mean', 'sum')
-  )
-  def test_a_window_without_weight_changes_nothing(self, mode, reduction):
-    weights, data = WEIGHTS.copy(), DATA.copy()
-    weights[:, 3:] = 0
-    data[:, 3:] = np.nan
-
-    train = _train(mode, reduction, weighted=True)
-    _, state, (updates, momenta, towers) = train(data, weights)
-
-    np.testing.assert_array_equal(updates[:, 3:], np.zeros((8, 3, 5)))
-    np.testing.assert_array_equal(momenta[:, 3:], momenta[:, [2, 2, 2]])
-    np.testing.assert_array_equal(towers[:, -1], np.zeros(8))
-    for leaf in state.total, state.total_weight:
-      np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+    self.assert_trains_like(data, weights, reduction=reduction)
 
   @cases.product(place=(0, 1, 2), gate=tuple(GATED), weighted=(False, True))
   def test_a_nan_leaves_no_bit_in_the_next_window(self, place, gate, weighted):
@@ -204,73 +148,19 @@ class TowerReduceTest(parameterized.TestCase):
     expected[:, left] = train(DATA[:, left], WEIGHTS[:, left])
     np.testing.assert_array_equal(updates, expected)
 
-  @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
-  def test_starts_again_after_a_window_without_weight(self, mode, reduction):
+  @cases.product(reduction=('mean', 'sum'), window=(slice(0, 3), slice(3, 6)))
+  def test_a_window_without_weight_changes_nothing(self, reduction, window):
     weights, data = WEIGHTS.copy(), DATA.copy()
-    weights[:, :3] = 0
-    data[:, :3] = np.nan
+    weights[:, window] = 0
+    data[:, window] = np.nan
 
-    self.assert_trains_like(mode, data, weights, reduction)
-
-  @cases.parameters(*modes.MODES)
-  def test_gives_exact_zeros_and_keeps_the_inner_bits_between(self, mode):
-    _, _, (updates, momenta, _) = _train(mode)(DATA, WEIGHTS)
-
-    waiting = updates[:, [0, 1, 3, 4]]
-    np.testing.assert_array_equal(waiting, np.zeros_like(waiting))
-    np.testing.assert_array_equal(momenta[:, [0, 1]], np.zeros((8, 2, 5)))
-    np.testing.assert_array_equal(momenta[:, [3, 4]], momenta[:, [2, 2]])
-
-  @cases.parameters(*modes.MODES)
-  def test_collects_what_is_already_the_same_on_all_shards(self, mode):
-    inner = shard_transforms.tower_reduce(NUM_TOWERS, optax.trace(DECAY))
-    tx = optax.chain(
-        shard_transforms.cross_shard_mean(modes.AXIS),
-        inner,
-        optax.scale(-LEARNING_RATE),
+    updates, momenta = self.assert_trains_like(
+        data, weights, reduction=reduction
     )
 
-    def shard(params, data):
-      def call(carry, x):
-        params, state = carry
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        updates, state = tx.update(grad(params, x)[1], state, params)
-        return (optax.apply_updates(params, updates), state), updates
-
-      return lax.scan(call, (params, tx.init(params)), data)[1]
-
-    updates = modes.map_shards(mode, shard)(np.zeros(5, np.float32), DATA)
-
-    np.testing.assert_allclose(
-        updates, _expected(DATA, None)[0], rtol=1e-5, atol=1e-6, strict=True
-    )
-
-  @cases.product(
-      mode=modes.MODES, reduction=('mean', 'sum'), axis_name=(modes.AXIS, None)
-  )
-  def test_is_a_link_of_a_chain_without_inner(self, mode, reduction, axis_name):
-    mean = shard_transforms.cross_shard_mean(modes.AXIS)
-    towers = shard_transforms.tower_reduce(
-        NUM_TOWERS, axis_name=axis_name, reduction=reduction
-    )
-    links = (towers, mean) if axis_name else (mean, towers)
-    tx = optax.chain(*links, optax.scale(-1.0))
-
-    def shard(params, data):
-      def call(state, x):
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        return tx.update(grad(params, x)[1], state, params)[::-1]
-
-      return lax.scan(call, tx.init(params), data)[1]
-
-    updates = modes.map_shards(mode, shard)(np.zeros(5, np.float32), DATA)
-
-    last = DATA.astype(np.float64).reshape(8, 2, 3, 5).sum(2).mean(0)
-    expected = np.zeros((8, 2, 3, 5), np.float32)
-    expected[:, :, -1] = last if reduction == 'sum' else last / 3
-    np.testing.assert_allclose(
-        updates, expected.reshape(8, 6, 5), rtol=1e-5, atol=1e-6, strict=True
-    )
+    np.testing.assert_array_equal(updates[:, window], np.zeros((8, 3, 5)))
+    before = momenta[:, 2] if window.start else np.zeros((8, 5))
+    np.testing.assert_array_equal(momenta[:, window.stop - 1], before)
 
   @cases.product(reduction=('mean', 'sum'), num_towers=(2, 4, 6))
   def test_a_window_of_another_length_is_reduced_over_its_towers(
@@ -297,51 +187,8 @@ class TowerReduceTest(parameterized.TestCase):
     self.assertEqual(applied, np.float32(reduce(updates[:taken])))
     self.assertEqual(state.tower, 0)
 
-  def test_a_chain_refuses_weights(self):
-    tx = shard_transforms.tower_reduce(2)
-
-    with self.assertRaisesRegex(
-        ValueError,
-        '`weight` of `tower_reduce` must come with `inner`, got none.*write'
-        r' `tower_reduce\(num_towers, optax.chain\(...\)\)`',
-    ):
-      tx.update(jnp.ones(3), tx.init(jnp.ones(3)), weight=1.0)
-
-  @cases.product(
-      mode=modes.MODES, axis_name=(modes.AXIS, None), reduction=('mean', 'sum')
-  )
-  def test_one_tower_is_the_inner_transformation_to_the_bit(
-      self, mode, axis_name, reduction
-  ):
-    inner = _momentum()
-    tx = shard_transforms.tower_reduce(
-        1, inner, axis_name=axis_name, reduction=reduction
-    )
-
-    def shard(params, own):
-      def call(tx, carry, x):
-        params, state = carry
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        updates, state = tx.update(grad(params, x)[1], state, params)
-        momentum = optax.tree_utils.tree_get(state, 'trace')
-        return (params + updates, state), (updates, momentum)
-
-      def train(tx):
-        step = functools.partial(call, tx)
-        return lax.scan(step, (params, tx.init(params)), own)[1]
-
-      return train(tx), train(inner)
-
-    wrapped, bare = modes.map_shards(mode, shard)(
-        np.full(5, -0.0, np.float32), DATA
-    )
-
-    chex.assert_trees_all_equal(wrapped, bare, strict=True)
-
-  @cases.product(
-      mode=modes.MODES, axis_name=(modes.AXIS, None), reduction=('mean', 'sum')
-  )
-  def test_one_tower_keeps_the_sign_of_zero(self, mode, axis_name, reduction):
+  @cases.product(axis_name=(modes.AXIS, None), reduction=('mean', 'sum'))
+  def test_one_tower_keeps_the_sign_of_zero(self, axis_name, reduction):
     tx = shard_transforms.tower_reduce(
         1, optax.identity(), axis_name=axis_name, reduction=reduction
     )
@@ -351,12 +198,11 @@ class TowerReduceTest(parameterized.TestCase):
 
     x = np.full((8, 5), -0.0, np.float32)
 
-    updates = modes.map_shards(mode, shard)(0.0, x)
+    updates = modes.map_shards('shard_map', shard)(0.0, x)
 
     np.testing.assert_array_equal(np.signbit(updates), np.signbit(x))
 
-  @cases.parameters(*modes.MODES)
-  def test_one_tower_hands_all_extra_arguments_on(self, mode):
+  def test_one_tower_hands_all_extra_arguments_on(self):
     tx = shard_transforms.tower_reduce(1, _recorder(), axis_name=modes.AXIS)
 
     def shard(_, own):
@@ -366,7 +212,7 @@ class TowerReduceTest(parameterized.TestCase):
 
     own = DATA[:, 0], WEIGHTS[:, 0], np.arange(8, dtype=np.int32), DATA[:, 1, 0]
 
-    recorded = modes.map_shards(mode, shard)(0.0, own)
+    recorded = modes.map_shards('shard_map', shard)(0.0, own)
 
     expected = dict(
         zip(('weight', 'local_step', 'value'), own[1:], strict=True)
@@ -408,7 +254,7 @@ def _recorder():
 
 class HandedOnTest(parameterized.TestCase):
 
-  def _record(self, mode, own, reduction='mean', **fixed):
+  def _record(self, own, reduction='mean', **fixed):
     """Returns what the inner transformation was handed by 3 calls."""
     tx = shard_transforms.tower_reduce(
         NUM_TOWERS, _recorder(), axis_name=modes.AXIS, reduction=reduction
@@ -421,37 +267,33 @@ class HandedOnTest(parameterized.TestCase):
         _, state = tx.update(own['x'][i], state, **extra, **fixed)
       return state.inner_state
 
-    return modes.map_shards(mode, shard)(0.0, {'x': DATA[:, :3]} | own)
+    return modes.map_shards('shard_map', shard)(0.0, {'x': DATA[:, :3]} | own)
 
-  @cases.parameters(*modes.MODES)
-  def test_hands_on_the_oldest_local_step_of_each_shard(self, mode):
+  def test_hands_on_what_each_shard_has_collected(self):
     steps = np.random.default_rng(2).integers(-9, 99, (8, 3)).astype(np.int32)
 
-    recorded = self._record(mode, {'local_step': steps})
+    own = {'weight': WEIGHTS, 'local_step': steps, 'value': DATA[..., 0]}
+    recorded = self._record(own)
 
-    np.testing.assert_array_equal(recorded['local_step'], steps.min(1))
+    expected = {
+        'weight': WEIGHTS[:, :3].sum(1),
+        'local_step': steps.min(1),
+        'value': DATA[:, 2, 0],
+    }
+    chex.assert_trees_all_equal(recorded, expected, strict=True)
 
-  @cases.parameters(*modes.MODES)
-  def test_hands_on_the_total_weight_of_each_shard(self, mode):
-    recorded = self._record(mode, {'weight': WEIGHTS[:, :3]})
-
-    np.testing.assert_array_equal(
-        recorded['weight'], WEIGHTS[:, :3].sum(1), strict=True
-    )
-
-  @cases.parameters(*modes.MODES)
-  def test_a_sum_hands_on_which_shards_have_any_weight(self, mode):
+  def test_a_sum_hands_on_which_shards_have_any_weight(self):
     weights = WEIGHTS[:, :3].copy()
     weights[3] = 0
     weights[5, :2] = 0
 
-    recorded = self._record(mode, {'weight': weights}, reduction='sum')
+    recorded = self._record({'weight': weights}, reduction='sum')
 
     expected = np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32)
     np.testing.assert_array_equal(recorded['weight'], expected, strict=True)
 
-  @cases.product(mode=modes.MODES, reduction=('mean', 'sum'))
-  def test_hands_on_zeros_where_a_shard_has_no_weight(self, mode, reduction):
+  @cases.product(reduction=('mean', 'sum'))
+  def test_hands_on_zeros_where_a_shard_has_no_weight(self, reduction):
     tx = shard_transforms.tower_reduce(
         2, optax.identity(), axis_name=modes.AXIS, reduction=reduction
     )
@@ -468,19 +310,13 @@ class HandedOnTest(parameterized.TestCase):
     weights = WEIGHTS[:, 0].copy()
     weights[3] = 0
 
-    updates = modes.map_shards(mode, shard)(0.0, (data, weights))
+    updates = modes.map_shards('shard_map', shard)(0.0, (data, weights))
 
     np.testing.assert_array_equal(updates[3], np.zeros(5))
     self.assertFalse(np.isnan(updates).any())
 
-  @cases.parameters(*modes.MODES)
-  def test_other_arguments_are_those_of_the_last_tower(self, mode):
-    recorded = self._record(mode, {'value': DATA[:, :3, 0]})
-
-    np.testing.assert_array_equal(recorded['value'], DATA[:, 2, 0])
-
   def test_hands_on_no_weight_and_no_local_step_where_there_was_none(self):
-    recorded = self._record('vmap', {}, value=jnp.float32(7))
+    recorded = self._record({}, value=jnp.float32(7))
 
     expected = {'weight': -1.0, 'local_step': -1, 'value': 7.0}
     for name, value in expected.items():
@@ -502,24 +338,12 @@ class HandedOnTest(parameterized.TestCase):
     start = {'weight': -1.0, 'local_step': -1.0, 'value': -1.0}
     self.assertEqual(recorded, [start, first, first, second])
 
-  def test_schedules_move_once_a_window(self):
-    tx = shard_transforms.tower_reduce(2, optax.sgd(lambda count: 10.0**count))
-    state = tx.init(jnp.zeros(()))
-
-    updates = []
-    for _ in range(6):
-      update, state = tx.update(jnp.ones(()), state)
-      updates.append(float(update))
-
-    self.assertEqual(updates, [0.0, -1.0, 0.0, -10.0, 0.0, -100.0])
-    self.assertEqual(optax.tree_utils.tree_get(state, 'count'), 3)
-
 
 class MissingGradientTest(parameterized.TestCase):
   """`None` in place of a leaf."""
 
-  @cases.product(mode=modes.MODES, weighted=(cases.Repeated(False), True))
-  def test_counts_as_zero(self, mode, weighted):
+  @cases.product(weighted=(False, True))
+  def test_counts_as_zero(self, weighted):
     tx = shard_transforms.tower_reduce(
         NUM_TOWERS,
         shard_transforms.cross_shard_mean(modes.AXIS),
@@ -539,7 +363,9 @@ class MissingGradientTest(parameterized.TestCase):
         updates, state = tx.update(grads, state, params, weight=weight)
       return updates
 
-    updates = modes.map_shards(mode, shard)(params, (DATA[:, :3], WEIGHTS))
+    updates = modes.map_shards('shard_map', shard)(
+        params, (DATA[:, :3], WEIGHTS)
+    )
 
     weights = WEIGHTS[:, :3] if weighted else np.ones((8, 3))
     for name, towers in missing.items():
@@ -561,17 +387,6 @@ class MissingGradientTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(
         updates, {'w': np.full(3, 0.5, jnp.dtype(dtype))}, strict=True
-    )
-
-  def test_of_all_towers_without_parameters_gives_float32_zeros(self):
-    tx = shard_transforms.tower_reduce(2, optax.identity())
-    state = tx.init({'w': jnp.ones(3, jnp.bfloat16)})
-
-    _, state = tx.update({'w': None}, state)
-    updates, _ = tx.update({'w': None}, state)
-
-    chex.assert_trees_all_equal(
-        updates, {'w': np.zeros(3, np.float32)}, strict=True
     )
 
   def test_passes_what_carries_no_gradient(self):
@@ -606,7 +421,6 @@ class DtypeTest(parameterized.TestCase):
       reduction=('mean', 'sum'),
       weight=(None, 1.0),
   )
-  @pytest.mark.slow_after(4)
   def test_few_bits_add_up_in_float32(self, towers, reduction, weight):
     dtype, values = towers
     tx = shard_transforms.tower_reduce(3, optax.identity(), reduction=reduction)
@@ -632,102 +446,130 @@ class DtypeTest(parameterized.TestCase):
     expected = np.array([1 + 1j, 0.5 - 1.5j], np.complex64)
     np.testing.assert_array_equal(updates, expected, strict=True)
 
-  def test_complex_updates_keep_their_parts(self):
-    tx = shard_transforms.tower_reduce(2, optax.identity())
-    x = jnp.array([1 + 2j, -3j], jnp.complex64)
 
-    _, state = tx.update(x, tx.init(x))
-    updates, _ = tx.update(3 * x, state)
+class CountersTest(parameterized.TestCase):
 
-    np.testing.assert_array_equal(updates, 2 * np.asarray(x), strict=True)
+  def test_counts_towers_in_int32_and_weights_in_float32(self):
+    tx = shard_transforms.tower_reduce(3, optax.trace(0.9))
+    state = tx.init(jnp.ones(3))
+
+    for weight, local_step in (jnp.int8(100), jnp.uint8(7)), (100, 9):
+      _, state = tx.update(
+          jnp.ones(3), state, weight=weight, local_step=local_step
+      )
+
+    kinds = [leaf.dtype for leaf in state[:1] + state[2:4]]
+    self.assertEqual(kinds, [np.int32, np.float32, np.int32])
+    self.assertEqual([int(leaf) for leaf in state[2:4]], [200, 7])
 
 
-class CollectivesTest(parameterized.TestCase):
+class SharedStateTest(parameterized.TestCase):
+  """What differs between shards must not be kept as if it did not."""
 
-  @cases.product(
-      mode=modes.MODES,
-      weighted=(cases.Repeated(False), True),
-      num_calls=(1, 4, 8),
+  def _update(self, updates, **extra_args):
+    tx = shard_transforms.tower_reduce(2, optax.trace(0.9))
+
+    def shard(shared, own):
+      given = {
+          name: own if value == 'own' else value
+          for name, value in extra_args.items()
+      }
+      x = own.astype(jnp.float32) if updates == 'own' else shared
+      params = {'w': jnp.zeros(())}
+      return tx.update({'w': x}, tx.init(params), **given)[0]['w']
+
+    mapped = modes.map_shards('shard_map', shard)
+    return jax.eval_shape(mapped, jnp.ones(()), jnp.arange(8))
+
+  @cases.parameters(
+      {'updates': 'own', 'extra': {}, 'where': r"total\['w'\]"},
+      {'updates': 'all', 'extra': {'weight': 'own'}, 'where': r"total\['w'\]"},
+      {
+          'updates': 'all',
+          'extra': {'local_step': 'own'},
+          'where': 'oldest_local_step',
+      },
   )
-  def test_sends_in_one_of_four_calls(self, mode, weighted, num_calls):
-    inner = optax.chain(
-        shard_transforms.cross_shard_mean(modes.AXIS), optax.adam(1e-3)
-    )
-    tx = shard_transforms.tower_reduce(4, inner, axis_name=modes.AXIS)
+  def test_refuses_what_differs_without_axis_name(self, updates, extra, where):
+    with self.assertRaisesRegex(
+        ValueError,
+        r"`axis_name` of `tower_reduce` must name \['data'\], because state"
+        rf' differs between those shards at {where}, .*'
+        '`shard_transforms.init_state`',
+    ):
+      self._update(updates, **extra)
 
-    def shard(params, own):
-      x, weight = own
-      weight = weight if weighted else None
-      state = tx.init(params)
-      for _ in range(num_calls):
-        grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-        updates, state = tx.update(grad(params, x)[1], state, weight=weight)
+  @cases.parameters(('host', 'core'), ('core', 'host'))
+  def test_names_the_axis_that_is_missing(self, named, missing):
+    tx = shard_transforms.tower_reduce(2, optax.trace(0.9), axis_name=named)
+    mapped = modes.map_over_hosts(
+        lambda params, x: tx.update(x, tx.init(params))[0]
+    )
+
+    with self.assertRaisesRegex(ValueError, rf"must name \['{missing}'\]"):
+      jax.eval_shape(mapped, jnp.ones(()), jnp.ones(8))
+
+
+class PerShardStateTest(parameterized.TestCase):
+
+  def test_refuses_a_delayed_sum(self):
+    tx = shard_transforms.tower_reduce(
+        2, optax.trace(0.9), axis_name=modes.AXIS
+    )
+
+    def shard(params, x):
+      reduced = lax.pcast(params, modes.AXIS, to='reduced')
+      grads = jax.grad(lambda p: jnp.sum(p * x))(reduced)
+      return tx.update(grads, tx.init(params))[0]
+
+    with self.assertRaisesRegex(ValueError, 'typed unreduced'):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
+
+  def test_a_sum_per_shard_does_not_hide_that_updates_are_reduced(self):
+    tx = shard_transforms.tower_reduce(2, optax.trace(0.9))
+
+    def shard(params, x):
+      state = tx.init(shard_transforms.per_shard(params, modes.AXIS))
+      grads = jax.grad(lambda p: jnp.sum(p * x))(params)
+      return tx.update(grads, state)[0]
+
+    with self.assertRaisesRegex(
+        ValueError, "`tower_reduce` must be per shard over 'data', got the root"
+    ):
+      mapped = modes.map_shards('shard_map', shard)
+      jax.eval_shape(mapped, jnp.ones(5), DATA[:, 0])
+
+  def test_sums_that_are_kept_per_shard_stay_per_shard(self):
+    # Without `axis_name`, where parameters and all state differ.
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+
+    def shard(params, data):
+      own = shard_transforms.per_shard(params, modes.AXIS)
+      state = tx.init(own)
+      _, state = tx.update(data[0], state)
+      updates, _ = tx.update(data[1], state)
       return updates
 
-    mapped = modes.map_shards(mode, shard)
-    jaxpr = jax.make_jaxpr(mapped)(np.zeros(5), (DATA[:, 0], WEIGHTS[:, 0]))
+    updates = modes.map_shards('shard_map', shard)(
+        np.zeros(5, np.float32), DATA
+    )
 
-    outside, inside = _count_psums(jaxpr.jaxpr)
-    self.assertEqual(outside, 0)
-    # A weight adds two scalars: whether there is any at all, and the total to
-    # divide by.
-    self.assertEqual(inside, num_calls * (3 if weighted else 1))
+    np.testing.assert_array_equal(updates, DATA[:, :2].mean(1), strict=True)
 
+  def test_a_counter_that_differs_in_type_only_is_agreed_on(self):
+    tx = shard_transforms.tower_reduce(
+        2, optax.trace(0.9), axis_name=modes.AXIS
+    )
 
-def _count_psums(jaxpr, in_branch=False):
-  """Counts the sums over shards outside and inside of branches."""
-  counts = np.zeros(2, int)
-  for eqn in jaxpr.eqns:
-    name = eqn.primitive.name
-    if re.match('psum|pmin|pmax|all_|reduce_scatter', name):
-      counts[int(in_branch)] += 1
-    for below in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
-      if _is_jaxpr(below):
-        below = getattr(below, 'jaxpr', below)
-        is_branch = name in ('cond', 'while')
-        counts += _count_psums(below, in_branch or is_branch)
-  return counts
+    def shard(params, data):
+      own = shard_transforms.per_shard(tx.init(params), modes.AXIS)
+      _, state = tx.update(data[0], own)
+      updates, _ = tx.update(data[1], state)
+      return updates
 
+    updates = modes.map_shards('shard_map', shard)(
+        np.zeros(5, np.float32), DATA
+    )
 
-def _is_jaxpr(node):
-  return hasattr(node, 'eqns')
-
-
-class JitTest(parameterized.TestCase):
-
-  def test_can_be_donated_with_its_parameters(self):
-    tx = shard_transforms.tower_reduce(2, optax.trace(0.5))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, x):
-      updates, state = tx.update(params['w'] - x, state)
-      return {'w': params['w'] - updates}, state
-
-    params = {'w': jnp.zeros(5)}
-    state = jax.jit(tx.init)(params['w'])
-    for x in 1.0, 3.0, 2.0, 4.0:
-      before = jax.tree.leaves((params, state))
-      params, state = step(params, state, x)
-      self.assertTrue(all(leaf.is_deleted() for leaf in before))
-
-    # -(-2), then -(-1 + 0.5 * -2).
-    np.testing.assert_array_equal(params['w'], np.full(5, 4.0))
-
-  def test_the_state_holds_no_buffer_of_the_parameters(self):
-    params = {'w': jnp.ones(5)}
-    tx = shard_transforms.tower_reduce(2, optax.identity())
-
-    state = tx.init(params)
-    params['w'].delete()
-
-    np.testing.assert_array_equal(state.total['w'], np.zeros(5))
-
-  def test_compiles_once_for_all_calls_of_a_window(self):
-    tx = shard_transforms.tower_reduce(3, optax.adam(0.1))
-    step = jax.jit(chex.assert_max_traces(lambda u, s: tx.update(u, s), 1))
-
-    state = jax.jit(tx.init)(jnp.zeros(5))
-    for _ in range(4):
-      _, state = step(jnp.ones(5), state)
-
-    self.assertEqual(optax.tree_utils.tree_get(state, 'tower'), 1)
+    np.testing.assert_array_equal(updates, DATA[:, :2].mean(1), strict=True)
