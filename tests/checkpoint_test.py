@@ -1,16 +1,15 @@
-"""A restored checkpoint resumes as if never interrupted, or is refused."""
+"""A restored checkpoint resumes as if the training was never interrupted.
 
-from collections.abc import Callable
+Each transformation alone is restored in `contract_test.py`.
+"""
+
 import functools
-import json
 import os
 import pathlib
-import shutil
 import subprocess
 import tempfile
-from typing import Any, NamedTuple
 
-from absl.testing import parameterized
+from absl.testing import absltest
 import chex
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,9 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-import cases
 import modes
 import python_command
 import shard_transforms
-from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import init_state
@@ -37,59 +34,17 @@ AXIS = modes.AXIS
 SHARDS, CALLS, SAVED = 8, 6, 4
 
 
-def adam():
-  return optax.adam(0.1)
-
-
-def averaged(inner):
-  return optax.chain(cross_shard_mean(AXIS), inner)
-
-
-def guarded(inner):
-  return guard(
-      inner,
+@functools.cache
+def transformation():
+  """Returns towers of late gradients, of which bad ones are left out."""
+  tx = guard(
+      shard_update(optax.adam(0.1), AXIS),
       AXIS,
       on_bad='exclude',
       spikes=shard_transforms.SpikeRule(max_stds=9.0, window=2),
   )
-
-
-class Phase(NamedTuple):
-  """A training that is saved after the fourth of its six calls.
-
-  Attributes:
-    build: Makes the transformation.
-    reached: Says whether a state is in the phase, from the result of
-      `tree_get`.
-  """
-
-  build: Callable[[], optax.GradientTransformationExtraArgs]
-  reached: Callable[[Callable[[str], Any]], Any]
-
-
-PHASES = {
-    'with excluded shards': Phase(
-        lambda: guarded(averaged(adam())),
-        lambda get: get('bad_shard_count') == 2
-        and get('num_recorded') == 4
-        and get('last_bad_step').max() == 3,
-    ),
-    'in slices': Phase(
-        lambda: shard_update(adam(), AXIS),
-        lambda get: get('mu')['w'].shape == (8, 1, 2) and get('mu')['w'].any(),
-    ),
-    'all at once': Phase(
-        lambda: tower_reduce(
-            3,
-            drop_stale(1, guarded(shard_update(adam(), AXIS)), axis_name=AXIS),
-            axis_name=AXIS,
-        ),
-        lambda get: get('tower') == 1
-        and get('stale_shard_count') == 3
-        and get('bad_shard_count') == 1
-        and get('mu')['w'].any(),
-    ),
-}
+  tx = drop_stale(1, tx, axis_name=AXIS)
+  return tower_reduce(3, tx, axis_name=AXIS)
 
 
 def params_of():
@@ -111,8 +66,8 @@ def inputs_of(call):
 
 
 @functools.cache
-def step_of(name):
-  tx, mesh = PHASES[name].build(), modes.mesh()
+def train_step():
+  tx, mesh = transformation(), modes.mesh()
   specs = shard_transforms.state_specs(tx, params_of(), mesh)
 
   def one_shard(params, state, own):
@@ -132,27 +87,27 @@ def step_of(name):
   )
 
 
-def go_on(name, train, calls):
+def go_on(train, calls):
   """Returns parameters and state after some calls."""
   for call in calls:
     own = inputs_of(call)
-    train = jax.block_until_ready(step_of(name)(*train, own))
+    train = jax.block_until_ready(train_step()(*train, own))
   return train
 
 
 @functools.cache
-def saved(name):
+def saved():
   """Returns parameters and state when they are saved."""
   replicated = NamedSharding(modes.mesh(), P())
   params = jax.device_put(params_of(), replicated)
-  state = init_state(PHASES[name].build(), params, modes.mesh())
-  return go_on(name, (params, state), range(SAVED))
+  state = init_state(transformation(), params, modes.mesh())
+  return go_on((params, state), range(SAVED))
 
 
 @functools.cache
-def straight(name):
+def straight():
   """Returns parameters and state of the uninterrupted run."""
-  return jax.device_get(go_on(name, saved(name), range(SAVED, CALLS)))
+  return jax.device_get(go_on(saved(), range(SAVED, CALLS)))
 
 
 def target_of(tx, params, num_shards=SHARDS):
@@ -180,9 +135,9 @@ def restore(path, target):
     return checkpointer.restore(path, target)
 
 
-def resize_on_four_devices(path, name, out):
+def resize_on_four_devices(path, out):
   """Writes the leaves of a checkpoint restored on four devices."""
-  tx, mesh = PHASES[name].build(), modes.mesh(4)
+  tx, mesh = transformation(), modes.mesh(4)
   if jax.device_count() != 4:
     raise RuntimeError(f'There are {jax.device_count()} devices.')
   target = as_numpy(target_of(tx, params_of(), 4))
@@ -215,179 +170,55 @@ def run_alone(function, *args, num_devices):
   return done.stdout
 
 
-class CheckpointTest(parameterized.TestCase):
+class CheckpointTest(absltest.TestCase):
 
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.path = pathlib.Path(folder, 'saved')
+    save(cls.path, saved())
 
-  def path_of(self, name):
-    """Returns the checkpoint of a phase, which is written once."""
-    path = pathlib.Path(self.folder, name)
-    if not path.exists():
-      save(path, saved(name))
-    return path
+  def test_goes_on_bit_for_bit(self):
+    restored = restore(self.path, target_of(transformation(), params_of()))
 
-  def assert_goes_on(self, name, train):
-    after = go_on(name, train, range(SAVED, CALLS))
-    chex.assert_trees_all_equal(
-        jax.device_get(after), straight(name), strict=True
-    )
-
-
-class RestoreTest(CheckpointTest):
-  """A restored training goes on bit for bit."""
-
-  @cases.parameters(*PHASES)
-  def test_goes_on_bit_for_bit(self, name):
-    target = target_of(PHASES[name].build(), params_of())
-
-    restored = restore(self.path_of(name), target)
-
-    _, state = saved(name)
-    get = functools.partial(optax.tree_utils.tree_get, jax.device_get(state))
-    self.assertTrue(PHASES[name].reached(get))
+    params, state = jax.device_get(saved())
+    get = functools.partial(optax.tree_utils.tree_get, state)
+    self.assertEqual((get('tower'), get('stale_shard_count')), (1, 3))
+    self.assertEqual(get('bad_shard_count'), 1)
+    self.assertTrue(get('mu')['w'].any())
     self.assertEqual(jax.tree.structure(restored[1]), jax.tree.structure(state))
     chex.assert_trees_all_equal(
-        jax.device_get(restored), jax.device_get(saved(name)), strict=True
+        jax.device_get(restored), (params, state), strict=True
     )
-    self.assert_goes_on(name, restored)
+    after = go_on(restored, range(SAVED, CALLS))
+    chex.assert_trees_all_equal(jax.device_get(after), straight(), strict=True)
 
-  @cases.parameters(*PHASES)
-  def test_is_resized_as_what_was_saved(self, name):
-    num_shards = 3
-    tx, mesh = PHASES[name].build(), modes.mesh(num_shards)
-    target = as_numpy(target_of(tx, params_of(), num_shards))
+  def test_is_resized_as_what_was_saved(self):
+    tx, mesh = transformation(), modes.mesh(3)
+    target = as_numpy(target_of(tx, params_of(), 3))
 
-    params, state = restore(self.path_of(name), target)
+    params, state = restore(self.path, target)
     resized = resize_state(state, tx, params, mesh)
 
-    expected = resize_state(saved(name)[1], tx, params_of(), mesh)
+    expected = resize_state(saved()[1], tx, params_of(), mesh)
     chex.assert_trees_all_equal(
         jax.device_get((params, resized)),
-        jax.device_get((saved(name)[0], expected)),
+        jax.device_get((saved()[0], expected)),
         strict=True,
     )
 
   @pytest.mark.slow
   def test_is_resized_on_a_machine_of_fewer_devices(self):
-    name = 'all at once'
-    out = pathlib.Path(self.folder, 'leaves.npz')
+    out = self.path.with_name('leaves.npz')
 
-    run_alone(
-        'resize_on_four_devices', self.path_of(name), name, out, num_devices=4
-    )
+    run_alone('resize_on_four_devices', self.path, out, num_devices=4)
 
-    tx = PHASES[name].build()
-    expected = resize_state(saved(name)[1], tx, params_of(), modes.mesh(4))
+    tx = transformation()
+    expected = resize_state(saved()[1], tx, params_of(), modes.mesh(4))
     with np.load(out) as leaves:
       chex.assert_trees_all_equal(
           list(leaves.values()),
           jax.tree.leaves(jax.device_get(expected)),
           strict=True,
       )
-
-
-def flip(path):
-  content = bytearray(path.read_bytes())
-  middle = len(content) // 2
-  # In JSON, a letter of a word that nobody reads would change nothing.
-  content[max(content.find(b'"', middle), middle)] ^= 8
-  path.write_bytes(content)
-
-
-def truncate(path):
-  content = path.read_bytes()
-  path.write_bytes(content[: len(content) // 2])
-
-
-# Damages by file; the bits of large arrays have no checksum.
-DAMAGES = {
-    f'{damage.__name__} {file}': (damage, file)
-    for damage, files in {
-        flip: ('manifest.ocdbt', 'd/*', '_METADATA'),
-        truncate: ('manifest.ocdbt', 'd/*', '_METADATA', '*/d/*'),
-        pathlib.Path.unlink: ('manifest.ocdbt', 'd/*', '_METADATA', '*/d/*'),
-    }.items()
-    for file in files
-}
-OTHERS = {
-    'transformation': lambda: target_of(
-        shard_update(adam(), AXIS), params_of()
-    ),
-    'inner transformation': lambda: target_of(
-        guarded(averaged(optax.sgd(0.1, momentum=0.9))), params_of()
-    ),
-    'tree': lambda: target_of(
-        guarded(averaged(adam())), {'w': params_of()['w']}
-    ),
-    'shape': lambda: target_of(
-        guarded(averaged(adam())), {**params_of(), 'w': jnp.zeros((4, 5))}
-    ),
-    'number of shards': lambda: target_of(
-        guarded(averaged(adam())), params_of(), 4
-    ),
-}
-
-
-def try_all(folder):
-  """Prints the results of restoring damaged or foreign checkpoints.
-
-  Orbax leaves reads unfinished when it raises, which would cause warnings in a
-  later test: so this runs in a process of its own.
-  """
-  name, folder = 'with excluded shards', pathlib.Path(folder)
-  whole, broken = folder / name, folder / 'broken'
-  outcomes = {}
-
-  def attempt(case, path, target):
-    try:
-      restore(path, target)
-      error = None
-    except Exception as e:
-      error = f'{type(e).__name__}: {e}'
-    after = jax.device_get(go_on(name, saved(name), range(SAVED, CALLS)))
-    same = jax.tree.map(np.array_equal, after, straight(name))
-    outcomes[case] = error, all(jax.tree.leaves(same))
-
-  target = target_of(PHASES[name].build(), params_of())
-  # Only a large array is in a file of its own.
-  large = jax.device_put(
-      np.random.default_rng(0).normal(size=4096), jax.devices()[0]
-  )
-  save(folder / 'large', [large])
-  for case, (damage, file) in DAMAGES.items():
-    is_large = file == '*/d/*'
-    shutil.copytree(folder / 'large' if is_large else whole, broken)
-    damage(max(broken.glob(file), key=lambda path: path.stat().st_size))
-    attempt(case, broken, [large] if is_large else target)
-    shutil.rmtree(broken)
-  for case, target in OTHERS.items():
-    attempt(case, whole, target())
-  print(json.dumps(outcomes))
-
-
-MESSAGES = {
-    'transformation': 'tree structures do not match',
-    'inner transformation': r'tree structures do not match[\s\S]*trace',
-    'tree': r'tree structures do not match[\s\S]*\.b:',
-    'shape': r'Requested shape: \(4, 5\) is not .* shape: \(3, 5\)',
-    'number of shards': r'Requested shape: \(4,.* is not .* shape: \(8,',
-} | dict.fromkeys(DAMAGES, 'Error|error while reading')
-
-
-class RefusalTest(CheckpointTest):
-
-  @pytest.mark.slow
-  def test_refuses_what_is_broken_or_of_another_and_goes_on(self):
-    self.path_of('with excluded shards')
-
-    output = run_alone('try_all', self.folder, num_devices=SHARDS)
-
-    outcomes = json.loads(output.splitlines()[-1])
-    self.assertEqual(outcomes.keys(), MESSAGES.keys())
-    for case, (error, goes_on) in outcomes.items():
-      with self.subTest(case):
-        self.assertRegex(error, MESSAGES[case])
-        self.assertTrue(goes_on)

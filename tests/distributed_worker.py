@@ -28,8 +28,6 @@ from shard_transforms.monitoring import track_divergence
 
 AXIS = 'data'
 SHARDS, CALLS, ROWS_A_SHARD, FEATURES = 4, 4, 6, 5
-MODES = ('shard_map', 'shard_map_unchecked', 'pmap')
-# `jax.pmap` maps over the first of them alone.
 AXES = ({AXIS: SHARDS}, {'a': 2, 'b': 2})
 ADAM = optax.adam(0.1, eps=1.0)
 
@@ -159,7 +157,7 @@ def step(row, params, state, batch):
   return (optax.apply_updates(params, updates), state), loss
 
 
-def train_with_shard_map(rows, check_vma):
+def train(rows):
   """Returns parameters and state of each row, and its losses."""
   (axes,) = {tuple(row.axes.items()) for row in rows.values()}
   names, sizes = zip(*axes, strict=True)
@@ -197,7 +195,6 @@ def train_with_shard_map(rows, check_vma):
           mesh=mesh,
           in_specs=(specs, split),
           out_specs=(specs, P()),
-          check_vma=check_vma,
       )
   )
   losses = []
@@ -219,59 +216,25 @@ def put(tree, mesh, spec):
   )
 
 
-def train_with_pmap(rows):
-  """Does the same, with an axis of this process's shards in front."""
-  num_local = jax.local_device_count()
-  first = jax.process_index() * num_local
-
-  def init(params):
-    return {name: (params, row.tx.init(params)) for name, row in rows.items()}
-
-  def train_one_shard(trained, batch):
-    results = {n: step(row, *trained[n], batch) for n, row in rows.items()}
-    return {n: r[0] for n, r in results.items()}, {
-        n: r[1] for n, r in results.items()
-    }
-
-  trained = jax.pmap(init, AXIS)(
-      jax.tree.map(lambda x: np.stack([x] * num_local), make_params())
-  )
-  mapped = jax.pmap(train_one_shard, AXIS, in_axes=0)
-  losses = []
-  for batch in make_batches():
-    own = jax.tree.map(lambda x: x[first : first + num_local], batch)
-    trained, loss = jax.block_until_ready(mapped(trained, own))
-    losses.append(loss)
-  return trained, losses
-
-
-def train(mode, rows):
-  if mode == 'pmap':
-    return train_with_pmap(rows)
-  return train_with_shard_map(rows, check_vma=mode == 'shard_map')
-
-
 def of_own_shards(leaf):
   """Returns what each of this process's shards has of an array."""
   shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
   return np.stack([np.asarray(shard.data) for shard in shards])
 
 
-def train_and_save(folder, *modes):
+def train_and_save(folder):
   """Saves what each of this process's shards ends with."""
   saved = {}
-  for mode in modes:
-    # All rows of a mesh train in one program, which is compiled much faster.
-    for axes in AXES if mode != 'pmap' else AXES[:1]:
-      rows = {name: row for name, row in ROWS.items() if row.axes == axes}
-      trained, losses = train(mode, rows)
-      for name in rows:
-        params, state = trained[name]
-        parts = {'params': params, 'state': state}
-        parts['losses'] = [loss[name] for loss in losses]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(parts):
-          key = f'{name}/{mode}/{jax.tree_util.keystr(path)}'
-          saved[key] = of_own_shards(leaf)
+  # All rows of a mesh train in one program, which is compiled much faster.
+  for axes in AXES:
+    rows = {name: row for name, row in ROWS.items() if row.axes == axes}
+    trained, losses = train(rows)
+    for name in rows:
+      params, state = trained[name]
+      parts = {'params': params, 'state': state}
+      parts['losses'] = [loss[name] for loss in losses]
+      for path, leaf in jax.tree_util.tree_leaves_with_path(parts):
+        saved[f'{name}/{jax.tree_util.keystr(path)}'] = of_own_shards(leaf)
   np.savez(pathlib.Path(folder) / f'{jax.process_index()}.npz', **saved)
 
 
@@ -279,7 +242,7 @@ def train_and_die(how, process_id):
   """Trains until one process dies, while the others go on."""
   rows = {'mean': ROWS['mean']}
   for times in itertools.count():
-    jax.block_until_ready(train('shard_map', rows))
+    jax.block_until_ready(train(rows))
     if times == 1 and jax.process_index() == int(process_id):
       if how == 'kill':
         os.kill(os.getpid(), signal.SIGKILL)
