@@ -1,14 +1,11 @@
 """Settings that all tests share, made before JAX starts a backend."""
 
-import collections
 import gc
 import os
 import pathlib
 import shutil
-import zlib
 
 import jax
-import pytest
 
 # Compiled programs are cached from run to run, up to a gigabyte.
 CACHE = pathlib.Path(__file__).parents[1] / '.jax_cache'
@@ -50,23 +47,6 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
-def pytest_addoption(parser):
-  parser.addoption(
-      '--sample',
-      type=_as_sample,
-      default=(0, 1),
-      metavar='NUMBER/PARTS',
-      help='run only this part of the cases that are marked `repeated`',
-  )
-
-
-def _as_sample(text):
-  number, parts = map(int, text.split('/'))
-  if not 0 <= number < parts:
-    raise ValueError(f'`--sample` must be NUMBER/PARTS, got {text!r}.')
-  return number, parts
-
-
 def pytest_configure(config):
   # The workers of pytest-xdist share what their controller has left.
   if not hasattr(config, 'workerinput'):
@@ -75,41 +55,9 @@ def pytest_configure(config):
       shutil.rmtree(CACHE)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-  """Marks what repeats other cases, which is slow and left out by default."""
-  num_cases = collections.Counter()
-  for item in items:
-    first = item.get_closest_marker('slow_after')
-    is_repeated = item.get_closest_marker('repeated') is not None
-    if first is not None and not is_repeated:
-      # The cases of a test share the mark.
-      num_cases[id(first)] += 1
-      is_repeated = num_cases[id(first)] > first.args[0]
-    if is_repeated:
-      item.add_marker('slow')
-      item.add_marker('repeated')
-  sample, others = [], []
-  for item in items:
-    is_sampled = _is_sampled(item, *config.option.sample)
-    (sample if is_sampled else others).append(item)
-  config.hook.pytest_deselected(items=others)
+def pytest_collection_modifyitems(items):
   # What is slow begins first, so that no worker is left with it at the end.
-  items[:] = sorted(sample, key=_is_fast)
-
-
-def _is_fast(item):
-  return item.get_closest_marker('slow') is None
-
-
-def _is_sampled(item, number, parts):
-  """Whether a case repeats no other, or is of the part that is asked for."""
-  marker = item.get_closest_marker('repeated')
-  if marker is None:
-    return True
-  # Some ask for a larger part of their own.
-  parts = min(parts, *marker.args) if marker.args else parts
-  return zlib.crc32(item.nodeid.encode()) % parts == number % parts
+  items.sort(key=lambda item: item.get_closest_marker('slow') is None)
 
 
 def pytest_collection_finish():

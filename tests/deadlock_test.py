@@ -74,7 +74,7 @@ class DeadlockTest(parameterized.TestCase):
     self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
     self.assertNotIn(FINISHED, done.stdout)
 
-  @cases.parameters(*modes.NAMES[1:])
+  @cases.parameters(*modes.PARALLEL_MODES)
   @pytest.mark.slow
   def test_finishes(self, mode):
     names = [

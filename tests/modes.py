@@ -6,18 +6,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-import cases
-
 AXIS = 'data'
 HOSTS = ('host', 'core')
 NAMES = ('vmap', 'pmap', 'shard_map', 'shard_map_unchecked')
-# For tables of cases: one mode stands for all in the fast tests. A test that
-# is fast, or differs between modes, takes `NAMES`.
-MODES = tuple(
-    mode if mode == 'shard_map' else cases.Repeated(mode) for mode in NAMES
-)
 # Those in which a collective that not all shards reach hangs.
-PARALLEL_MODES = MODES[1:]
+PARALLEL_MODES = NAMES[1:]
 UNTRACKED_MODES = ('vmap', 'pmap', 'shard_map_unchecked')
 # Those of JAX under which results have another dtype, or none.
 SETTINGS = {
