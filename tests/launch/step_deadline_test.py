@@ -11,7 +11,7 @@ import python_command
 from shard_transforms import launch
 
 # Whoever is named hangs at the fourth step of so many processes, in one of
-# three ways.
+# several ways. With 'done', the others have ended their program.
 HANG = """
 import os, signal, sys, time
 import jax, jax.numpy as jnp
@@ -28,6 +28,8 @@ step(jnp.zeros(3)).block_until_ready()
 deadline = launch.StepDeadline(2)
 for i in range(6):
   is_hanging = i == 3 and jax.process_index() == int(sys.argv[2])
+  if i == 3 and sys.argv[1] == 'done' and not is_hanging:
+    break
   if is_hanging and sys.argv[1] == 'stop':
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -82,6 +84,7 @@ class StepDeadlineTest(parameterized.TestCase):
       # JAX, too, may notice that its coordinator has stopped.
       ('stop', 0, 2, ''),
       ('outside', 1, 2, 'process 1 of 2 has not arrived, it is after step 3'),
+      ('done', 1, 2, r'process 0 of 2 has not arrived, it .* in `shutdown`'),
       ('inside', 0, 1, r'all have arrived; process 0 of 1 waits at step 4 in'),
   )
   @pytest.mark.slow

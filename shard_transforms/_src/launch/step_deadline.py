@@ -99,6 +99,9 @@ class StepDeadline:
 
   def _stop(self):
     """Ends the threads: one that is in JAX when Python ends aborts it."""
+    if self._client is not None:
+      # Waits for the other processes, one of which may be late in a step.
+      jax.distributed.shutdown()
     self._is_over.set()
     for name in '_watcher', '_asking':
       if (thread := getattr(self, name)) is not None:
