@@ -263,8 +263,9 @@ def cond(
   out = true_fn() if chosen else false_fn()
   if leaves.is_step() or not isinstance(pred, jax.Array | leaves.Leaf):
     return out
+  is_rate = isinstance(out, leaves.Leaf) or type(out) in (int, float)
   # An array, of which optimizers warn: what is chosen now stays.
-  return jax.tree.map(jnp.asarray, out)
+  return jnp.asarray(out) if is_rate else out
 
 
 def select(
