@@ -237,7 +237,7 @@ def cond(
     name: Ignored.
 
   Returns:
-    What the chosen branch returns.
+    What the chosen branch returns; a number or a variable as an array.
 
   Raises:
     ValueError: If the branches return other structures or shapes; or a decaying
@@ -263,9 +263,9 @@ def cond(
   out = true_fn() if chosen else false_fn()
   if leaves.is_step() or not isinstance(pred, jax.Array | leaves.Leaf):
     return out
-  is_rate = isinstance(out, leaves.Leaf) or type(out) in (int, float)
+  is_number = type(out) in (int, float) and abs(out) < 2**31
   # An array, of which optimizers warn: what is chosen now stays.
-  return jnp.asarray(out) if is_rate else out
+  return jnp.asarray(out) if is_number or isinstance(out, leaves.Leaf) else out
 
 
 def select(

@@ -115,9 +115,15 @@ class Graph:
         )
       found = [x for x in found if re.match(scope, getattr(x, 'name', ''))]
     items = [x.value if isinstance(x, _Unnamed) else x for x in found]
-    if contexts.around.loss is None:
+    if not leaves.is_step():
       return items
-    return [x() if isinstance(x, leaves.Rate) else x for x in items]
+    # A regularization loss has a name. It would be a constant if it were
+    # computed before the loss that is differentiated.
+    in_loss = contexts.around.loss is not None
+    return [
+        x() if isinstance(x, leaves.Rate) and (in_loss or not x.name) else x
+        for x in items
+    ]
 
   def get_collection_ref(self, name: str) -> list[Any]:
     """Returns a collection itself."""

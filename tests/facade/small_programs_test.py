@@ -92,6 +92,19 @@ def gradient_penalty():
   return float(v), len(tf.global_variables())
 
 
+def rate_of_a_collection():
+  w, step = tf.Variable(1.0), tf.train.get_or_create_global_step()
+  tf.add_to_collection('rate', tf.train.exponential_decay(1.0, step, 1, 0.5))
+
+  @facade.function
+  def train():
+    (rate,) = tf.get_collection('rate')
+    tf.train.GradientDescentOptimizer(rate).minimize(lambda: w * 1.0, step)
+    return rate
+
+  return [float(train()) for _ in range(2)]
+
+
 def items_of_a_collection():
   tf.add_to_collection('mine', 5)
   return tf.get_default_graph().get_collection_ref('mine')
@@ -178,7 +191,7 @@ def optimizer_in_a_branch():
 def results_of_a_condition():
   pred = tf.Variable(1.0) > 0
   spec = tf.estimator.EstimatorSpec('train', loss=0.0, train_op=None)
-  results = 'yes', np.float64(0.1), spec
+  results = 'yes', np.float64(0.1), 2**40, spec
   return [tf.cond(pred, lambda x=x: x, lambda: None) is x for x in results]
 
 
@@ -244,10 +257,11 @@ PROGRAMS = {
         (0.0, 0.0),
     ),
     'gradient penalty': (gradient_penalty, (2.0, 2)),
+    'rate of a collection': (rate_of_a_collection, [1.0, 0.5]),
     'collection itself': (items_of_a_collection, [5]),
     'collections of losses': (one_loss_of_two_collections, (1.0, 1)),
     'optimizer in a branch': (optimizer_in_a_branch, (0.375, 3)),
-    'results of a condition': (results_of_a_condition, [True] * 3),
+    'results of a condition': (results_of_a_condition, [True] * 4),
     'total loss': (total_loss, -0.5),
     'two of a name': (a_variable_of_that_name, (False, True, 'w_1:0')),
     'range': (lambda: tf.range(10, delta=2).tolist(), [0, 2, 4, 6, 8]),

@@ -110,7 +110,7 @@ CALLS = {
         np.float32(1),
     ),
     'loss of integers': (
-        lambda: tf.losses.absolute_difference(np.uint8([1]), np.uint8([3])),
+        lambda: tf.losses.absolute_difference(np.uint8([3]), np.uint8([1])),
         np.float32(2),
     ),
     'losses.softmax of integers': (
