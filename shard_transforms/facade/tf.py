@@ -136,7 +136,7 @@ def _sparse_cross_entropy(logits, labels):
     labels = labels[..., 0]
   _check_same_shape(labels, logits[..., 0])
   # Not the last class: another one that does not exist, so that it gives NaN.
-  labels = jnp.where(labels < 0, logits.shape[-1], labels)
+  labels = jnp.where(labels < 0, jnp.int32(logits.shape[-1]), labels)
   return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
