@@ -6,9 +6,12 @@ from collections.abc import Hashable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import os
 import sys
 import threading
 from typing import Any, Literal
+
+import jax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
@@ -104,6 +107,22 @@ class Towers:
   is_applying: bool = False
 
 
+@dataclasses.dataclass
+class Loss:
+  """A loss that is differentiated.
+
+  Attributes:
+    prefixes: The prefixes of names of the scopes in which it may have been
+      built, that in which it is called last.
+    found: The one of them that its variables were found in.
+    is_explicit: Whether a scope inside is given as an object.
+  """
+
+  prefixes: tuple[str, ...]
+  found: str | None = None
+  is_explicit: bool = False
+
+
 class Template:
   """The objects that a function has created, for each call to reuse.
 
@@ -129,8 +148,7 @@ class _Thread(threading.local):
   Attributes:
     graph: The default graph, `None` for the one that all threads share.
     scopes: The scopes of names, outermost first.
-    loss_prefixes: In a loss, the prefixes of names of the scopes in which its
-      optimizer is called, outermost first.
+    loss: The loss that is differentiated, if any.
     shards: The shards.
     towers: The towers, even if there is only one.
     call: The call of a function that runs again: its template, how many
@@ -142,7 +160,7 @@ class _Thread(threading.local):
 
   graph: Any = None
   scopes: tuple[Any, ...] = ()
-  loss_prefixes: tuple[str, ...] = ()
+  loss: Loss | None = None
   shards: Shards | None = None
   towers: Towers | None = None
   call: tuple[Template | None, collections.Counter, int] | None = None
@@ -266,10 +284,22 @@ def persistent(kind: Hashable, make: Callable[[], Any]) -> Any:
     return template.made[key]
 
 
+_LIBRARIES = tuple(
+    os.path.join(os.path.dirname(file), '')
+    for file in (os.path.dirname(__file__), jax.__file__)
+)
+
+
 def _place():
-  """Returns where the calls around the caller are, outermost first."""
+  """Returns where the program's calls around are, outermost first.
+
+  Those of the façade and of JAX differ between a step that is compiled and one
+  that is not.
+  """
   frame, place = sys._getframe(2), []
   while frame is not None:
-    place.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))
+    file = frame.f_code.co_filename
+    if not file.startswith(_LIBRARIES):
+      place.append((file, frame.f_lineno, frame.f_lasti))
     frame = frame.f_back
   return place[::-1]

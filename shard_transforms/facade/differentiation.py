@@ -232,13 +232,12 @@ def _mapped(loss, function):
 def _differentiate(loss, found, grad_loss, arity):
   """Returns the gradients, and the assignments of the loss."""
   written = []
-
-  prefixes = contexts.around.loss_prefixes or graph_lib.prefixes()
+  prefixes = graph_lib.loss_prefixes()
 
   def differentiated(values):
     with (
         frames.frame('plain', zip(found, values, strict=True)) as frame,
-        contexts.replaced(loss_prefixes=prefixes),
+        contexts.replaced(loss=contexts.Loss(prefixes)),
     ):
       out = _as_loss(loss(*values[:arity]))
       if grad_loss is not None:

@@ -237,7 +237,7 @@ def cond(
     name: Ignored.
 
   Returns:
-    What the chosen branch returns.
+    What the chosen branch returns; a number or a variable as an array.
 
   Raises:
     ValueError: If the branches return other structures or shapes; or a decaying
@@ -263,8 +263,9 @@ def cond(
   out = true_fn() if chosen else false_fn()
   if leaves.is_step() or not isinstance(pred, jax.Array | leaves.Leaf):
     return out
+  is_number = type(out) in (int, float) and abs(out) < 2**31
   # An array, of which optimizers warn: what is chosen now stays.
-  return jax.tree.map(jnp.asarray, out)
+  return jnp.asarray(out) if is_number or isinstance(out, leaves.Leaf) else out
 
 
 def select(

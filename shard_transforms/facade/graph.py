@@ -100,15 +100,30 @@ class Graph:
     Args:
       name: Its name.
       scope: A regular expression, if only items whose name begins with it are
-        wanted. That of an array is where it was added, such as `'tower_0/'`.
+        wanted. In a step, that of an array is where it was added, such as
+        `'tower_0/'`.
+
+    Raises:
+      ValueError: If items are wanted by name, and arrays have none.
     """
     found = [*self._collections.get(name, ()), *frames.collected((self, name))]
     if scope:
+      if any(isinstance(x, jax.Array) for x in found):
+        raise ValueError(
+            f'`scope` must be left out for collection {name!r}, got {scope!r}:'
+            ' it has arrays, which have no name outside of a step.'
+        )
       found = [x for x in found if re.match(scope, getattr(x, 'name', ''))]
     items = [x.value if isinstance(x, _Unnamed) else x for x in found]
     if not leaves.is_step():
       return items
-    return [x() if isinstance(x, leaves.Rate) else x for x in items]
+    # A regularization loss has a name. It would be a constant if it were
+    # computed before the loss that is differentiated.
+    in_loss = contexts.around.loss is not None
+    return [
+        x() if isinstance(x, leaves.Rate) and (in_loss or not x.name) else x
+        for x in items
+    ]
 
   def get_collection_ref(self, name: str) -> list[Any]:
     """Returns a collection itself."""
@@ -125,7 +140,7 @@ class Graph:
       value: The value.
     """
     collection = self.get_collection_ref(name)
-    if not hasattr(value, 'name'):
+    if frames.is_open() and not hasattr(value, 'name'):
       value = _Unnamed(value, scope_of(self).names)
     op_name = getattr(getattr(value, 'op', None), 'name', None)
     if not frames.is_open() or self.variables.get(op_name) is not value:
@@ -185,7 +200,7 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
 
   An item that a step or a loss has added is in it until that ends.
   Regularization losses are computed from the present values of variables;
-  outside of a step, each is a function of no arguments.
+  outside of a loss, each is a function of no arguments.
 
   Args:
     key: The name of the collection, such as `GraphKeys.LOSSES`.
@@ -194,6 +209,9 @@ def get_collection(key: str, scope: str | None = None) -> list[Any]:
 
   Returns:
     A new list; an empty one if nothing was added.
+
+  Raises:
+    ValueError: With `scope`, if arrays were added outside of a step.
 
   Examples:
     >>> from shard_transforms import facade
@@ -278,11 +296,21 @@ def scope_of(graph: Graph) -> VariableScope:
   return next((s for s in scopes if s.graph is graph), graph.scope)
 
 
-def prefixes() -> tuple[str, ...]:
-  """Returns the prefixes of names of the scopes around, outermost first."""
-  graph = get_default_graph()
+def loss_prefixes() -> tuple[str, ...]:
+  """Returns the prefixes of names of the scopes that may be around a loss.
+
+  TensorFlow built it in the scopes around the caller, or before some of them;
+  inside another loss, that is true of the other one, too.
+  """
+  graph, loss = get_default_graph(), contexts.around.loss
   scopes = [s for s in contexts.around.scopes if s.graph is graph]
-  return tuple(dict.fromkeys(s.prefix for s in (graph.scope, *scopes)))
+  outer = loss.prefixes if loss else ('',)
+  inner = [
+      s.prefix.removeprefix(outer[-1])
+      for s in (graph.scope, *scopes)
+      if s.prefix.startswith(outer[-1])
+  ]
+  return tuple(dict.fromkeys(x + y for x in outer for y in inner or ['']))
 
 
 def get_variable_scope() -> VariableScope:
@@ -348,7 +376,9 @@ def variable_scope(
         f' {default_name!r}: a step that runs again would find other names.'
     )
   around = get_variable_scope()
+  loss = contexts.around.loss
   if isinstance(name_or_scope, VariableScope):
+    loss = loss and dataclasses.replace(loss, is_explicit=True)
     base, name = name_or_scope, name_or_scope.name
     names = name.rpartition('/')[2]
   else:
@@ -363,7 +393,7 @@ def variable_scope(
       regularizer=base.regularizer if regularizer is None else regularizer,
       dtype=base.dtype if dtype is None else dtype,
   )
-  with contexts.replaced(scopes=(*contexts.around.scopes, scope)):
+  with contexts.replaced(scopes=(*contexts.around.scopes, scope), loss=loss):
     yield scope
 
 

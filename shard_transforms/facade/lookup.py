@@ -66,7 +66,8 @@ def get_variable(
     ValueError: If it does not exist and there is no initializer or the scope
       has `reuse`, if it exists in another shape or dtype, or if the initializer
       returns another shape; in the loss of an optimizer that is called in a
-      scope, if it does not exist, or both there and outside.
+      scope, if it does not exist, or both there and outside, or where the
+      others of the loss do not.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -122,21 +123,34 @@ def _in_loss(graph, name):
   them. The variables that exist tell which.
 
   Raises:
-    ValueError: If none or several do.
+    ValueError: If none or several do, or not the same for all variables.
   """
-  prefixes = contexts.around.loss_prefixes
-  if len(prefixes) < 2 or not name.startswith(prefixes[-1]):
+  loss = contexts.around.loss
+  if loss is None or len(loss.prefixes) < 2:
     return name
-  own = name.removeprefix(prefixes[-1])
-  names = [prefix + own for prefix in prefixes]
-  found = [name for name in names if name in graph.shared]
+  *_, called_in = loss.prefixes
+  if not name.startswith(called_in):
+    return name
+  own = name.removeprefix(called_in)
+  found = [x for x in loss.prefixes if x + own in graph.shared]
   if len(found) != 1:
     raise ValueError(
-        f'`loss` must find exactly one of the variables {names}, because its'
-        f' optimizer is called in a scope, got {found}. Call the model once'
-        ' before, where TensorFlow built the loss, or leave the scope.'
+        '`loss` must find exactly one of the variables'
+        f' {[x + own for x in loss.prefixes]}, because it is differentiated in'
+        f' a scope, got {[x + own for x in found]}. Call the model once'
+        ' before, where TensorFlow built the loss, or leave the scope. (To call'
+        ' it in the scope for its value makes others: use `return_loss`.)'
     )
-  return found[0]
+  wanted = called_in if loss.is_explicit else loss.found
+  if wanted not in (None, *found):
+    raise ValueError(
+        f'`loss` must find {wanted + own!r}, as its other variables or the'
+        f' scope object that it enters are there, got {found[0] + own!r}. Make'
+        ' them outside, and use them in the loss without `get_variable`.'
+    )
+  if not loss.is_explicit:
+    (loss.found,) = found
+  return found[0] + own
 
 
 def _initial(given, shape, dtype, name, graph):

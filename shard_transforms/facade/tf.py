@@ -62,7 +62,11 @@ def _renamed(function, name, parameters):
           f'`tf.{name}` must be given some of {list(parameters)}, got'
           f' {unknown or args}.'
       )
-    given = {k: _arrays(k, v) for k, v in given.items() if v is not None}
+    given = {
+        key: _arrays(key, value)
+        for key, value in given.items()
+        if value is not None or key == 'loss_collection'
+    }
     positional, named = {}, {}
     for key, value in given.items():
       target = parameters[key]
@@ -122,7 +126,18 @@ def _norm(x, order='euclidean', axis=None, **options):
 
 
 def _cross_entropy(logits, labels):
+  labels = jnp.asarray(labels, jnp.result_type(logits))
   return optax.softmax_cross_entropy(logits, jax.lax.stop_gradient(labels))
+
+
+def _sparse_cross_entropy(logits, labels):
+  labels = jnp.asarray(labels)
+  if labels.ndim == logits.ndim and labels.shape[-1] == 1:
+    labels = labels[..., 0]
+  _check_same_shape(labels, logits[..., 0])
+  # Not the last class: another one that does not exist, so that it gives NaN.
+  labels = jnp.where(labels < 0, jnp.int32(logits.shape[-1]), labels)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
 def _members(names: str, prefix: str = '', module: Any = jnp):
@@ -176,11 +191,29 @@ def _smoothed_cross_entropy(logits, labels, label_smoothing=0.0):
   return _cross_entropy(logits, optax.smooth_labels(labels, label_smoothing))
 
 
-def _mean_loss(of_example):
+def _mean_loss(of_example, labels_dtype=jnp.float32):
   """Returns a loss that is the mean over the weights that are not zero."""
+  default = facade.Reduction.SUM_BY_NONZERO_WEIGHTS
 
-  def loss(*args, weights=1.0):
-    losses = of_example(*args)
+  def loss(
+      predictions,
+      labels,
+      *args,
+      weights=1.0,
+      loss_collection=facade.GraphKeys.LOSSES,
+      reduction=default,
+  ):
+    if reduction != default:
+      raise ValueError(
+          f'`reduction` of a loss must be {default!r}, got {reduction!r}. Give'
+          ' `weights`, or write the loss with `tf.reduce_sum`.'
+      )
+    # As in TensorFlow: sums of many numbers of 16 bits are inf or lose bits.
+    predictions = jnp.asarray(predictions, jnp.float32)
+    labels = jnp.asarray(labels, labels_dtype)
+    if labels_dtype is not None:
+      _check_same_shape(labels, predictions)
+    losses = of_example(predictions, labels, *args)
     if jnp.ndim(weights) not in (0, losses.ndim):
       raise ValueError(
           '`weights` of a loss must be a number, or have the dimensions of'
@@ -189,19 +222,20 @@ def _mean_loss(of_example):
     weights = jnp.broadcast_to(weights, losses.shape)
     count = jnp.maximum(jnp.count_nonzero(weights), 1)
     mean = jnp.sum(losses * weights) / count
-    facade.add_to_collection(facade.GraphKeys.LOSSES, mean)
+    if loss_collection is not None:
+      facade.add_to_collection(loss_collection, mean)
     return mean
 
   return loss
 
 
-def _error(predictions, labels):
-  if jnp.shape(predictions) != jnp.shape(labels):
+def _check_same_shape(labels, predictions):
+  if labels.shape != predictions.shape:
     raise ValueError(
-        '`labels` and `predictions` must have one shape, got'
-        f' {jnp.shape(labels)} and {jnp.shape(predictions)}.'
+        '`labels` must have the shape of the predictions (or of the logits, of'
+        ' classes without the last dimension), got'
+        f' {labels.shape} for {predictions.shape}.'
     )
-  return predictions - labels
 
 
 def _total_loss(add_regularization_losses=True, scope=None):
@@ -211,9 +245,20 @@ def _total_loss(add_regularization_losses=True, scope=None):
 
 
 def _add_n(inputs):
-  if not inputs:
-    raise ValueError('`inputs` of `tf.add_n` must not be empty: no loss here.')
+  if not isinstance(inputs, list | tuple) or not inputs:
+    raise ValueError(
+        '`inputs` of `tf.add_n` must be a list of at least one array, got'
+        f' {inputs!r}.'
+    )
   return sum(inputs)
+
+
+def _unstack(value, num=None, axis=0):
+  if num not in (None, jnp.shape(value)[axis]):
+    raise ValueError(
+        f'`num` of `tf.unstack` must be {jnp.shape(value)[axis]}, got {num}.'
+    )
+  return jnp.unstack(value, axis=axis)
 
 
 def _matmul(a, b, transpose_a=False, transpose_b=False):
@@ -234,9 +279,9 @@ def _without_effect(name, result=None):
 # What parameters of TensorFlow are here, if not positions. (`None`: no effect.)
 _MEANINGS: dict[str, Any] = {
     **{name: name for name in ('axis', 'dtype', 'keepdims', 'weights')},
+    **{name: name for name in ('loss_collection', 'reduction')},
     **{name: name for name in ('transpose_a', 'transpose_b')},
     **{name: None for name in ('name', 'seed', 'shift', 'validate_indices')},
-    **{name: ... for name in ('loss_collection', 'reduction')},
     'dim': 'axis',
     'dimension': 'axis',
     'keep_dims': 'keepdims',
@@ -327,7 +372,7 @@ _FUNCTIONS = {
     'tensor shape name': _members('reshape'),
     'value dtype name': _members('convert_to_tensor=asarray'),
     'value dtype shape=shape name': {'constant': _constant},
-    'value num=None axis name': _members('unstack'),
+    'value num=num axis name': {'unstack': _unstack},
     'value num_or_size_splits axis name': {'split': _split},
     'values axis name': _members('concat=concatenate stack'),
     'x dtype name': _members('cast=asarray'),
@@ -338,14 +383,12 @@ _FUNCTIONS = {
         'one_hot', module=_nn
     ),
     f'labels=1 predictions=0 weights {_LOSS}': {
-        'losses.absolute_difference': _mean_loss(
-            lambda *pair: jnp.abs(_error(*pair))
-        ),
+        'losses.absolute_difference': _mean_loss(lambda x, y: jnp.abs(x - y)),
         'losses.mean_squared_error': _mean_loss(optax.squared_error),
     },
     f'labels=1 predictions=0 weights delta=2 {_LOSS}': {
         'losses.huber_loss': _mean_loss(
-            lambda x, y, delta=1.0: optax.huber_loss(_error(x, y), delta=delta)
+            lambda x, y, delta=1.0: optax.huber_loss(x, y, delta=delta)
         )
     },
     f'multi_class_labels=1 logits=0 weights label_smoothing=... {_LOSS}': {
@@ -358,7 +401,7 @@ _FUNCTIONS = {
     },
     f'labels=1 logits=0 weights {_LOSS}': {
         'losses.sparse_softmax_cross_entropy': _mean_loss(
-            optax.softmax_cross_entropy_with_integer_labels
+            _sparse_cross_entropy, labels_dtype=None
         )
     },
     'add_regularization_losses name scope=scope': {

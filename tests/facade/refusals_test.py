@@ -243,6 +243,9 @@ ERRORS = {
         ("_step' must be i", lambda t: t.made('global_step', dtype='int8')),
         (r"\['v', 'a/v'\].*, got \[\]", lambda t: t.lost()),
         (r"got \['v', 'a/v'\].*leave the sc", lambda t: t.lost('', 'a')),
+        ("find 'a/v', as its other .*, got 'v'", lambda t: t.strayed()),
+        ("find 'a/v', as .* object .*, got 'v'", lambda t: t.strayed(True)),
+        ('`scope` must be left out', lambda t: t.arrays_by_scope()),
         ("`initializer` or `shape` of 'v'", lambda t: t.made('v')),
         (
             "initial value of 'v'",
@@ -413,8 +416,28 @@ ERRORS = {
         ('never change again', lambda t: jnp.sqrt(t.rate())),
         ('never change again', lambda t: tf.maximum(t.rate(), 0.1)),
         ('never change ag', lambda t: tf.cond(t.step < 2, t.rate, lambda: 1.0)),
-        ('must not be empty', lambda t: tf.add_n([])),
-        ('must have one sh', lambda t: tf.losses.huber_loss(X, X[:, None])),
+        ('must be a list of at least', lambda t: tf.add_n([])),
+        ('must be a list of at least', lambda t: tf.add_n(X)),
+        ('`num` of', lambda t: tf.unstack(X, 5)),
+        ('must have the sh', lambda t: tf.losses.huber_loss(X, X[:, None])),
+        (
+            'must have the shape of the pred',
+            lambda t: tf.losses.sigmoid_cross_entropy(X, X[:, None]),
+        ),
+        (
+            'must have the shape of the pred',
+            lambda t: tf.losses.softmax_cross_entropy(X[None, :1], X[None]),
+        ),
+        (
+            'must have the shape of the pred',
+            lambda t: tf.losses.sparse_softmax_cross_entropy([0, 0], X[None]),
+        ),
+        (
+            '`reduction` of a loss must be',
+            lambda t: tf.losses.huber_loss(
+                X, X, reduction=tf.losses.Reduction.SUM
+            ),
+        ),
         (
             '`weights` of a loss must be',
             lambda t: tf.losses.huber_loss(X[None], X[None], weights=[1.0]),
@@ -474,6 +497,22 @@ class RefusalsTest(facade_cases.OptimizerTest):
       self.opt.minimize(
           lambda: self.b * self.made('v', initializer=1.0), var_list=[self.b]
       )
+
+  def strayed(self, enters=False):
+    """Looks up a variable of another scope than the others in a loss."""
+    self.made('v', initializer=1.0)
+    with facade.variable_scope('a') as a:
+      self.made('u', initializer=1.0)
+
+      def loss():
+        with facade.variable_scope(a if enters else ''):
+          return self.b * self.made('u') * self.made('v')
+
+      self.opt.minimize(loss, var_list=[self.b])
+
+  def arrays_by_scope(self):
+    facade.add_to_collection('arrays', jnp.ones(2))
+    facade.get_collection('arrays', 'a')
 
   def apply(self, *pairs, step=None):
     self.opt.apply_gradients(pairs, self.step if step is None else step)

@@ -59,12 +59,61 @@ def loss_in_towers():
   return [round(float(x), 6) for x in w]
 
 
-def regularization_losses_that_were_fetched_before():
+def regularization_losses_that_were_fetched_before(in_step):
   w = tf.get_variable(
       'w', [], initializer=ONES(), regularizer=lambda v: 0.5 * v * v
   )
-  losses = tf.get_collection(tf.GraphKeys.REGULARIZATION_LOSSES)
-  return trained(lambda: 1.0 * w + tf.add_n(losses)), float(losses[0]())
+  fetched = tf.losses.get_regularization_losses()
+  opt = tf.train.GradientDescentOptimizer(0.5)
+
+  @facade.function
+  def train():
+    losses = tf.losses.get_regularization_losses() if in_step else fetched
+    opt.minimize(lambda: 1.0 * w + tf.add_n(losses))
+
+  train()
+  return float(w), float(fetched[0]())
+
+
+def gradient_penalty():
+  """A loss takes the gradient of another, in a scope."""
+  v = tf.Variable(3.0, name='v')
+
+  def critic():
+    return variable(ONES) * v * v
+
+  def loss():
+    with tf.variable_scope('penalty'):
+      (gradient,) = tf.gradients(critic, [v])
+    return gradient
+
+  critic()
+  tf.train.GradientDescentOptimizer(0.5).minimize(loss, var_list=[v])
+  return float(v), len(tf.global_variables())
+
+
+def rate_of_a_collection():
+  w, step = tf.Variable(1.0), tf.train.get_or_create_global_step()
+  tf.add_to_collection('rate', tf.train.exponential_decay(1.0, step, 1, 0.5))
+
+  @facade.function
+  def train():
+    (rate,) = tf.get_collection('rate')
+    tf.train.GradientDescentOptimizer(rate).minimize(lambda: w * 1.0, step)
+    return rate
+
+  return [float(train()) for _ in range(2)]
+
+
+def items_of_a_collection():
+  tf.add_to_collection('mine', 5)
+  return tf.get_default_graph().get_collection_ref('mine')
+
+
+def one_loss_of_two_collections():
+  for collection in (None, tf.GraphKeys.LOSSES, 'mine'):
+    tf.losses.absolute_difference([0.0], [1.0], loss_collection=collection)
+  return float(tf.losses.get_total_loss()), len(tf.get_collection('mine'))
 
 
 def total_loss():
@@ -116,6 +165,34 @@ def minimize_at_every_second_step(compiled):
   for _ in range(4):
     train()
   return float(w), int(step)
+
+
+def optimizer_in_a_branch():
+  """Runs at once, then compiled: the line makes one slot."""
+  w, step = tf.Variable(1.0, name='w'), tf.train.get_or_create_global_step()
+
+  def update():
+    opt = tf.contrib.estimator.TowerOptimizer(
+        tf.train.MomentumOptimizer(0.25, 0.5)
+    )
+    return opt.minimize(lambda: w * 1.0, step, var_list=[w])
+
+  def model_fn(features, mode):
+    op = tf.cond(step < 5, update, lambda: step + 0)
+    return tf.estimator.EstimatorSpec(mode, loss=0.0, train_op=op)
+
+  train = facade.replicate_model_fn(model_fn, devices=['/cpu:0'])
+  x = np.ones(2, np.float32)
+  train(x, mode='train')
+  facade.function(lambda: train(x, mode='train').loss)()
+  return float(w), len(tf.global_variables())
+
+
+def results_of_a_condition():
+  pred = tf.Variable(1.0) > 0
+  spec = tf.estimator.EstimatorSpec('train', loss=0.0, train_op=None)
+  results = 'yes', np.float64(0.1), 2**40, spec
+  return [tf.cond(pred, lambda x=x: x, lambda: None) is x for x in results]
 
 
 def averages_that_are_chosen_among_all_variables():
@@ -172,9 +249,19 @@ PROGRAMS = {
     'of its scope': (lambda: loss_of_another_scope('train', True), (1, 1)),
     'losses of towers': (loss_in_towers, [0.2, 0.2]),
     'regularization losses': (
-        regularization_losses_that_were_fetched_before,
+        lambda: regularization_losses_that_were_fetched_before(False),
         (0.0, 0.0),
     ),
+    'in the step': (
+        lambda: regularization_losses_that_were_fetched_before(True),
+        (0.0, 0.0),
+    ),
+    'gradient penalty': (gradient_penalty, (2.0, 2)),
+    'rate of a collection': (rate_of_a_collection, [1.0, 0.5]),
+    'collection itself': (items_of_a_collection, [5]),
+    'collections of losses': (one_loss_of_two_collections, (1.0, 1)),
+    'optimizer in a branch': (optimizer_in_a_branch, (0.375, 3)),
+    'results of a condition': (results_of_a_condition, [True] * 4),
     'total loss': (total_loss, -0.5),
     'two of a name': (a_variable_of_that_name, (False, True, 'w_1:0')),
     'range': (lambda: tf.range(10, delta=2).tolist(), [0, 2, 4, 6, 8]),

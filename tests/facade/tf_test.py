@@ -103,6 +103,30 @@ CALLS = {
         lambda: tf.losses.sparse_softmax_cross_entropy([1, 0], X),
         (np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1)).mean(),
     ),
+    'loss of 16 bits': (
+        lambda: tf.losses.mean_squared_error(
+            jnp.ones(70000, jnp.float16), jnp.zeros(70000, jnp.float16)
+        ),
+        np.float32(1),
+    ),
+    'loss of integers': (
+        lambda: tf.losses.absolute_difference(np.uint8([3]), np.uint8([1])),
+        np.float32(2),
+    ),
+    'losses.softmax of integers': (
+        lambda: tf.losses.softmax_cross_entropy(np.int32(LABELS), X),
+        (np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1)).mean(),
+    ),
+    'losses.sparse column': (
+        lambda: tf.losses.sparse_softmax_cross_entropy([[1], [0]], X),
+        (np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1)).mean(),
+    ),
+    'losses.sparse negative': (
+        lambda: tf.losses.sparse_softmax_cross_entropy(
+            np.int8([1, -1]), np.zeros([2, 300])
+        ),
+        np.float32(np.nan),
+    ),
     'losses.sigmoid': (
         lambda: tf.losses.sigmoid_cross_entropy(Y, X),
         (np.log1p(np.exp(X)) - X * Y).mean(),
