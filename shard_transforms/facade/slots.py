@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
 import threading
 from typing import Any, NamedTuple
 
@@ -103,7 +102,7 @@ class Slots:
           self._variables[variable.op.name] = variable
           graph, op_name = variable.graph, f'{variable.op.name}/{op_name}'
         with frames.outside(), (graph or graph_lib.Graph()).as_default():
-          made = _new(initial(), op_name, variable is not None)
+          made = _new(initial(), op_name)
         self._slots[variable, name] = self._leaves[variable, name] = made
       return self._slots[variable, name]
 
@@ -214,7 +213,7 @@ class Slots:
     op_name = op_names.get(leaf.slot, op_names[None])
     name = leaf.slot if leaf.of is None else f'{leaf.of}/{op_name}'
     with graph.as_default():
-      made = _new(leaf.value, name, leaf.of is not None)
+      made = _new(leaf.value, name)
     self._leaves[leaf.path] = made
     slot, number = leaf.slot, 0
     of = None if leaf.of is None else self._variables[leaf.of]
@@ -292,10 +291,12 @@ class SlotMaker:
     return self.slots.get(None, name)
 
 
-def _new(value, name, is_slot):
-  """Returns a variable, as a slot named in the scopes of `get_variable`."""
-  scope = graph_lib.slot_scope() if is_slot else contextlib.nullcontext()
-  with scope:
+def _new(value, name):
+  """Returns a variable that is named in the scopes of `get_variable`.
+
+  Name scopes have another number whenever they are entered.
+  """
+  with graph_lib.slot_scope():
     return Variable(value, trainable=False, name=name)
 
 
