@@ -288,6 +288,18 @@ PROGRAMS = {
 
 class SmallProgramsTest(facade_cases.GraphTest):
 
+  @cases.parameters(0, 3)
+  def test_names_of_slots_do_not_count_the_steps_before(self, first):
+    w, opt = variable(ONES), tf.train.AdamOptimizer(0.1)
+    for i in range(4):
+      with tf.variable_scope('training'):
+        if i >= first:
+          opt.minimize(lambda: tf.square(w), var_list=[w])
+
+    names = {v.op.name for v in tf.global_variables()}
+
+    self.assertIn('training/beta1_power', names)
+
   @cases.parameters(*PROGRAMS)
   def test_gives_what_tensorflow_gives(self, name):
     program, expected = PROGRAMS[name]
