@@ -323,16 +323,20 @@ class FrameworkTableTest(parameterized.TestCase):
     state, step = on_devices(8)
     state = train(step, state, range(SAVED))
     saved = saved_and_restored(state, state)
-    specs = shard_transforms.state_specs(tx, params, mesh_of(8))
-    opt_state = jax.tree.map(
-        lambda spec, x: x[:, 0] if spec else x[0], specs, saved.opt_state
-    )
-    opt_state = resize(opt_state, tx, params, mesh_of(4))
-    opt_state = jax.tree.map(
-        lambda spec, x: x[:, None] if spec else np.stack([x] * 4),
-        specs,
-        jax.device_get(opt_state),
-    )
+    opt_state = jax.shard_map(
+        lambda state: jax.tree.map(lambda x: x[0], state),
+        mesh=mesh_of(8),
+        in_specs=P(AXIS),
+        out_specs=shard_transforms.state_specs(tx, params, mesh_of(8)),
+        check_vma=False,
+    )(jax.device_put(saved.opt_state, NamedSharding(mesh_of(8), P(AXIS))))
+    opt_state = jax.shard_map(
+        lambda state: jax.tree.map(lambda x: x[None], state),
+        mesh=mesh_of(4),
+        in_specs=(shard_transforms.state_specs(tx, params, mesh_of(4)),),
+        out_specs=P(AXIS),
+    )(resize(opt_state, tx, params, mesh_of(4)))
+    opt_state = jax.device_get(opt_state)
     _, step = on_devices(4)
     rest = jax.tree.map(lambda x: x[:4], saved.replace(opt_state=()))
     end = train(step, rest.replace(opt_state=opt_state), range(SAVED, CALLS))

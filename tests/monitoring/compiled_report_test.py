@@ -530,7 +530,7 @@ ERRORS = (
             *(STEP, jax.device_put(jnp.ones(24), jax.devices()[0])),
             compiled=True,
         ),
-        *(ValueError, '`args` must be on the devices'),
+        *(ValueError, '`args` must be on the same devices'),
     ),
     (of(lowered_for_tpu), ValueError, '`fn` must be lowered for a backend of'),
     (

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import states
-from shard_transforms._src.transforms import guard
 
 # The states of chains and of what runs `inner` in each step.
 _STEPPING = (
@@ -85,10 +84,10 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
 
 
 def _is_guard(node: Any) -> bool:
-  return isinstance(node, guard.GuardState)
+  return hasattr(node, 'consecutive_skipped')
 
 
-def _in_each_step(node: Any) -> Iterator[guard.GuardState]:
+def _in_each_step(node: Any) -> Iterator[Any]:
   """Yields the states of the guards that decide in each step."""
   if _is_guard(node):
     yield node
