@@ -33,7 +33,7 @@ _SHAPES = flags.DEFINE_multi_enum(
     'shapes',
     ['matrices'],
     ['matrices', 'large', 'gpt2', 'gpt2_50304', 'leaves'],
-    'Of which models.',
+    'The models to compile.',
 )
 _MESH = flags.DEFINE_list(
     'mesh', [], 'Sizes of axes of the mesh, such as 16,16; by default, one.'

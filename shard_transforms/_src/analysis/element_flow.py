@@ -63,7 +63,7 @@ class Shared:
   Attributes:
     num_summed: The number of shards over which `psum` has just summed slices.
     is_zero: Whether it is known to be zero.
-    is_one: Whether it has several elements, all of which are one number.
+    is_one: Whether it has several elements and all are the same number.
   """
 
   num_summed: int = 0

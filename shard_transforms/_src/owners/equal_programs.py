@@ -87,7 +87,7 @@ def _is_hashable(param):
 
 
 def _runs_alike(step):
-  """Whether `jax.vmap` of a step gives what it gives leaf by leaf."""
+  """Whether a step under `jax.vmap` gives the results of each leaf alone."""
   # Of keys of XLA's own generator, all draw what the first one draws.
   kinds = (str(x.aval) for x in (*step.inputs, *step.outputs))
   draws = step.name == 'rng_bit_generator' or any(
