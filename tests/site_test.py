@@ -137,7 +137,7 @@ class SiteTest(unittest.TestCase):
     pages = found['pages']
     for page in '/averaging.html', '/reference/shard_transforms.html':
       self.assertGreater(pages[page]['formulas'], 0)
-    for page in '/index.html', '/layout.html', '/colabs/quickstart.html':
+    for page in '/index.html', '/gpus_and_tpus.html', '/colabs/quickstart.html':
       self.assertGreater(pages[page]['images'], 0)
     self.assertEqual(broken_links(found, address, self.site), set())
     for words, page in SEARCHES.items():

@@ -53,7 +53,8 @@ elif deed == 'report':
 elif deed == 'print':
   names = 'JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
   print(*map(os.environ.get, (*names, 'MALLOC_MMAP_THRESHOLD_')))
-  sys.stderr.write(f'error {number}\\n')
+  gpu = os.environ['JAX_LOCAL_DEVICE_IDS']
+  sys.stderr.write(f'error {number}, GPU {gpu}\\n')
 else:
   time.sleep(60)
 """
@@ -110,7 +111,9 @@ class ProcessesTest(parameterized.TestCase):
 
   @cases.parameters((None, '1073741824'), ('4096', '4096'))
   @pytest.mark.slow
-  def test_tells_each_process_who_it_is_and_to_keep_memory(self, given, kept):
+  def test_tells_each_process_its_number_its_gpu_and_to_keep_memory(
+      self, given, kept
+  ):
     env = {'MALLOC_MMAP_THRESHOLD_': given} if given else {}
 
     supervisor = self.start_supervisor('print', 'print', 'print', env=env)
@@ -120,7 +123,7 @@ class ProcessesTest(parameterized.TestCase):
     # The output of the others, which is the same, is discarded.
     self.assertRegex(out, rf'\A127\.0\.0\.1:\d+ 3 0 {kept}\n\Z')
     self.assertCountEqual(
-        err.split('\n'), ['error 0', 'error 1', 'error 2', '']
+        err.splitlines(), [f'error {i}, GPU {i}' for i in range(3)]
     )
 
   @cases.parameters(

@@ -12,10 +12,12 @@ import jax
 from shard_transforms._src.base import arguments
 from shard_transforms._src.launch import schedulers
 
-# JAX reads the first by itself; the others are named after its arguments.
+# JAX reads the first and the last by itself; the others are named after its
+# arguments.
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
 NUM_PROCESSES = 'JAX_NUM_PROCESSES'
 PROCESS_ID = 'JAX_PROCESS_ID'
+LOCAL_DEVICE_IDS = 'JAX_LOCAL_DEVICE_IDS'
 
 # Settings by which glibc keeps the memory that a step frees: in bytes, more
 # than a step takes; and as options of `mallopt`, which takes 32 bits, where -1
