@@ -131,8 +131,8 @@ class WrappersTest(facade_cases.GraphTest):
 
       def train(x):
         for opt, w in zip(opts, variables, strict=True):
-          op = opt.minimize(lambda w=w: jnp.mean(w * x), step, [w])
-        return op
+          train_op = opt.minimize(lambda w=w: jnp.mean(w * x), step, [w])
+        return train_op
 
       run = facade_cases.mapped(train, where)
       for _ in range(times):
