@@ -92,9 +92,7 @@ class DecaysTest(facade_cases.OptimizerTest):
 
 class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
 
-  @cases.product(
-      options=('averages', 'averages_num_updates'), compiled=(False, True)
-  )
+  @cases.parameters(('averages', False), ('averages_num_updates', True))
   def test_moves_as_in_tensorflow(self, options, compiled):
     self.enterContext(facade.Graph().as_default())
     variables = recorded_parts.variables()
