@@ -147,9 +147,22 @@ def _draw(body):
   return re.sub(r'<img [^>]*_images/(\w+\.svg)"[^>]*>', drawing, body)
 
 
+def _back(body):
+  """Leads from the source to the page of the namespace that has the name.
+
+  Sphinx takes the first namespace that has a name of the file.
+  """
+  link = re.compile(
+      r'(reference/(?!shard_transforms\.)(\w+)\.html#shard_transforms\.)\w+\.'
+  )
+  return link.sub(r'\1\2.', body)
+
+
 def _finish(app, pagename, templatename, context, doctree):
-  del app, pagename, templatename, doctree
+  del app, templatename, doctree
   body = context.get('body', '')
+  if pagename.startswith('_modules/'):
+    body = _back(body)
   context['body'] = _draw(_label_cells(_break_names(body)))
 
 
