@@ -1,6 +1,7 @@
 """Settings of Sphinx, which makes the pages of the site."""
 
 import html
+import itertools
 import pathlib
 import re
 
@@ -25,13 +26,23 @@ extensions = [
 exclude_patterns = ['_build']
 
 html_theme = 'sphinx_book_theme'
-html_title = 'shard_transforms'
+html_title = f'{project} {version}'
 html_favicon = 'images/favicon.svg'
 html_static_path = ['_static']
 html_css_files = ['site.css']
 html_search_scorer = str(pathlib.Path(__file__).with_name('search_scorer.js'))
 # The sidebar has the search already.
-html_theme_options = {'show_toc_level': 2, 'navbar_persistent': []}
+html_theme_options = {
+    'show_toc_level': 2,
+    'navbar_persistent': [],
+    'extra_footer': (
+        f'{project} {version}, '
+        '<a href="https://www.apache.org/licenses/LICENSE-2.0">'
+        'Apache License 2.0</a>'
+    ),
+}
+# What a block prints is no code to copy.
+copybutton_selector = 'div:not(.highlight-text) > div.highlight > pre'
 # Else the theme logs an error when somebody comes for the first time.
 html_context = {'default_mode': 'auto'}
 
@@ -86,14 +97,73 @@ def _describe(app, pagename, templatename, context, doctree):
     context['metatags'] += f'<meta name="description" content="{text}">'
 
 
-def _break_names(app, pagename, templatename, context, doctree):
-  """Lets a browser break names, behind dots, underscores and brackets alone."""
-  del app, pagename, templatename, doctree
-  name = re.compile(r'(?<=<span class="pre">)[^<]+')
-  context['body'] = name.sub(
-      lambda m: re.sub(r'(?<=\w)([._(=/]+)(?=\w)', r'\1<wbr>', m[0]),
-      context.get('body', ''),
+def _break_names(body):
+  """Lets a browser break long names, after dots, underscores and brackets."""
+  name = re.compile(r'(?<=<span class="pre">)[^<]{19,}')
+  return name.sub(
+      lambda m: re.sub(r'(?<=\w{4})([._(=/]+)(?=\w)', r'\1<wbr>', m[0]), body
   )
+
+
+def _label_cells(body):
+  """Gives the cells of tables with long texts the headings of their columns.
+
+  On phones, the rows of such a table stand one below the other.
+  """
+
+  def labelled(table):
+    head, _, rows = table[0].partition('</thead>')
+    titles = [_text(x) for x in re.findall(r'<th\b.*?</th>', head, re.S)]
+    cells = re.findall(r'<td\b.*?</td>', rows, re.S)
+    # Numbers are compared in columns, where they stay.
+    if not titles or all(len(_text(cell)) < 25 for cell in cells):
+      return table[0]
+    label = itertools.cycle(titles)
+    rows = re.sub(
+        '<td', lambda _: f'<td data-label="{html.escape(next(label))}"', rows
+    )
+    return f'{head}</thead>{rows}'.replace('class="', 'class="stacked ', 1)
+
+  return re.sub(r'<table\b.*?</table>', labelled, body, flags=re.S)
+
+
+def _text(cell):
+  return html.unescape(re.sub('<[^>]+>', '', cell)).strip()
+
+
+def _draw(body):
+  """Puts drawings into the page, whose light or dark mode they then have."""
+
+  def drawing(image):
+    path = pathlib.Path(__file__).with_name('images') / image[1]
+    narrow = path.with_stem(f'{path.stem}_narrow')
+    if not narrow.exists():
+      return path.read_text()
+    return ''.join(
+        f'<div class="{kind}">{file.read_text()}</div>'
+        for kind, file in (('wide', path), ('narrow', narrow))
+    )
+
+  return re.sub(r'<img [^>]*_images/(\w+\.svg)"[^>]*>', drawing, body)
+
+
+def _back(body):
+  """Leads from the source to the page of the namespace that has the name.
+
+  Sphinx takes the first namespace that has a name of the file.
+  """
+  link = re.compile(
+      r'(reference/(?!shard_transforms\.)(\w+)\.html#shard_transforms\.)\w+\.'
+  )
+  return link.sub(r'\1\2.', body)
+
+
+def _finish(app, pagename, templatename, context, doctree):
+  del app, templatename, doctree
+  body = context.get('body', '')
+  if pagename.startswith('_modules/'):
+    body = _back(body)
+  context['body'] = _draw(_label_cells(_break_names(body)))
 
 
 def setup(app):
@@ -101,4 +171,4 @@ def setup(app):
   app.connect('autodoc-process-docstring', _write_plurals)
   app.connect('autodoc-skip-member', _skip)
   app.connect('html-page-context', _describe)
-  app.connect('html-page-context', _break_names)
+  app.connect('html-page-context', _finish)

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tempfile
 import unittest
+import venv
 import zipfile
 
 import pytest
@@ -26,6 +27,19 @@ from setuptools import build_meta
 getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])
 """
 
+# What users get who have only what `setup.cfg` requires.
+USE = """
+import importlib.metadata, pathlib, sys
+import jax, jax.numpy as jnp, optax
+import shard_transforms as st
+
+assert pathlib.Path(st.__file__).is_relative_to(sys.prefix), st.__file__
+assert importlib.metadata.version('shard_transforms') == st.__version__
+tx = optax.chain(st.cross_shard_mean('data'), optax.scale(-1.0))
+update = lambda x: tx.update(x, tx.init(x))[0]
+print(jax.vmap(update, axis_name='data')(jnp.arange(4.0)))
+"""
+
 
 def build(kind, source, target):
   """Builds a 'wheel' or an 'sdist', and returns its path."""
@@ -38,6 +52,26 @@ def build(kind, source, target):
   )
   (path,) = target.glob('*.whl' if kind == 'wheel' else '*.tar.gz')
   return path
+
+
+def use_installed(path, folder):
+  """Installs what was built in a new environment, and uses it there."""
+  venv.create(folder)
+  python = folder / 'bin' / 'python'
+  (site,) = folder.glob('lib/python*/site-packages')
+  # The dependencies of the interpreter that runs the tests come after what is
+  # installed here. An index is not asked.
+  paths = [path for path in sys.path if path.endswith('-packages')]
+  (site / 'dependencies.pth').write_text('\n'.join(paths))
+  pip = [sys.executable, '-m', 'pip', '--python', python, 'install', '--quiet']
+  alone = ['--no-index', '--no-deps', '--no-build-isolation']
+  for command in [*pip, *alone, path], [python, '-W', 'error', '-c', USE]:
+    run = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    if run.returncode:
+      raise RuntimeError(run.stderr)
+  return run.stdout
 
 
 def modules(folder):
@@ -65,6 +99,7 @@ class DistributionTest(unittest.TestCase):
     for path in ROOT.iterdir():
       if path.is_file() and path.name != '.git':
         shutil.copy(path, source)
+    cls.folder = folder
     cls.sdist = cls.enterClassContext(
         tarfile.open(build('sdist', source, sdist))
     )
@@ -86,10 +121,18 @@ class DistributionTest(unittest.TestCase):
 
     self.assertEqual(metadata['Name'], 'shard_transforms')
     self.assertEqual(metadata['Version'], shard_transforms.__version__)
+    self.assertEqual(metadata['License-Expression'], 'Apache-2.0')
     self.assertIn('Data parallelism for JAX', metadata.get_payload())
     self.assertTrue(
         any(x.endswith('licenses/LICENSE') for x in self.wheel.namelist())
     )
+
+  def test_both_install_in_a_new_environment_and_compute_there(self):
+    for built in self.sdist.name, self.wheel.filename:
+      with self.subTest(built):
+        name = pathlib.Path(built).suffix.removeprefix('.')
+        printed = use_installed(built, self.folder / f'new_{name}')
+        self.assertEqual(printed, '[-1.5 -1.5 -1.5 -1.5]\n')
 
   def test_source_distribution_has_what_the_tests_need(self):
     files = {x.partition('/')[2] for x in self.sdist.getnames()}

@@ -107,6 +107,13 @@ class SiteTest(unittest.TestCase):
         self.assertRegex(head, r'<meta name="description" content="[^"]{30}')
         self.assertIn('favicon', head)
 
+  def test_drawings_have_the_mode_of_the_page_and_cells_their_heading(self):
+    text = '\n'.join(x.read_text('utf-8') for x in self.site.glob('*.html'))
+
+    self.assertIn('<svg class="drawing', text)
+    self.assertNotRegex(text, r'_images/\w+\.svg')
+    self.assertIn('<td data-label="cure"', text)
+
   def test_no_backslash_shows(self):
     wrong = {
         str(page.relative_to(self.site)): found
@@ -137,7 +144,7 @@ class SiteTest(unittest.TestCase):
     pages = found['pages']
     for page in '/averaging.html', '/reference/shard_transforms.html':
       self.assertGreater(pages[page]['formulas'], 0)
-    for page in '/index.html', '/gpus_and_tpus.html', '/colabs/quickstart.html':
+    for page in '/gpus_and_tpus.html', '/colabs/quickstart.html':
       self.assertGreater(pages[page]['images'], 0)
     self.assertEqual(broken_links(found, address, self.site), set())
     for words, page in SEARCHES.items():
