@@ -624,16 +624,16 @@ class Run(NamedTuple):
 
   Attributes:
     tx: The transformation.
-    start: The parameters and the state at first, on the host.
-    shardings: Where they are kept.
+    start: Gives parameters and state.
+    like: Their shapes, dtypes and shardings.
     step: Takes parameters, state, the data of a call and its number; gives
       parameters and state.
     data: Gradients [shards, calls, ...], or [calls, ...] of their means.
   """
 
   tx: optax.GradientTransformationExtraArgs
-  start: Any
-  shardings: Any
+  start: Callable[[], Any]
+  like: Any
   step: Callable[..., Any]
   data: Any
 
@@ -653,12 +653,18 @@ def run_of(name, inner=ADAM):
     updates = jax.tree.map(lambda x: x[0], updates)
     return step(params, state, updates, number)
 
-  params, data = plain_params(), shard_data(row, plain_params())
+  def start():
+    params = plain_params()
+    if not row.per_shard:
+      return params, tx.init(params)
+    params = jax.device_put(params, jax.NamedSharding(mesh, P()))
+    return params, shard_transforms.init_state(tx, params, mesh)
+
+  data = shard_data(row, plain_params())
+  run = step
   if row.per_shard:
     mesh = modes.mesh()
-    specs = shard_transforms.state_specs(tx, params, mesh)
-    params = jax.device_put(params, jax.NamedSharding(mesh, P()))
-    state = shard_transforms.init_state(tx, params, mesh)
+    specs = shard_transforms.state_specs(tx, plain_params(), mesh)
     run = jax.shard_map(
         one_shard,
         mesh=mesh,
@@ -667,12 +673,10 @@ def run_of(name, inner=ADAM):
     )
   else:
     data = jax.tree.map(lambda x: x.mean(0), data)
-    state, run = tx.init(params), step
 
-  start = (params, state)
-  shardings = jax.tree.map(lambda x: x.sharding, start)
+  like = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, start())
   run = jax.jit(run, donate_argnums=(0, 1))
-  return Run(tx, jax.device_get(start), shardings, run, data)
+  return Run(tx, start, like, run, data)
 
 
 def data_of(name, call):
@@ -682,7 +686,8 @@ def data_of(name, call):
 
 def placed(name, trees):
   """Returns parameters and state on devices, as steps give them."""
-  return jax.device_put(trees, run_of(name).shardings)
+  shardings = jax.tree.map(lambda x: x.sharding, run_of(name).like)
+  return jax.device_put(trees, shardings)
 
 
 def one_step(name, params, state, call):
@@ -831,7 +836,7 @@ class StateTest(parameterized.TestCase):
   @cases.parameters(*ROWS)
   def test_keeps_its_promises_between_steps(self, name):
     run = run_of(name)
-    params, state = placed(name, run.start)
+    params, state = run.start()
 
     with self.subTest('steps donate parameters and state'):
       for call in range(CALLS):
@@ -853,7 +858,7 @@ class StateTest(parameterized.TestCase):
     with self.subTest('trains as the inner transformation on the means'):
       self.assert_trains_as_on_the_means(name, after[0])
     with self.subTest('has the documented fields'):
-      self.assert_has_the_documented_fields(name, run.start[1])
+      self.assert_has_the_documented_fields(name, run.like[1])
     with self.subTest('an error changes nothing'):
       params, state = placed(name, half)
       wrong = jax.tree.map(lambda x: x.astype(np.int32), data_of(name, HALF))
@@ -877,7 +882,8 @@ class StateTest(parameterized.TestCase):
       params, state = placed(name, half)
       # These are the bytes of the state dict.
       saved = serialization.to_bytes(state)
-      restored = serialization.from_bytes(placed(name, run.start)[1], saved)
+      fresh = jax.tree.map(np.zeros_like, state)
+      restored = serialization.from_bytes(fresh, saved)
       chex.assert_trees_all_equal(restored, state, strict=True)
       assert_continues(*placed(name, (params, restored)))
 
@@ -911,18 +917,13 @@ class StateTest(parameterized.TestCase):
   def test_is_restored_from_a_checkpoint_of_orbax(self):
     states = {}
     for name in ROWS:
-      tx = ROWS[name].build(ADAM, TOWERS)
-      if ROWS[name].per_shard:
-        state = shard_transforms.init_state(tx, plain_params(), modes.mesh())
-      else:
-        state = tx.init(plain_params())
       # Each element has a value of its own.
       states[name] = jax.tree.map(
           lambda x: jax.device_put(
               np.arange(1, x.size + 1).reshape(x.shape).astype(x.dtype),
               x.sharding,
           ),
-          state,
+          run_of(name).like[1],
       )
     target = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, states)
 
@@ -945,18 +946,18 @@ class StateTest(parameterized.TestCase):
 
   @cases.parameters(*ROWS)
   def test_makes_state_of_abstract_parameters(self, name):
-    tx, start, shardings, *_ = run_of(name)
+    tx, (_, like) = run_of(name).tx, run_of(name).like
     abstract = jax.eval_shape(plain_params)
 
     if ROWS[name].per_shard:
       described = shard_transforms.init_state(tx, abstract, modes.mesh())
-      places = jax.tree.map(lambda x: x.sharding, described)
-      self.assertEqual(places, shardings[1])
+      places = jax.tree.map(lambda x: x.sharding, (described, like))
+      self.assertEqual(*places)
     else:
       described = jax.eval_shape(tx.init, abstract)
 
-    chex.assert_trees_all_equal_structs(described, start[1])
-    chex.assert_trees_all_equal_shapes_and_dtypes(described, start[1])
+    chex.assert_trees_all_equal_structs(described, like)
+    chex.assert_trees_all_equal_shapes_and_dtypes(described, like)
     if name in EACH_UNMAPPED_INIT:
       alone = tx.init(abstract)
       chex.assert_trees_all_equal(alone, tx.init(plain_params()), strict=True)
@@ -1015,7 +1016,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         TypeError, r"`updates` of .* got bool\[.*\] at \['b'\]"
     ):
-      jax.eval_shape(run.step, *run.start, wrong, np.int32(0))
+      jax.eval_shape(run.step, *run.like, wrong, np.int32(0))
 
   @cases.parameters(*EACH_PER_SHARD)
   def test_refuses_an_axis_that_is_not_bound(self, name):
