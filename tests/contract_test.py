@@ -836,7 +836,7 @@ class StateTest(parameterized.TestCase):
   @cases.parameters(*ROWS)
   def test_keeps_its_promises_between_steps(self, name):
     run = run_of(name)
-    params, state = run.start()
+    params, state = half = run.start()
 
     with self.subTest('steps donate parameters and state'):
       for call in range(CALLS):
