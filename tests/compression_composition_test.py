@@ -29,9 +29,6 @@ def sign(**options):
 
 LINKS = {
     'sign': sign(),
-    'top_k': compression.compressed_mean(
-        AXIS, compression.top_k(0.25, block=16), min_elements=64
-    ),
     'power_sgd': compression.power_sgd(AXIS, 1),
 }
 
@@ -112,6 +109,7 @@ class GateTest(parameterized.TestCase):
     links = {
         name: compression.compressed_mean(AXIS, x, min_elements=64)
         for name, x in compressions.COMPRESSORS.items()
+        if name in ('sign', 'int8_stochastic', 'top_k')
     } | {'power_sgd': LINKS['power_sgd']}
     data = compressions.make_data(num_shards, steps, PARAMS)
     clean = data['w'].astype(np.float64)
@@ -157,19 +155,16 @@ class PartTest(parameterized.TestCase):
 
   def test_masked_leaves_stay(self):
     data = compressions.make_data(8, 2, PARAMS)
-    masked = {
-        name: optax.masked(tx, {'w': True, 'b': False})
-        for name, tx in LINKS.items()
+    txs = {
+        'masked': optax.masked(LINKS['sign'], {'w': True, 'b': False}),
+        'alone': LINKS['sign'],
     }
 
-    found = compressions.run(masked, 'shard_map', data, PARAMS)
-    alone = compressions.run(LINKS, 'shard_map', data, PARAMS)
+    found = compressions.run(txs, 'shard_map', data, PARAMS)
 
-    for name, (updates, _) in found.items():
-      np.testing.assert_array_equal(updates['b'], data['b'])
-      # The first sketch depends on the number of leaves before.
-      if name != 'power_sgd':
-        np.testing.assert_array_equal(updates['w'], alone[name][0]['w'])
+    updates, _ = found['masked']
+    np.testing.assert_array_equal(updates['b'], data['b'])
+    np.testing.assert_array_equal(updates['w'], found['alone'][0]['w'])
 
   def test_partition_compresses_the_matrices_alone(self):
     params = {'dense': PARAMS, 'norm': {'scale': jnp.zeros(200)}}

@@ -47,7 +47,7 @@ def assert_close(found, expected):
 
 class AdasumTest(parameterized.TestCase):
 
-  @cases.parameters(2, 5, 8)
+  @cases.parameters(5, 8)
   def test_is_the_tree_of_pairs_of_each_leaf(self, num_shards):
     updates = lying_shards.tree(num_shards)
 
@@ -64,26 +64,24 @@ class AdasumTest(parameterized.TestCase):
     for name, x in updates.items():
       assert_close(found[name], adasum(x))
 
-  @cases.parameters(*modes.NAMES)
-  def test_is_that_of_the_whole_tree(self, mode):
+  def test_is_that_of_the_whole_tree(self):
     updates = lying_shards.tree()
     flat = np.concatenate([x.reshape(8, -1) for x in updates.values()], axis=1)
 
-    found = aggregated(updates, mode, over='tree')
+    found = aggregated(updates, over='tree')
 
     found = np.concatenate([x.ravel() for x in found.values()])
     assert_close(found, adasum(flat))
 
-  @cases.parameters(*modes.NAMES)
-  def test_shards_of_weight_zero_are_as_if_zero(self, mode):
+  def test_shards_of_weight_zero_are_as_if_zero(self):
     weight = np.float32([3, 0, 1, 0, 2, 1, np.nan, 0.5])
     updates = lying_shards.tree()['w']
     lies, left = updates.copy(), updates.copy()
     lies[[1, 3]], left[[1, 3, 6]] = np.nan, 0
 
-    assert_close(aggregated(lies, mode, weight), adasum(left))
+    assert_close(aggregated(lies, weight=weight), adasum(left))
 
-  @cases.parameters(3, 7)
+  @cases.parameters(7)
   def test_equal_updates_stay_whatever_their_number(self, num_shards):
     update = np.random.default_rng(0).normal(size=33)
 
@@ -95,25 +93,25 @@ class AdasumTest(parameterized.TestCase):
 
     assert_close(aggregated(np.stack([a, -a, b, c])), adasum([b, c]))
 
-  @cases.product(
-      sizes=[
-          (1e-30,) * 4,
-          (1e30,) * 4,
-          (1e-30, 1e30, 1e-30, 1e30),
-          (1e30, 1.0, 1e-30, 1e-10),
-          (1e-30, 1e-30, 1e15, 1e30),
-      ],
-      parallel=(False, True),
-  )
-  def test_norms_neither_overflow_nor_underflow(self, sizes, parallel):
-    rng = np.random.default_rng(0)
-    updates = rng.normal(size=(1 if parallel else 4, 50))
-    updates = np.float32(updates * np.float64(sizes)[:, None])
+  def test_norms_neither_overflow_nor_underflow(self):
+    sizes = (
+        (1e-30,) * 4,
+        (1e30,) * 4,
+        (1e-30, 1e30, 1e-30, 1e30),
+        (1e30, 1.0, 1e-30, 1e-10),
+        (1e-30, 1e-30, 1e15, 1e30),
+    )
+    normal = np.random.default_rng(0).normal(size=(4, 50))
+    # Any vectors, and parallel ones.
+    updates = [
+        np.float32(own * np.float64(of_shards)[:, None])
+        for of_shards in sizes
+        for own in (normal, normal[:1])
+    ]
 
-    found = aggregated(updates)
-
-    self.assertTrue(np.isfinite(found).all())
-    assert_close(found, adasum(updates))
+    for found, own in zip(aggregated(updates), updates, strict=True):
+      self.assertTrue(np.isfinite(found).all())
+      assert_close(found, adasum(own))
 
   def test_zeros_give_zero_and_zero_gives_the_other(self):
     other = np.float32([1, -2, 3])
@@ -177,7 +175,7 @@ class HorovodTest(parameterized.TestCase):
   mean; and matrices with a known result of a tree of pairs.
   """
 
-  @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  @cases.product(num_shards=(8,), dtype=('float32', 'float16'))
   def test_orthogonal_vectors_add(self, num_shards, dtype):
     def draw(rng, dtype):
       for length in self.lengths(num_shards, 17):
@@ -186,7 +184,7 @@ class HorovodTest(parameterized.TestCase):
 
     self.check(draw, dtype, 1)
 
-  @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  @cases.product(num_shards=(8,), dtype=('float32', 'float16'))
   def test_parallel_vectors_average(self, num_shards, dtype):
     def draw(rng, dtype):
       for length in self.lengths(num_shards, 13):
@@ -196,7 +194,7 @@ class HorovodTest(parameterized.TestCase):
 
     self.check(draw, dtype, num_shards)
 
-  @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  @cases.product(num_shards=(8,), dtype=('float32', 'float16'))
   def test_is_stable_near_the_least_numbers(self, num_shards, dtype):
     def draw(rng, dtype):
       least = float(np.finfo(dtype).tiny)
@@ -210,7 +208,7 @@ class HorovodTest(parameterized.TestCase):
 
     self.check(draw, dtype, num_shards)
 
-  @cases.product(num_shards=(2, 8), dtype=('float32', 'float16'))
+  @cases.product(num_shards=(8,), dtype=('float32', 'float16'))
   def test_is_stable_from_the_least_to_the_largest(self, num_shards, dtype):
     def draw(rng, dtype):
       least = float(np.finfo(dtype).tiny)
@@ -223,7 +221,7 @@ class HorovodTest(parameterized.TestCase):
 
     self.check(draw, dtype, num_shards)
 
-  @cases.parameters('float16', 'float32', 'float64')
+  @cases.parameters('float16', 'float64')
   def test_is_the_tree_of_each_matrix(self, dtype):
     updates = np.random.default_rng(2).random(size=(2, 8, 2, 2))
     updates = updates.astype(dtype)
@@ -240,7 +238,7 @@ class HorovodTest(parameterized.TestCase):
       )
 
   def lengths(self, num_shards, less):
-    return num_shards * 20 - less, num_shards * 2 + 1, num_shards + 2, 2**19
+    return num_shards * 20 - less, num_shards * 2 + 1, num_shards + 2, 2**12
 
   def check(self, draw, dtype, divisor):
     rng = np.random.RandomState(2)

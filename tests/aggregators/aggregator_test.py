@@ -51,36 +51,21 @@ def two_level_mesh():
 class AggregatorTest(parameterized.TestCase):
 
   @cases.parameters(*AGGREGATORS)
-  def test_guard_leaves_out_what_is_not_finite(self, name):
+  def test_gates_leave_out_what_is_late_or_not_finite(self, name):
     updates = lying_shards.tree()['w']
     updates[2, 5] = np.nan
     tx = shard_transforms.guard(
         AGGREGATORS[name](), AXIS, on_bad='exclude', min_shards=5
     )
-
-    found = run(tx, updates)
-
-    if name == 'adasum':
-      expected = updates.copy()
-      expected[2] = 0
-    else:
-      expected = np.delete(updates, 2, axis=0)
-    np.testing.assert_allclose(
-        found, alone(name, expected), rtol=2e-5, atol=1e-6
-    )
-
-  @cases.parameters(*AGGREGATORS)
-  def test_drop_stale_leaves_out_what_is_late(self, name):
-    updates = lying_shards.tree()['w']
-    tx = shard_transforms.drop_stale(0, AGGREGATORS[name](), axis_name=AXIS)
+    tx = shard_transforms.drop_stale(0, tx, axis_name=AXIS)
     local_step = np.where(np.arange(8) == 3, -5, 0).astype(np.int32)
 
     found = run(tx, updates, local_step=local_step)
 
     if name == 'adasum':
-      updates[3] = 0
+      updates[[2, 3]] = 0
     else:
-      updates = np.delete(updates, 3, axis=0)
+      updates = np.delete(updates, [2, 3], axis=0)
     np.testing.assert_allclose(
         found, alone(name, updates), rtol=2e-5, atol=1e-6
     )
@@ -139,12 +124,10 @@ class AggregatorTest(parameterized.TestCase):
         found, -alone(name, updates), rtol=2e-5, atol=1e-6
     )
 
-  @cases.product(name=AGGREGATORS, elements=(29, 16))
-  def test_a_sharded_optimizer_refuses_it_and_says_what_to_do(
-      self, name, elements
-  ):
+  @cases.parameters(*AGGREGATORS)
+  def test_a_sharded_optimizer_refuses_it_and_says_what_to_do(self, name):
     tx = shard_transforms.shard_update(AGGREGATORS[name](), AXIS)
-    updates = lying_shards.tree()['w'][:, :elements]
+    updates = lying_shards.tree()['w']
 
     with self.assertRaisesRegex(
         ValueError,

@@ -88,6 +88,11 @@ def if_positive(send, other=lambda x: x):
   return lambda x: lax.cond(jnp.sum(x) > 0, send, other, x)
 
 
+def decided(by, send):
+  """Returns a function that sends if `by` is true."""
+  return lambda x: lax.cond(by(x), send, lambda x: x, x)
+
+
 def first(x):
   return gather(x)[0]
 
@@ -161,17 +166,15 @@ HANGS = {
         lambda x: x,
         x,
     ),
-    'index': lambda x: lax.cond(index() < 4, first, lambda x: x, x),
-    'moved': lambda x: lax.cond(jnp.sum(permute(x)) > 0, first, lambda x: x, x),
-    'mixed_with_what_is_alike': lambda x: lax.cond(
-        jnp.sum(psum(x) + x) > 0, first, lambda x: x, x
+    'index': decided(lambda x: index() < 4, first),
+    'moved': decided(lambda x: jnp.sum(permute(x)) > 0, first),
+    'mixed_with_what_is_alike': decided(
+        lambda x: jnp.sum(psum(x) + x) > 0, first
     ),
     'scattered': lambda x: if_positive(permute)(
         jnp.zeros((5, 3)).at[1].add(x[0])
     ),
-    'groups': if_positive(
-        lambda x: lax.all_gather(x, AXIS, axis_index_groups=HALVES)[0]
-    ),
+    'groups': if_positive(lambda x: gather(x, axis_index_groups=HALVES)[0]),
     # A router of experts is often named so.
     'scope_gate': jax.named_scope('gate')(
         lambda x: lax.while_loop(
@@ -181,14 +184,14 @@ HANGS = {
         )[1]
     ),
     'decided_in_groups': lambda x: lax.cond(
-        jnp.sum(lax.all_gather(x, AXIS, axis_index_groups=HALVES)) > 0,
+        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
         first,
         lambda x: x,
         x,
     ),
     'decided_in_other_groups': lambda x: lax.cond(
-        jnp.sum(lax.all_gather(x, AXIS, axis_index_groups=HALVES)) > 0,
-        lambda x: lax.all_gather(x, AXIS, axis_index_groups=PAIRS)[0],
+        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
+        lambda x: gather(x, axis_index_groups=PAIRS)[0],
         lambda x: x,
         x,
     ),
@@ -211,9 +214,7 @@ FINE = {
         lambda x: x,
         x,
     ),
-    'gathered': lambda x: lax.cond(
-        jnp.sum(gather(x)) > 0, first, lambda x: x, x
-    ),
+    'gathered': decided(lambda x: jnp.sum(gather(x)) > 0, first),
     'sends_nothing': if_positive(jnp.sin),
     'loop_sends_nothing': lambda x: until_small(x, jnp.sin) + psum(x),
     'asks_for_its_place': if_positive(lambda x: x + index()),
@@ -223,8 +224,8 @@ FINE = {
     'condition_reduces': lambda x: lax.while_loop(
         lambda x: psum(jnp.sum(x)) > 1, permute, x
     ),
-    'reduced_with_others': lambda x: lax.cond(
-        psum((jnp.sum(x), jnp.sum(x * 2)))[1] > 0, first, lambda x: x, x
+    'reduced_with_others': decided(
+        lambda x: psum((jnp.sum(x), jnp.sum(x * 2)))[1] > 0, first
     ),
     'beside_its_own': lambda x: lax.cond(
         lax.optimization_barrier((jnp.sum(psum(x)), x))[0] > 0,
@@ -232,32 +233,30 @@ FINE = {
         lambda x: x,
         x,
     ),
-    'no_numbers_of_its_own': lambda x: lax.cond(
-        jnp.sum(jnp.zeros_like(x)) > 0, first, lambda x: x, x
+    'no_numbers_of_its_own': decided(
+        lambda x: jnp.sum(jnp.zeros_like(x)) > 0, first
     ),
     # The halves decide each for itself.
     'group': lambda x: lax.cond(
         index() < 4,
-        lambda x: lax.all_gather(x, AXIS, axis_index_groups=HALVES)[0],
+        lambda x: gather(x, axis_index_groups=HALVES)[0],
         lambda x: x,
         x,
     ),
     'reduced_in_groups': lambda x: lax.cond(
-        jnp.sum(lax.all_gather(x, AXIS, axis_index_groups=HALVES)) > 0,
-        lambda x: lax.all_gather(x, AXIS, axis_index_groups=HALVES)[0],
+        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
+        lambda x: gather(x, axis_index_groups=HALVES)[0],
         lambda x: x,
         x,
     ),
     'reduced_in_larger_groups': lambda x: lax.cond(
-        jnp.sum(lax.all_gather(x, AXIS, axis_index_groups=HALVES)) > 0,
-        lambda x: lax.all_gather(x, AXIS, axis_index_groups=QUARTERS)[0],
+        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
+        lambda x: gather(x, axis_index_groups=QUARTERS)[0],
         lambda x: x,
         x,
     ),
     'groups_of_one': if_positive(
-        lambda x: lax.all_gather(
-            x, AXIS, axis_index_groups=[[i] for i in range(8)]
-        )[0]
+        lambda x: gather(x, axis_index_groups=[[i] for i in range(8)])[0]
     ),
     'reduced_in_a_solver': lambda x: if_positive(permute)(
         lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: pmean(y) / 2)
@@ -295,12 +294,6 @@ class ProgramTest(parameterized.TestCase):
         ' first, as `guard` does, or decide after the reduction.',
     )
     self.assertStartsWith(loop, "`while` in 'outer' runs `psum` over 'data'")
-
-  def test_is_told_once(self):
-    def fn(x):
-      return if_positive(psum)(if_positive(psum)(x))
-
-    self.assertLen(warnings(fn, mode='pmap'), 1)
 
   def test_what_all_are_handed_is_alike(self):
     def fn(shared, x):

@@ -27,7 +27,8 @@ class CompressedReductionTest(parameterized.TestCase):
         AXIS, compression.scaled_sign(), min_elements=8
     )
 
-    state = jax.vmap(lambda _: tx.init([leaf]), axis_name=AXIS)(jnp.zeros(2))
+    init = jax.vmap(lambda _: tx.init([leaf]), axis_name=AXIS)
+    state = jax.eval_shape(init, jnp.zeros(2))
 
     self.assertEqual(state.residual[0] is not None, expected)
 
@@ -70,6 +71,6 @@ class StateTest(parameterized.TestCase):
       return tx.update(0 * update, state)[1].update_norm
 
     updates = jnp.array([[3.0, 4.0], [0.0, 1.0]])
-    norms = jax.vmap(shard, axis_name=AXIS)(updates)
+    norms = jax.jit(jax.vmap(shard, axis_name=AXIS))(updates)
 
     np.testing.assert_array_equal(norms, [[5], [1]])

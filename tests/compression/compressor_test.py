@@ -50,10 +50,14 @@ class PayloadTest(parameterized.TestCase):
     payload['float'][0, 0] = np.nan
     payload = jax.tree.map(jnp.asarray, payload)
 
-    sent = compressor_lib.to_words(payload, 2)
-    # The second of the two parts, and it once more.
-    parts = sent[jnp.array([1, 1, 1])]
-    found = compressor_lib.from_words(parts, payload, 2)
+    @jax.jit
+    def there_and_back(payload):
+      sent = compressor_lib.to_words(payload, 2)
+      # The second of the two parts, and it once more.
+      parts = sent[jnp.array([1, 1, 1])]
+      return sent, compressor_lib.from_words(parts, payload, 2)
+
+    sent, found = there_and_back(payload)
 
     self.assertEqual((sent.shape, sent.dtype), ((2, 4, 128), jnp.uint8))
     for name, x in payload.items():

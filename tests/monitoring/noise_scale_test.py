@@ -53,9 +53,7 @@ def assert_unbiased(state):
 
 class NoiseScaleTest(parameterized.TestCase):
 
-  @cases.parameters(
-      ((16,) * 8,), ((1, 2, 3, 40, 5, 6, 7, 8),), ((5, 0, 9),), ((3, 4),)
-  )
+  @cases.parameters(((1, 2, 3, 40, 5, 6, 7, 8),), ((5, 0, 9),))
   def test_estimates_have_no_bias(self, num_examples):
     updates = simulated(np.array(num_examples))
 
@@ -140,8 +138,7 @@ class NoiseScaleTest(parameterized.TestCase):
         sent(monitoring.track_noise_scale(AXIS)), sent(mean) + 12 * 2 * 7 / 8
     )
 
-  @cases.parameters(*modes.NAMES)
-  def test_updates_are_those_of_the_reduction_to_the_bit(self, mode):
+  def test_updates_are_those_of_the_reduction_to_the_bit(self):
     mean = shard_transforms.cross_shard_mean(AXIS)
     median = shard_transforms.aggregators.coordinate_median(AXIS)
     track = monitoring.track_noise_scale
@@ -161,7 +158,7 @@ class NoiseScaleTest(parameterized.TestCase):
 
     weight = np.float32([3, 0, 1, 0, 2, 1, np.nan, 0.5])
     params = jax.tree.map(lambda x: x[0], updates)
-    for found, expected in modes.map_shards(mode, fn)(
+    for found, expected in modes.map_shards('shard_map', fn)(
         params, (updates, weight)
     ):
       chex.assert_trees_all_equal(found, expected, strict=True)

@@ -125,10 +125,6 @@ def real_rows(batch):
   return batch['real'].sum()
 
 
-def all_rows(batch):
-  return jnp.float32(len(batch['real']))
-
-
 SOUND = {
     'mean and clip': (mean_loss, optax.chain(MEAN, CLIP, ADAM)),
     'shared statistics': (shared_statistics_loss, optax.chain(MEAN, ADAM)),
@@ -149,7 +145,6 @@ WRONG = {
     'own statistics': (own_statistics_loss, MEAN, None, 'loss', 'batch stat'),
     'key of shard': (key_of_shard_loss, MEAN, None, 'loss', 'random keys that'),
     'no weight': (masked_loss, MEAN, None, 'loss', 'without that number'),
-    'wrong weight': (masked_loss, MEAN, all_rows, 'loss', 'without that num'),
     'noise': (
         mean_loss,
         optax.chain(MEAN, noisy(by_shard)),

@@ -26,7 +26,7 @@ from shard_transforms.monitoring import wire_report
 AXIS = modes.AXIS
 # Ways to have a program of 8 shards, and so to ask for a report on it.
 WAYS = ('shard_map', 'axis_sizes')
-ALL_WAYS = ('pmap', 'shard_map_unchecked', *WAYS)
+ALL_WAYS = ('pmap', *WAYS)
 
 # In bytes, 4,160 and 32, which are packed, and 200,000, which is not.
 GRADS = {
@@ -123,10 +123,6 @@ LIBRARY = {
     'mean': (*of_grads(MEAN), (R(GRADS_BYTES), 0), 2),
     'sum': (*of_grads(cross_shard_sum(AXIS)), (R(GRADS_BYTES), 0), 2),
     'mean, weight': (*of_grads(MEAN, 'weight'), (R(GRADS_BYTES + 4), 0), 3),
-    'sum, weight': (
-        *of_grads(cross_shard_sum(AXIS), 'weight'),
-        *((R(GRADS_BYTES + 4), 0), 3),
-    ),
     'bfloat16': (
         *(update_with(MEAN), (jax.ShapeDtypeStruct((1000,), jnp.bfloat16),)),
         *((R(4000), 0), 1),
@@ -174,10 +170,6 @@ LIBRARY = {
         *of_grads(tower_reduce(1, MEAN, axis_name=AXIS)),
         *((R(GRADS_BYTES), 0), 2),
     ),
-    'tower_reduce, no axis': (
-        *of_grads(optax.chain(MEAN, tower_reduce(4, optax.adam(1)))),
-        *((R(GRADS_BYTES), 0), 2),
-    ),
     'tower_reduce of shard_update': (
         *of_grads(
             tower_reduce(4, shard_update(optax.adam(0.1), AXIS), axis_name=AXIS)
@@ -188,10 +180,6 @@ LIBRARY = {
     'drop_stale': (
         *of_grads(drop_stale(2, MEAN, axis_name=AXIS), 'local_step'),
         *((R(8) + R(GRADS_BYTES + 4), 0), 4),
-    ),
-    'drop_stale, no axis': (
-        *of_grads(drop_stale(2, MEAN), local_step=0),
-        *((R(GRADS_BYTES), 0), 2),
     ),
     'reduce_towers': (
         *(update_with(shard_transforms.reduce_towers(3)), (TOWERS,)),
@@ -221,13 +209,6 @@ class LibraryTest(parameterized.TestCase):
     self.assertEqual(split(report), sent)
     self.assertEqual(report.num_collectives, num_collectives)
     self.assertEmpty(report.warnings)
-
-  @cases.parameters('pmap', 'shard_map_unchecked')
-  def test_other_modes_send_the_same(self, mode):
-    for name in 'mean, weight', 'shard_update', 'a whole step':
-      fn, own, sent, _ = LIBRARY[name]
-
-      self.assertEqual(split(report_on(mode, fn, *own)), sent)
 
   def test_nothing_is_sent_under_vmap(self):
     fn, own, *_ = LIBRARY['drop_stale']
@@ -500,15 +481,6 @@ class WireReportTest(parameterized.TestCase):
 
     self.assertEqual(report.total_bytes, 168)
 
-  def test_needs_no_devices_for_given_sizes(self):
-    report = wire_report(
-        lambda x: lax.psum(x, ('host', 'core')),
-        VECTOR,
-        axis_sizes={'host': 512, 'core': np.int64(128)},
-    )
-
-    self.assertEqual(report.total_bytes, all_reduce(96, 512 * 128))
-
   @cases.parameters('pmap', 'shard_map', 'shard_map_unchecked')
   def test_can_be_asked_for_inside_a_mapped_function(self, mode):
     reports = []
@@ -664,9 +636,7 @@ ERRORS = (
     (dict(axis_sizes={'model': 8}), NameError, 'give its size, as in `axis_si'),
     (dict(compiled='no'), TypeError, "`compiled` must be a boolean, got 'no'"),
     (dict(axis_sizes='data'), TypeError, rf"{SIZE} a mapping such as \{{'data"),
-    (dict(axis_sizes={None: 8}), TypeError, f'{SIZE} a mapping such as'),
     (dict(axis_sizes={AXIS: 8.0}), TypeError, f'{SIZE} an integer, got 8.0'),
-    (dict(axis_sizes={AXIS: True}), TypeError, f'{SIZE} an integer, got True'),
     (
         *(dict(axis_sizes={AXIS: 0}), ValueError),
         f"{SIZE} at least 1, got 0 for 'data'",

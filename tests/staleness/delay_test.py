@@ -1,6 +1,7 @@
 from absl.testing import parameterized
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -69,7 +70,7 @@ class DelayTest(parameterized.TestCase):
     zeros = jax.tree.map(np.zeros_like, first)
     chex.assert_trees_all_equal(first, zeros, strict=True)
 
-  @cases.product(steps=(0, 1, 2, 9))
+  @cases.product(steps=(1, 9))
   def test_gives_back_every_bit(self, steps):
     tx = delay_updates(steps)
     rng = np.random.default_rng(3)
@@ -87,17 +88,17 @@ class DelayTest(parameterized.TestCase):
       return jnp.asarray(bits.view(param.dtype).reshape(12, *param.shape))
 
     given = jax.tree.map(draw, params)
-    update = jax.jit(tx.update)
-    state = tx.init(params)
     late = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), params)
-    late = jax.tree.map(lambda *x: jnp.concatenate(x), late, given)
-    for call in range(12):
-      at_call, expected = (
-          jax.tree.map(lambda x, call=call: x[call], tree)
-          for tree in (given, late)
-      )
-      updates, state = update(at_call, state)
-      chex.assert_trees_all_equal(_bits(updates), _bits(expected), strict=True)
+    late = jax.tree.map(lambda x, y: jnp.concatenate([x, y])[:12], late, given)
+
+    @jax.jit
+    def delayed(given):
+      def call(state, updates):
+        return tx.update(updates, state)[::-1]
+
+      return lax.scan(call, tx.init(params), given)[1]
+
+    chex.assert_trees_all_equal(_bits(delayed(given)), _bits(late), strict=True)
 
   def test_no_delay_is_the_identity(self):
     tx = delay_updates(0)

@@ -230,13 +230,10 @@ ERRORS = (
         '%n = f32[2] collective-reduce(%c), dimensions={0}',
         'spell what it sends',
     ),
-    ('%n = f32[2] all-new(%c), replica_groups={{0,1}}', 'spell what it sends'),
     ('%n = f32[2] told(%c), replica_groups={{0,1}}', 'spell what it sends'),
-    ('%n = f32[2] sent(%c), source_target_pairs={{0,1}}', 'what it sends in a'),
     ('%n := f32[2] all-reduce(%c)', 'spell what it sends in a way that is'),
     # What it refers to is not there.
     (f'%n = f32[2] {SUM}'.replace('%c', '%d'), "define what it uses, got 'd'"),
-    (f'%n = f32[2] {SUM}'.replace('=%add', '=%other'), "it uses, got 'other'"),
     # Groups.
     (
         f'%n = f32[2] {SUM}'.replace(DATA, 'none'),
