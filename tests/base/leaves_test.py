@@ -36,17 +36,11 @@ def _callers():
 
 class InexactTest(parameterized.TestCase):
 
-  @cases.parameters(
-      (lambda: jnp.array(1), r'int32\[\]'),
-      (lambda: 1, r'int32\[\]'),
-      (lambda: np.ones(4, bool), r'bool\[4\]'),
-      (lambda: jax.random.key(0), r'key<fry>\[\]'),
-  )
-  def test_names_the_root_and_its_kind(self, make, kind):
+  def test_names_the_root_and_its_kind(self):
     tx = shard_transforms.cross_shard_mean('data')
 
-    with self.assertRaisesRegex(TypeError, f'got {kind} at the root'):
-      _update(tx, make(), params=0.0)
+    with self.assertRaisesRegex(TypeError, r'got int32\[\] at the root'):
+      _update(tx, 1, params=0.0)
 
   @cases.parameters(*_callers())
   def test_passes_leaves_without_numbers(self, caller):
@@ -72,12 +66,9 @@ class InexactTest(parameterized.TestCase):
         {name: updates[name] for name in ('none', 'masked', 'empty')},
     )
 
-  @cases.parameters('mean', 'sum')
-  def test_passes_the_gradients_of_integers(self, kind):
-    factory = getattr(shard_transforms, f'cross_shard_{kind}')
-    tx = shard_transforms.tower_reduce(
-        1, factory(modes.AXIS), axis_name=modes.AXIS
-    )
+  def test_passes_the_gradients_of_integers(self):
+    mean = shard_transforms.cross_shard_mean(modes.AXIS)
+    tx = shard_transforms.tower_reduce(1, mean, axis_name=modes.AXIS)
 
     def shard(params, x):
       grad = shard_transforms.value_and_grad(
@@ -122,13 +113,11 @@ class AccumulatorTest(parameterized.TestCase):
         strict=True,
     )
 
-  @cases.parameters(*NARROW, 'float32', 'complex64')
-  def test_updates_keep_their_dtype(self, dtype):
-    updates = jnp.ones((2, 5), dtype)
+  @cases.parameters(*_callers())
+  def test_updates_keep_their_dtype(self, caller):
+    dtypes = (*NARROW, 'float32', 'complex64')
+    tx, extra_args = _callers()[caller]
 
-    kinds = {
-        name: _update(tx, updates, **extra_args).dtype
-        for name, (tx, extra_args) in _callers().items()
-    }
+    found = _update(tx, [jnp.ones((2, 5), x) for x in dtypes], **extra_args)
 
-    self.assertEqual(set(kinds.values()), {jnp.dtype(dtype)}, kinds)
+    self.assertEqual([x.dtype for x in found], list(map(jnp.dtype, dtypes)))

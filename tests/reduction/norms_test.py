@@ -23,12 +23,15 @@ SHARDS = 8
 
 class GlobalNormTest(parameterized.TestCase):
 
-  @cases.parameters(*range(len(MIXES)))
-  def test_is_that_of_the_whole_for_every_mix(self, mix):
-    tree, specs = tree_of(), MIXES[mix]
-    norm = on_mesh(lambda tree: global_norm(tree, (AXIS, 'model')), specs)
+  def test_is_that_of_the_whole_for_every_mix(self):
+    tree = tree_of()
+    norms = on_mesh(
+        lambda trees: [global_norm(x, (AXIS, 'model')) for x in trees], MIXES
+    )
 
-    np.testing.assert_allclose(norm(tree), norm_of(tree), rtol=1e-6)
+    found = norms([tree] * len(MIXES))
+
+    np.testing.assert_allclose(found, [norm_of(tree)] * len(MIXES), rtol=1e-6)
 
   def test_without_an_axis_it_is_the_shards_own(self):
     x = np.arange(16.0, dtype=np.float32).reshape(SHARDS, 2)
@@ -134,32 +137,23 @@ class FiniteTest(parameterized.TestCase):
       ({'a': np.array(-np.inf)}, False),
       ({'a': jnp.array([1, jnp.inf], jnp.bfloat16)}, False),
       ({'a': np.array([1, 1j * np.nan])}, False),
+      # Nor does the sum of several leaves overflow.
+      ([np.full(9, 1e38, 'f')] * 9, True),
   )
   def test_looks_at_each_element(self, updates, expected):
     self.assertEqual(norms.are_finite(updates, ()), expected)
 
-  @cases.product(
-      dtype=('bfloat16', 'float16', 'float32', 'float64', 'complex128'),
-      element=(None, np.nan, np.inf, 'imaginary'),
-  )
-  def test_judges_all_dtypes_and_no_sum_overflows(self, dtype, element):
+  @cases.parameters('bfloat16', 'float16', 'float32', 'float64', 'complex128')
+  def test_judges_all_dtypes_and_no_sum_overflows(self, dtype):
     with jax.enable_x64(True):
       # So many that their sum is infinite in each dtype.
-      updates = jnp.full(1000, jnp.finfo(dtype).max, dtype)
-      if element == 'imaginary' and jnp.iscomplexobj(updates):
-        updates = updates.at[500].set(complex(1, np.inf))
-      elif element not in (None, 'imaginary'):
-        updates = updates.at[500].set(element)
-      finite = bool(jnp.isfinite(updates).all())
+      finite = jnp.full(1000, jnp.finfo(dtype).max, dtype)
+      rows = [finite, *(finite.at[500].set(x) for x in (np.nan, np.inf))]
+      if dtype == 'complex128':
+        rows.append(finite.at[500].set(complex(1, np.inf)))
 
-      actual = jax.jit(lambda x: norms.are_finite(x, ()))({'a': updates})
+      are_finite = jax.jit(jax.vmap(lambda x: norms.are_finite({'a': x}, ())))(
+          jnp.stack(rows)
+      )
 
-    is_real = not dtype.startswith('complex')
-    expected = element is None or (element == 'imaginary' and is_real)
-    self.assertEqual((finite, bool(actual)), (expected, expected))
-
-  @cases.parameters((1e38, True), (np.inf, False))
-  def test_sums_of_leaves_do_not_overflow(self, last, expected):
-    updates = [jnp.full(9, 1e38) for _ in range(9)] + [jnp.float32(last)]
-
-    self.assertEqual(norms.are_finite(updates, ()), expected)
+    self.assertEqual(are_finite.tolist(), [True] + [False] * (len(rows) - 1))

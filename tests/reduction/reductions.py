@@ -15,10 +15,6 @@ import modes
 import shard_transforms
 from shard_transforms._src.base import thresholds
 
-FACTORIES = {
-    'mean': shard_transforms.cross_shard_mean,
-    'sum': shard_transforms.cross_shard_sum,
-}
 GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7))
 
 WEIGHT = np.array([3, 1, 0, 5, 0.1, 2, 0.7, 4], np.float32)

@@ -11,7 +11,6 @@ import cases
 import modes
 import shard_transforms
 from shard_transforms import clip_by_global_norm
-from sliced_trees import MIXES
 from sliced_trees import norm_of
 from sliced_trees import on_mesh
 from sliced_trees import tree_of
@@ -22,7 +21,7 @@ SHARDS = 8
 
 class ClipTest(parameterized.TestCase):
 
-  @cases.product(order=('before', 'after'), max_norm=(0.5, 2.0, 1e3))
+  @cases.parameters(('before', 2.0), ('after', 0.5))
   def test_clips_before_or_after_the_reduction(self, order, max_norm):
     x = np.random.default_rng(0).normal(size=(SHARDS, 5)).astype(np.float32)
     links = [
@@ -44,22 +43,24 @@ class ClipTest(parameterized.TestCase):
     expected = clip(x).mean(0) if order == 'before' else clip(x.mean(0))
     np.testing.assert_allclose(updates, [expected] * SHARDS, rtol=1e-5)
 
-  @cases.parameters(0.5, 1e3)
-  def test_is_that_of_optax_to_the_bit(self, max_norm):
+  def test_is_that_of_optax_to_the_bit(self):
     tree = tree_of()
-    tx, expected = (
-        fn(max_norm) for fn in (clip_by_global_norm, optax.clip_by_global_norm)
-    )
 
-    updates, _ = tx.update(tree, tx.init(tree))
+    @jax.jit
+    def clipped(tree):
+      state = optax.EmptyState()
+      return [
+          [tx(max_norm).update(tree, state)[0] for max_norm in (0.5, 1e3)]
+          for tx in (clip_by_global_norm, optax.clip_by_global_norm)
+      ]
 
-    chex.assert_trees_all_equal(
-        updates, expected.update(tree, expected.init(tree))[0], strict=True
-    )
+    chex.assert_trees_all_equal(*clipped(tree), strict=True)
 
-  @cases.product(mix=[*range(0, len(MIXES), 3)], check_vma=(True, False))
-  def test_clips_slices_by_the_norm_of_the_whole(self, mix, check_vma):
-    tree, specs = tree_of(), MIXES[mix]
+  @cases.parameters(True, False)
+  def test_clips_slices_by_the_norm_of_the_whole(self, check_vma):
+    # Of leaves that are whole, and sliced over one axis and both.
+    specs = {'a': P(AXIS), 'b': P('model', AXIS), 'c': P(), 's': P()}
+    tree = tree_of()
     sharded = None if check_vma else specs
     tx = clip_by_global_norm(1.0, (AXIS, 'model'), sharded=sharded)
     clip = on_mesh(
@@ -116,10 +117,8 @@ class ClipTest(parameterized.TestCase):
       clip(tree_of())
 
   @cases.parameters(
-      (0.0, ValueError, '`max_norm` must be positive, got 0.0'),
       (np.nan, ValueError, '`max_norm` must be positive, got nan'),
       (None, TypeError, '`max_norm` must be a real number, got None'),
-      (1j, TypeError, '`max_norm` must be a real number, got 1j'),
   )
   def test_refuses_a_limit_that_is_none(self, max_norm, error, message):
     with self.assertRaisesRegex(error, message):
@@ -128,7 +127,7 @@ class ClipTest(parameterized.TestCase):
 
 class ShardUpdateTest(parameterized.TestCase):
 
-  @cases.product(num_shards=(1, 3, SHARDS))
+  @cases.parameters(1, 3)
   def test_clips_inside_by_the_norm_of_the_whole(self, num_shards):
     params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(2), 's': jnp.ones(())}
     clip = clip_by_global_norm(1.0, AXIS, sharded=P(AXIS))
@@ -155,25 +154,10 @@ class ShardUpdateTest(parameterized.TestCase):
 
     chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
-  def test_types_tell_what_is_sliced(self):
-    tx = shard_transforms.shard_update(
-        optax.chain(clip_by_global_norm(1.0, AXIS), optax.sgd(-1.0)), AXIS
-    )
-
-    def fn(params, x):
-      return tx.update(x, tx.init(params), params)[0]
-
-    updates = modes.map_shards('shard_map', fn)(
-        jnp.zeros(3), jnp.full((SHARDS, 3), 7.0)
-    )
-
-    np.testing.assert_allclose(updates, np.full((SHARDS, 3), 3**-0.5), 1e-6)
-
   @cases.parameters(
       # Of the moments it is not known what is behind their last element.
       (lambda: optax.chain(optax.adam(0.1), clip_by_global_norm(1.0, AXIS)),),
       (lambda: clip_by_global_norm(1.0),),
-      (lambda: optax.clip_by_global_norm(1.0),),
   )
   def test_refuses_a_norm_that_it_does_not_know(self, inner):
     tx = shard_transforms.shard_update(inner(), AXIS)
@@ -205,7 +189,7 @@ class ShardUpdateTest(parameterized.TestCase):
       return tx.update(updates, tx.init(params), params)[0]
 
     with self.assertRaisesRegex(ValueError, 'must treat each element'):
-      modes.map_shards('pmap', fn)(params, jnp.ones(SHARDS))
+      jax.eval_shape(modes.map_shards('vmap', fn), params, jnp.ones(SHARDS))
 
   @cases.parameters(True, False)
   def test_counts_parameters_that_are_sharded_over_another_axis(

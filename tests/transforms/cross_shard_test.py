@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 from absl.testing import parameterized
 import chex
@@ -54,19 +55,26 @@ def _like_params(w):
 
 
 @functools.cache
-def _reduce(mode, kind, weighted=False):
-  """Maps the reduction of each shard's gradient."""
-  tx = FACTORIES[kind](modes.AXIS)
+def _reduce(mode, weighted=False):
+  """Maps the reductions of each shard's gradient, of each weight if several."""
+  txs = {kind: make(modes.AXIS) for kind, make in FACTORIES.items()}
 
   def shard(params, own):
-    x, weight = own
-    grads = _gradient(params, x)
-    weight = weight if weighted else None
-    updates, state = tx.update(grads, tx.init(params), params, weight=weight)
-    return updates, state
+    x, weights = own
+
+    def reduce(x, weight):
+      grads = _gradient(params, x)
+      weight = weight if weighted else None
+      return {
+          kind: tx.update(grads, tx.init(params), params, weight=weight)[0]
+          for kind, tx in txs.items()
+      }
+
+    return [reduce(*given) for given in zip(x, weights, strict=True)]
 
   mapped = modes.map_shards(mode, shard)
-  return lambda x, weight: mapped(PARAMS, (x, np.asarray(weight, np.float32)))
+
+  return lambda x, weights: mapped(PARAMS, (x, weights))
 
 
 def _expected(kind, weight):
@@ -78,112 +86,88 @@ def _expected(kind, weight):
   return _like_params(np.broadcast_to(reduced, DATA.shape))
 
 
-# Weights and groups that need the gradient of each shard.
-NEEDS_OWN = ((1.0, None), (None, [[0, 1, 2, 3], [4, 5, 6, 7]]))
-EACH_FACTORY = (
-    *FACTORIES.values(),
-    functools.partial(
-        shard_transforms.cross_shard_mean, on_invariant='averaged'
-    ),
-)
-OF_AVERAGED = shard_transforms.cross_shard_mean(
-    modes.AXIS, on_invariant='averaged'
-)
-
-
 class CrossShardTest(parameterized.TestCase):
 
-  @cases.product(kind=tuple(FACTORIES), weights=tuple(WEIGHTS))
-  def test_counts_each_shard_by_its_weight(self, kind, weights):
-    self.assert_counts('shard_map', kind, WEIGHTS[weights])
+  @cases.parameters(*modes.NAMES)
+  def test_counts_each_shard_by_its_weight(self, mode):
+    weights = [np.array(weight, np.float32) for weight in WEIGHTS.values()]
+    # What has no weight contributes nothing.
+    x = [
+        np.where(w[:, None, None] > 0, DATA, np.float32(bad))
+        for w, bad in zip(
+            weights, itertools.cycle([NAN, np.inf, -np.inf]), strict=False
+        )
+    ]
 
-  @cases.product(kind=tuple(FACTORIES), mode=modes.NAMES)
-  def test_counts_alike_in_every_mode(self, kind, mode):
-    self.assert_counts(mode, kind, WEIGHTS['some_zero'])
+    results = _reduce(mode, weighted=True)(x, weights)
 
-  def assert_counts(self, mode, kind, weight, x=DATA):
-    updates, _ = _reduce(mode, kind, weighted=True)(x, weight)
+    for name, weight, by_kind in zip(WEIGHTS, weights, results, strict=True):
+      for kind, updates in by_kind.items():
+        with self.subTest(f'{name} {kind}'):
+          expected = _expected(kind, weight)
+          chex.assert_trees_all_close(updates, expected, rtol=1e-5, strict=True)
+          bits = updates['w'].view(np.uint32)
+          np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
 
-    expected = _expected(kind, weight)
-    chex.assert_trees_all_close(updates, expected, rtol=1e-5, strict=True)
-    bits = updates['w'].view(np.uint32)
-    np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
-
-  @cases.product(
-      kind=tuple(FACTORIES), bad=(NAN, np.inf, -np.inf), none_left=(False, True)
-  )
-  def test_a_shard_without_weight_contributes_nothing(
-      self, kind, bad, none_left
-  ):
-    weight = np.array([3, 0, 2, -1, 5, NAN, 6, 8]) * (1 - none_left)
-    x = np.where(weight[:, None, None] > 0, DATA, np.float32(bad))
-
-    self.assert_counts('shard_map', kind, weight, x)
-
-  @cases.product(kind=tuple(FACTORIES), weighted=(False, True))
-  def test_a_nan_reaches_all_shards(self, kind, weighted):
+  @cases.parameters(False, True)
+  def test_a_nan_reaches_all_shards(self, weighted):
     x = DATA.copy()
     x[3] = NAN
 
-    updates, _ = _reduce('shard_map', kind, weighted)(x, np.ones(8))
+    (results,) = _reduce('shard_map', weighted)([x], [np.ones(8)])
 
-    np.testing.assert_array_equal(updates['w'], np.full_like(DATA, NAN))
+    for updates in results.values():
+      np.testing.assert_array_equal(updates['w'], np.full_like(DATA, NAN))
 
-  @cases.parameters(*FACTORIES)
-  def test_one_shard_is_left_as_it_is(self, kind):
-    tx = FACTORIES[kind](modes.AXIS)
-
+  @cases.parameters('vmap', 'shard_map')
+  def test_one_shard_is_left_as_it_is(self, mode):
     def shard(params, x):
-      return tx.update(_gradient(params, x), tx.init(params))[0]
+      grads = _gradient(params, x)
+      txs = [make(modes.AXIS) for make in FACTORIES.values()]
+      return [tx.update(grads, tx.init(params))[0] for tx in txs]
 
     x = np.random.default_rng(1).normal(size=(1, 3, 5)).astype(np.float32)
     x[0, 0, :2] = -0.0
 
-    for mode in modes.NAMES:
-      updates = modes.map_shards(mode, shard, num_shards=1)(PARAMS, x)
-
+    for updates in modes.map_shards(mode, shard, num_shards=1)(PARAMS, x):
       chex.assert_trees_all_equal(updates, _like_params(x), strict=True)
       np.testing.assert_array_equal(np.signbit(updates['w']), np.signbit(x))
 
 
 class DtypeTest(parameterized.TestCase):
 
-  # The sum of these and of seven ones is lost where each addition is rounded.
-  @cases.product(
-      large=(
-          ('bfloat16', 256),
-          ('float16', 2048),
-          ('float8_e4m3fn', 16),
-          ('float8_e5m2', 8),
-      ),
-      weighted=(False, True),
-  )
-  def test_few_bits_are_summed_in_float32(self, large, weighted):
-    dtype, first = large
+  @cases.parameters(None, 1)
+  def test_few_bits_are_summed_in_float32(self, weight):
+    # The sum of these and of seven ones is lost where each addition is rounded.
+    first = {
+        'bfloat16': 256,
+        'float16': 2048,
+        'float8_e4m3fn': 16,
+        'float8_e5m2': 8,
+    }
     mean = shard_transforms.cross_shard_mean(modes.AXIS)
     total = shard_transforms.cross_shard_sum(modes.AXIS)
 
-    def shard(w, x):
-      w = shard_transforms.per_shard(w, modes.AXIS)
-      grads = jax.grad(lambda w: jnp.sum(w * x).astype(jnp.float32))(w)
-      weight = 1 if weighted else None
+    def shard(_, x):
       return {
-          'mean': mean.update(grads, mean.init(w), weight=weight)[0],
-          'sum': total.update(grads, total.init(w), weight=weight)[0],
+          'mean': mean.update(x, mean.init(x), weight=weight)[0],
+          'sum': total.update(x, total.init(x), weight=weight)[0],
       }
 
-    w = jnp.ones(5, dtype)
-    x = np.ones((8, 5))
-    x[0] = first
-
-    updates = modes.map_shards('shard_map', shard)(w, x.astype(w.dtype))
-
-    expected = {'mean': (first + 7) / 8, 'sum': first + 7.0}
-    expected = {
-        kind: np.full((8, 5), value).astype(w.dtype)
-        for kind, value in expected.items()
+    x = {
+        dtype: np.array([x] + [1] * 7).astype(jnp.dtype(dtype))
+        for dtype, x in first.items()
     }
-    self.assertNotEqual(expected['sum'][0, 0], first)
+
+    updates = modes.map_shards('shard_map', shard)(0.0, x)
+
+    expected = {
+        kind: {
+            dtype: np.full(8, (x + 7) / divisor).astype(jnp.dtype(dtype))
+            for dtype, x in first.items()
+        }
+        for kind, divisor in (('mean', 8), ('sum', 1))
+    }
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
   def test_complex_leaves_are_reduced_like_real_ones(self):
@@ -229,36 +213,32 @@ class InvariantTest(parameterized.TestCase):
   """Gradients that JAX, or an earlier link, has reduced already."""
 
   def test_leaves_an_averaged_gradient_as_it_is(self):
+    tx = shard_transforms.cross_shard_mean(modes.AXIS, on_invariant='averaged')
+
     def shard(params, x):
       # The parameters are replicated: JAX sums their gradient.
-      grads = jax.tree.map(lambda g: g / 8, jax.grad(_loss)(params, x))
-      return OF_AVERAGED.update(grads, OF_AVERAGED.init(params))[0]
-
-    updates = modes.map_shards(TRACKED, shard)(PARAMS, DATA)
-
-    expected = _like_params(np.broadcast_to(DATA.mean(0), DATA.shape))
-    chex.assert_trees_all_equal(updates, expected, strict=True)
-
-  def test_sends_nothing_for_an_averaged_gradient(self):
-    def shard(params, _):
-      return OF_AVERAGED.update(params, OF_AVERAGED.init(params))[0]
+      averaged = jax.tree.map(lambda g: g / 8, jax.grad(_loss)(params, x))
+      own = _gradient(params, x)
+      return [tx.update(grads, tx.init(params))[0] for grads in (averaged, own)]
 
     mapped = modes.map_shards(TRACKED, shard)
-    jaxpr = str(jax.make_jaxpr(mapped)(PARAMS, DATA))
 
-    self.assertNotIn('psum', jaxpr)
+    for updates in mapped(PARAMS, DATA):
+      expected = _like_params(np.broadcast_to(DATA.mean(0), DATA.shape))
+      chex.assert_trees_all_equal(updates, expected, strict=True)
+    # The gradients of two parameters by JAX, and a buffer.
+    report = shard_transforms.monitoring.wire_report(mapped, PARAMS, DATA)
+    self.assertLen(report.collectives, 3)
 
-  def test_still_reduces_gradients_that_are_per_shard(self):
-    def shard(params, x):
-      grads = _gradient(params, x)
-      return OF_AVERAGED.update(grads, OF_AVERAGED.init(params))[0]
-
-    updates = modes.map_shards('shard_map', shard)(PARAMS, DATA)
-
-    expected = _like_params(np.broadcast_to(DATA.mean(0), DATA.shape))
-    chex.assert_trees_all_equal(updates, expected, strict=True)
-
-  @cases.product(make=EACH_FACTORY, needs_own=NEEDS_OWN)
+  @cases.product(
+      make=(
+          *FACTORIES.values(),
+          functools.partial(
+              shard_transforms.cross_shard_mean, on_invariant='averaged'
+          ),
+      ),
+      needs_own=((1.0, None), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])),
+  )
   def test_refuses_weights_and_groups_with_a_reduced_gradient(
       self, make, needs_own
   ):
@@ -272,17 +252,15 @@ class InvariantTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'typed invariant'):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
-  @cases.product(
-      make=EACH_FACTORY,
-      needs_own=((None, None), *NEEDS_OWN),
-  )
-  def test_refuses_a_delayed_sum(self, make, needs_own):
-    weight, groups = needs_own
-    tx = make(modes.AXIS, groups=groups)
+  @cases.parameters('error', 'averaged')
+  def test_refuses_a_delayed_sum(self, on_invariant):
+    tx = shard_transforms.cross_shard_mean(
+        modes.AXIS, on_invariant=on_invariant
+    )
 
     def shard(params, x):
       grads = jax.grad(_loss)(jax.tree.map(_delay_sum, params), x)
-      return tx.update(grads, tx.init(params), weight=weight)[0]
+      return tx.update(grads, tx.init(params))[0]
 
     with self.assertRaisesRegex(
         ValueError, 'typed unreduced: its sum over the shards is pending'
@@ -297,9 +275,11 @@ def _delay_sum(param):
 class SeveralAxesTest(parameterized.TestCase):
   """Shards on a mesh of 2 hosts x 4 cores."""
 
-  @cases.product(
-      check_vma=(True, False),
-      axes=(('host', 'core'), ('core', 'host'), 'core', 'host'),
+  @cases.parameters(
+      (True, ('host', 'core')),
+      (False, ('core', 'host')),
+      (True, 'core'),
+      (False, 'host'),
   )
   def test_reduces_over_the_axes_that_it_is_given(self, check_vma, axes):
     tx = shard_transforms.cross_shard_mean(axes)
@@ -322,27 +302,26 @@ class SeveralAxesTest(parameterized.TestCase):
         updates, _like_params(expected), rtol=1e-6, strict=True
     )
 
-  @cases.parameters(*FACTORIES, 'tree', 'shard_update')
-  def test_works_under_nested_maps(self, kind):
-    tx = {
-        'tree': reproducible.mean,
-        'shard_update': functools.partial(
-            shard_transforms.shard_update, optax.identity()
-        ),
-        **FACTORIES,
-    }[kind](('host', 'core'))
+  def test_works_under_nested_maps(self):
+    axes = 'host', 'core'
+    txs = {
+        'tree': reproducible.mean(axes),
+        'shard_update': shard_transforms.shard_update(optax.identity(), axes),
+        **{kind: make(axes) for kind, make in FACTORIES.items()},
+    }
 
     def shard(x):
-      return tx.update(_gradient_of_both(x), tx.init(jnp.ones(5)))[0]
+      grads, params = _gradient_of_both(x), jnp.ones(5)
+      return {k: tx.update(grads, tx.init(params))[0] for k, tx in txs.items()}
 
-    mapped = jax.vmap(jax.vmap(shard, axis_name='core'), axis_name='host')
     x = DATA[:, 0].reshape(2, 4, 5)
+    inner = jax.vmap(shard, axis_name='core')
 
-    total = x.sum((0, 1)) if kind == 'sum' else x.mean((0, 1))
-    expected = np.broadcast_to(total, x.shape)
-    np.testing.assert_array_equal(mapped(x), expected)
-    parallel = jax.pmap(jax.vmap(shard, axis_name='core'), axis_name='host')
-    np.testing.assert_array_equal(parallel(x), expected)
+    for outer in jax.vmap, jax.pmap:
+      for kind, found in jax.jit(outer(inner, axis_name='host'))(x).items():
+        total = x.sum((0, 1)) if kind == 'sum' else x.mean((0, 1))
+        expected = np.broadcast_to(total, x.shape)
+        np.testing.assert_array_equal(found, expected, err_msg=kind)
 
   def test_takes_each_leaf_in_its_own_state(self):
     tx = shard_transforms.cross_shard_mean(
@@ -387,7 +366,7 @@ def _gradient_of_both(x):
 
 class ShardMeanTest(parameterized.TestCase):
 
-  @cases.product(weighted=(False, True))
+  @cases.parameters(False, True)
   def test_averages_metrics_of_any_dtype(self, weighted):
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 

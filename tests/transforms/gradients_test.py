@@ -44,7 +44,7 @@ class ValueAndGradTest(parameterized.TestCase):
     self.assert_close(results, _own_results(lambda x, y: alone(PARAMS, x, y)))
 
   def test_differentiates_the_chosen_arguments(self):
-    choices = 0, 1, -1, (0,), (0, 2), (2, 0), (-3, 1), [1]
+    choices = 0, -1, (0,), (2, 0), (-3, 1), [1]
     params = PARAMS['w'], np.float32(2), PARAMS['b']
 
     def grads_of(grad, x, y):
@@ -102,9 +102,8 @@ class ValueAndGradTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, 'real- or complex-valued inputs'):
       jax.vmap(step, axis_name='data')(jnp.arange(3))
 
-  @cases.parameters({'argnums': 1}, {'argnums': (0, 1)})
-  def test_says_which_argument_is_missing(self, argnums):
-    step = shard_transforms.value_and_grad(jnp.sin, 'data', argnums)
+  def test_says_which_argument_is_missing(self):
+    step = shard_transforms.value_and_grad(jnp.sin, 'data', (0, 1))
 
     with self.assertRaisesRegex(
         TypeError, 'requires at least 2 positional arguments'
@@ -145,12 +144,9 @@ class ValueAndGradTest(parameterized.TestCase):
     alone = jax.jit(jax.grad(lambda *args: 3 * _loss(*args)))
     self.assert_close(totals, _own_results(lambda x, y: alone(PARAMS, x, y)))
 
-  @cases.parameters(True, False)
-  def test_is_per_shard_over_each_of_several_axes(self, check_vma):
+  def test_is_per_shard_over_each_of_several_axes(self):
     grad = shard_transforms.value_and_grad(_loss, list(modes.HOSTS))
-    mapped = modes.map_over_hosts(
-        lambda params, own: grad(params, *own), check_vma
-    )
+    mapped = modes.map_over_hosts(lambda params, own: grad(params, *own))
 
     results = mapped(PARAMS, (X, Y))
 
@@ -160,10 +156,7 @@ class ValueAndGradTest(parameterized.TestCase):
 
 class ReducedLossTest(parameterized.TestCase):
 
-  @cases.product(
-      reduce=(lax.psum, lax.pmean, lax.pmax),
-      has_aux=(False, True),
-  )
+  @cases.parameters((lax.psum, False), (lax.pmax, True))
   def test_refuses_a_loss_that_is_the_same_on_all_shards(self, reduce, has_aux):
     def loss(params, x, y):
       own = _loss(params, x, y)

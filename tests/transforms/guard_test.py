@@ -58,22 +58,9 @@ def data(steps=3, seed=0):
 
 class SkipTest(parameterized.TestCase):
 
-  def test_hands_on_what_is_good_to_the_bit(self):
-    inner = mean_of(optax.adam(0.1))
-
-    updates, state = run(guard(inner, AXIS), data())
-
-    expected, inner_state = run(inner, data())
-    chex.assert_trees_all_equal(updates, expected, strict=True)
-    chex.assert_trees_all_equal(state.inner_state, inner_state, strict=True)
-    np.testing.assert_array_equal(state.num_updates, [3] * SHARDS)
-    np.testing.assert_array_equal(state.skipped_count, [0] * SHARDS)
-    np.testing.assert_array_equal(state.last_bad_step, [[-1]] * SHARDS)
-
-  @cases.product(bad=(NAN, np.inf, -np.inf))
-  def test_a_bad_shard_leaves_every_bit_of_the_state(self, bad):
+  def test_a_bad_shard_leaves_every_bit_of_the_state(self):
     x = data()
-    x[3, 1, 2] = bad
+    x[3, 1, 2] = -np.inf
     inner = mean_of(optax.adam(0.1))
 
     updates, state = run(guard(inner, AXIS), x)
@@ -98,12 +85,11 @@ class SkipTest(parameterized.TestCase):
         state.last_bad_step[:, 0], [-1, -1, -1, 5, -1, -1, 2, -1]
     )
 
-  @cases.parameters(0.0, -1.0, NAN)
-  def test_a_shard_without_weight_is_not_bad(self, weight):
+  def test_a_shard_without_weight_is_not_bad(self):
     x = data()
     x[3] = NAN
     weights = np.ones((SHARDS, 3), np.float32)
-    weights[3] = weight
+    weights[3] = 0.0, -1.0, NAN
 
     updates, state = run(guard(mean_of(optax.sgd(-1.0)), AXIS), x, weights)
 
@@ -125,47 +111,19 @@ class SkipTest(parameterized.TestCase):
     self.assertEqual(state.skipped_count[0], 1)
     self.assertEqual(state.bad_shard_count[0], 0)
 
-  def test_decides_for_what_is_reduced_already(self):
-    x = data()
-    x[3, 1, 2] = NAN
-    tx = optax.chain(cross_shard_mean(AXIS), guard(optax.adam(0.1)))
-
-    updates, (_, state) = run(tx, x)
-
-    expected, _ = run(mean_of(optax.adam(0.1)), x[:, [0, 2]])
-    chex.assert_trees_all_equal(updates[:, [0, 2]], expected)
-    np.testing.assert_array_equal(state.last_bad_step, [1] * SHARDS)
-    np.testing.assert_array_equal(state.bad_shard_count, [1] * SHARDS)
-
   def test_weights_of_shards_do_not_decide_behind_the_reduction(self):
     x = data()
     x[3, 1, 2] = NAN
     weight = np.arange(float(SHARDS))[:, None].repeat(3, 1)
     behind = optax.chain(cross_shard_mean(AXIS), guard(optax.adam(0.1)))
 
-    updates, _ = run(behind, x, weight)
+    updates, (_, state) = run(behind, x, weight)
 
     expected, _ = run(guard(mean_of(optax.adam(0.1)), AXIS), x, weight)
     self.assertTrue(np.all(updates[:, [0, 2]]))
     chex.assert_trees_all_close(updates, expected, rtol=1e-6)
-
-  def test_examines_leaves_of_all_kinds(self):
-    params = {
-        'half': jnp.ones(3, jnp.bfloat16),
-        'complex': jnp.ones(2, jnp.complex64),
-        'none': None,
-        'empty': jnp.ones((0, 2)),
-    }
-    for name in 'half', 'complex':
-      bad = dict(params, **{name: params[name].at[0].set(jnp.nan)})
-      tx = guard(optax.identity())
-
-      updates, state = tx.update(bad, tx.init(params))
-
-      self.assertEqual(state.skipped_count, 1, name)
-      chex.assert_trees_all_equal(
-          updates, jax.tree.map(jnp.zeros_like, params), strict=True
-      )
+    np.testing.assert_array_equal(state.last_bad_step, [1] * SHARDS)
+    np.testing.assert_array_equal(state.bad_shard_count, [1] * SHARDS)
 
   def test_a_square_that_overflows_is_not_bad(self):
     # The square of what is finite may be infinite, which is no reason to skip.
@@ -180,64 +138,43 @@ class SkipTest(parameterized.TestCase):
 
 class ExcludeTest(parameterized.TestCase):
 
-  @cases.product(weighted=(True, False))
-  def test_gives_the_mean_of_the_good(self, weighted):
+  def test_gives_the_mean_of_the_good(self):
     x = data()
     x[3, 1, 2] = NAN
     x[5, 1] = np.inf
     weights = np.arange(1.0, 25, dtype=np.float32).reshape(SHARDS, 3)
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude')
 
-    updates, state = run(tx, x, weights if weighted else None, 'shard_map')
+    updates, state = run(tx, x, weights)
 
-    counts = weights if weighted else np.ones_like(weights)
-    counts = np.where(np.isfinite(x).all(-1), counts, 0)
+    counts = np.where(np.isfinite(x).all(-1), weights, 0)
     good = np.where(np.isfinite(x), x, 0)
     expected = (counts[..., None] * good).sum(0) / counts.sum(0)[:, None]
     np.testing.assert_allclose(updates[0], expected, rtol=1e-5, atol=1e-6)
     self.assertEqual(state.skipped_count[0], 0)
     self.assertEqual(state.bad_shard_count[0], 2)
 
-  @cases.parameters(
-      ('exclude', 'shard_map', None),
-      ('exclude', 'pmap', 0),
-      ('skip', 'shard_map', 0),
-      ('skip', 'pmap', 0),
-  )
-  def test_moments_before_the_reduction_see_no_nan(self, on_bad, mode, weight):
+  @cases.parameters(('exclude', False), ('skip', True))
+  def test_moments_before_the_reduction_see_no_nan(self, on_bad, weighted):
     x = data()
     x[3, 1] = NAN
     inner = optax.chain(optax.trace(0.5), cross_shard_mean(AXIS))
     tx = guard(inner, AXIS, on_bad=on_bad)
 
     def fn(params, x):
+      def step(state, x):
+        weight = jnp.isfinite(x).all().astype(jnp.float32)
+        given = {'weight': weight} if weighted else {}
+        return tx.update(x, state, params, **given)[1], None
+
       # Moments of each shard are marked as such.
       state = tx.init(shard_transforms.per_shard(params, AXIS))
-      for step in range(3):
-        given = {}
-        if weight is not None:
-          given['weight'] = jnp.where(jnp.isfinite(x[step]).all(), 1, weight)
-        updates, state = tx.update(x[step], state, params, **given)
-      return updates, state.inner_state[0].trace
+      return lax.scan(step, state, x)[0].inner_state[0].trace
 
-    _, trace = modes.map_shards(mode, fn)(jnp.zeros(5), x)
+    trace = modes.map_shards('shard_map', fn)(jnp.zeros(5), x)
 
     expected = 0.25 * x[:, 0] + 0.5 * np.nan_to_num(x[:, 1]) + x[:, 2]
     np.testing.assert_allclose(trace, expected, rtol=1e-5)
-
-  def test_hands_the_weights_to_towers(self):
-    x = data(steps=2)
-    x[3, 0] = NAN
-    towers = shard_transforms.tower_reduce(
-        2, mean_of(optax.sgd(-1.0)), axis_name=AXIS
-    )
-
-    updates, _ = run(guard(towers, AXIS, on_bad='exclude'), x)
-
-    good = x.reshape(-1, 5)
-    np.testing.assert_allclose(
-        updates[0, 1], good[np.isfinite(good).all(1)].mean(0), rtol=1e-5
-    )
 
   def test_uses_what_drop_stale_leaves_out(self):
     x = data(steps=1)[:, 0]
@@ -255,47 +192,57 @@ class ExcludeTest(parameterized.TestCase):
     np.testing.assert_allclose(updates[0], x[[2, 4, 5, 6, 7]].mean(0), 1e-5)
 
 
+DECISIONS = (
+    # (on_bad, min_shards, weight, whether the step is taken)
+    ('skip', None, [1, 1, 1, 1], False),
+    ('skip', None, [1, 0, 1, 1], True),
+    ('skip', None, [0, 0, 0, 0], False),
+    ('exclude', 3, [1, 1, 1, 1], True),
+    ('exclude', 4, [1, 1, 1, 1], False),
+    ('exclude', 3, [1, 1, 1, 0], False),
+    ('exclude', None, [0, 1, 0, 5], True),
+)
+
+
 class DecisionTest(parameterized.TestCase):
 
-  @cases.product(
-      case=(
-          # (on_bad, min_shards, weight, whether the step is taken)
-          ('skip', None, [1, 1, 1, 1], False),
-          ('skip', None, [1, 0, 1, 1], True),
-          ('skip', None, [0, 0, 0, 0], False),
-          ('exclude', 3, [1, 1, 1, 1], True),
-          ('exclude', 4, [1, 1, 1, 1], False),
-          ('exclude', 3, [1, 1, 1, 0], False),
-          ('exclude', None, [0, 1, 0, 5], True),
-      )
-  )
-  def test_all_shards_decide_together(self, case):
-    on_bad, min_shards, weight, accept = case
-    tx = guard(
-        mean_of(optax.sgd(1.0)),
-        AXIS,
-        on_bad=on_bad,
-        min_shards=min_shards,
-        spikes=SpikeRule(max_stds=9.0, window=2),
-    )
-    x = np.array([2, NAN, 2, 2], np.float32)
-    weight = np.array(weight, np.float32)
+  def test_all_shards_decide_together(self):
+    spikes = SpikeRule(max_stds=9.0, window=2)
 
     def shard(params, own):
-      return tx.update(own[0], tx.init(params), weight=own[1])
+      x, weights = own
+      results = []
+      for (on_bad, min_shards, *_), weight in zip(
+          DECISIONS, weights, strict=True
+      ):
+        tx = guard(
+            mean_of(optax.sgd(1.0)),
+            AXIS,
+            on_bad=on_bad,
+            min_shards=min_shards,
+            spikes=spikes,
+        )
+        results.append(tx.update(x, tx.init(params), weight=weight))
+      return results
 
-    updates, state = modes.map_shards('shard_map', shard, 4)(
-        jnp.zeros(()), (x, weight)
+    x = np.array([2, NAN, 2, 2], np.float32)
+    weights = np.array([weight for *_, weight, _ in DECISIONS], np.float32)
+    results = modes.map_shards('shard_map', shard, 4)(
+        jnp.zeros(()), (x, weights.T)
     )
 
-    is_bad = np.isnan(x) & (weight > 0)
-    np.testing.assert_array_equal(updates, [-2.0 * accept] * 4)
-    np.testing.assert_array_equal(state.skipped_count, [not accept] * 4)
-    np.testing.assert_array_equal(state.bad_shard_count, [is_bad.sum()] * 4)
-    np.testing.assert_array_equal(state.last_bad_step[:, 0], is_bad - 1)
-    np.testing.assert_array_equal(
-        state.spikes.statistics.mean[:, 0, 0], [2.0 * accept] * 4
-    )
+    for case, (updates, state) in zip(DECISIONS, results, strict=True):
+      *_, weight, accept = case
+      is_bad = np.isnan(x) & (np.array(weight) > 0)
+      for found, expected in (
+          (updates, [-2.0 * accept] * 4),
+          (state.skipped_count, [not accept] * 4),
+          (state.bad_shard_count, [is_bad.sum()] * 4),
+          (state.spikes.spike_count, [is_bad.sum()] * 4),
+          (state.last_bad_step[:, 0], is_bad - 1),
+          (state.spikes.statistics.mean[:, 0, 0], [2.0 * accept] * 4),
+      ):
+        np.testing.assert_array_equal(found, expected, err_msg=str(case))
 
 
 class SpikeTest(parameterized.TestCase):
@@ -307,28 +254,27 @@ class SpikeTest(parameterized.TestCase):
 
     self.assertEqual(state.skipped_count, 0)
 
-  @cases.parameters((2.9, True), (3.1, False))
-  def test_the_limit_is_so_many_deviations_above_the_mean(self, max_stds, bad):
+  def test_the_limit_is_so_many_deviations_above_the_mean(self):
     # The norms of two shards in two steps: mean 4, variance 1 within steps, and
     # (4 + 4) / (2 - 1) = 8 between those of steps.
     x = np.array([[1.0, 3.0], [5.0, 7.0]]).T[:, :, None]
     limit = 4 + 3 * 9**0.5
     x = np.append(x, [[[limit]], [[4.0]]], axis=1).astype(np.float32)
-    tx = guard(
-        mean_of(optax.sgd(1.0)),
-        AXIS,
-        spikes=SpikeRule(max_stds=max_stds, window=2),
-    )
 
     def fn(params, x):
-      state = tx.init(params)
-      for step in range(3):
-        _, state = tx.update(x[step], state, params)
-      return state.skipped_count
+      counts = []
+      for max_stds in 2.9, 3.1:
+        spikes = SpikeRule(max_stds=max_stds, window=2)
+        tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=spikes)
+        state = tx.init(params)
+        for step in range(3):
+          _, state = tx.update(x[step], state, params)
+        counts.append(state.skipped_count)
+      return jnp.stack(counts)
 
-    skipped_count = modes.map_shards('shard_map', fn, 2)(jnp.zeros(1), x)
+    counts = modes.map_shards('shard_map', fn, 2)(jnp.zeros(1), x)
 
-    np.testing.assert_array_equal(skipped_count, [int(bad)] * 2)
+    np.testing.assert_array_equal(counts, [[1, 0]] * 2)
 
   def test_excluded_shards_are_not_recorded(self):
     x = data(steps=1)
@@ -374,25 +320,21 @@ class SpikeTest(parameterized.TestCase):
     self.assertTrue(np.all(np.isfinite(state.spikes.statistics.mean)))
 
   def test_norms_that_stay_the_same_are_no_spikes(self):
-    x = np.full((SHARDS, 30, 5), 7**0.5 / 5**0.5, np.float32)
-    tx = guard(
-        mean_of(optax.sgd(1.0)), AXIS, spikes=SpikeRule(max_stds=1.0, window=5)
-    )
+    tx = guard(optax.identity(), spikes=SpikeRule(max_stds=1.0, window=5))
 
-    _, state = run(tx, x)
+    @jax.jit
+    def skipped_count(x):
+      def step(state, x):
+        return tx.update(x, state)[1], None
+
+      return lax.scan(step, tx.init(x[0]), x)[0].skipped_count
+
+    self.assertEqual(skipped_count(np.full((30, 1), 7**0.5, 'float32')), 0)
     with jax.enable_x64(True):
-      wide = guard(optax.identity(), spikes=SpikeRule(max_stds=1.0, window=5))
-      wide_state = wide.init(jnp.zeros(1, jnp.float64))
-      for _ in range(9):
-        _, wide_state = wide.update(jnp.full(1, 7**0.5), wide_state)
-
-    self.assertEqual(state.skipped_count[0], 0)
-    self.assertEqual(wide_state.skipped_count, 0)
+      self.assertEqual(skipped_count(np.full((9, 1), 7**0.5)), 0)
 
   @cases.parameters(
       (None, SpikeRule(max_stds=3.0)),
-      (SpikeRule(max_stds=3.0), None),
-      (SpikeRule(max_norm=3.0), SpikeRule(max_stds=3.0)),
       (SpikeRule(max_stds=3, window=4), SpikeRule(max_stds=3, window=5)),
       (
           SpikeRule(max_stds=3, signals=['loss']),
@@ -423,17 +365,10 @@ class ModelAxisTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"`sharded` .* over \['model'\]"):
       step(jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, P(AXIS))))
 
-  @cases.parameters('model', ('model',), 3)
-  def test_refuses_what_is_no_spec(self, sharded):
-    for factory in (
-        lambda: guard(optax.sgd(1.0), AXIS, sharded=sharded),
-        lambda: shard_transforms.clip_by_global_norm(
-            1.0, AXIS, sharded=sharded
-        ),
-        lambda: shard_transforms.global_norm(1.0, AXIS, sharded=sharded),
-    ):
+  def test_refuses_what_is_no_spec(self):
+    for sharded in ('model',), 3:
       with self.assertRaisesRegex(TypeError, 'must be a `PartitionSpec`'):
-        factory()
+        guard(optax.sgd(1.0), AXIS, sharded=sharded)
 
   def test_needs_the_axes_of_its_specs(self):
     tx = guard(mean_of(optax.sgd(1.0)), AXIS, sharded=P('model'))
@@ -561,16 +496,6 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'decided the same .* `axis_name`'):
       run(tx, data())
-
-  def test_a_reduction_by_hand_must_not_be_given_weights(self):
-    x = data()
-    x[3] = NAN
-    weights = np.ones((SHARDS, 3), np.float32)
-    weights[3] = 0
-    by_hand = optax.stateless(lambda u, p: lax.pmean(u, AXIS))
-
-    with self.assertRaisesRegex(ValueError, 'must use the extra .* `weight`'):
-      run(guard(by_hand, AXIS), x, weights, mode='pmap')
 
   def test_a_reduction_by_hand_may_skip(self):
     x = data()

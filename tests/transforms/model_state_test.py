@@ -19,14 +19,10 @@ GUARDS = {
     'inside': optax.chain(
         shard_transforms.cross_shard_mean(AXIS), guard(optax.sgd(0.1))
     ),
-    'only the outer': guard(guard(SGD, AXIS, on_bad='exclude'), AXIS),
     'only the inner': guard(
         guard(SGD, AXIS, spikes=shard_transforms.SpikeRule(max_norm=9)), AXIS
     ),
     'around towers': guard(tower_reduce(2, SGD, axis_name=AXIS), AXIS),
-    'around drop_stale': guard(
-        shard_transforms.drop_stale(9, SGD, axis_name=AXIS), AXIS
-    ),
     'with its rate': optax.inject_hyperparams(
         lambda rate: optax.chain(guard(SGD, AXIS), optax.scale(rate))
     )(0.1),

@@ -10,7 +10,6 @@ import cases
 import shard_transforms
 
 PARAMS = {'w': jnp.ones((3, 5)), 'b': jnp.float32(0.5)}
-KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
 def _mesh(num_shards=8, axis='data', kind=AxisType.Explicit):
@@ -41,7 +40,7 @@ def _update_on(mesh, tx, state):
 
 class OnMeshTest(parameterized.TestCase):
 
-  @cases.parameters(*KINDS)
+  @cases.parameters(AxisType.Auto, AxisType.Explicit)
   def test_init_outside_is_that_of_init_state(self, kind):
     mesh = _mesh(kind=kind)
 
@@ -54,47 +53,36 @@ class OnMeshTest(parameterized.TestCase):
     ]
     self.assertEqual(*shardings)
 
-  @cases.parameters('in_specs', 'per_shard')
-  def test_takes_the_options_of_init_state(self, option):
+  @cases.parameters(
+      {'in_specs': {'w': P(None, 'model'), 'b': P()}}, {'per_shard': True}
+  )
+  def test_takes_the_options_of_init_state(self, **options):
     mesh = jax.make_mesh((4, 2), ('data', 'model'), (AxisType.Auto,) * 2)
-    value = {
-        'in_specs': {'w': P(), 'b': P()},
-        'per_shard': True,
-    }[option]
     params = {'w': jnp.ones((4, 2)), 'b': jnp.zeros(2)}
-    if option == 'in_specs':
-      value = {'w': P(None, 'model'), 'b': P()}
 
-    bound = shard_transforms.on_mesh(_guard(), mesh, **{option: value})
+    state = shard_transforms.on_mesh(_guard(), mesh, **options).init(params)
 
-    expected = shard_transforms.init_state(
-        _guard(), params, mesh, **{option: value}
+    expected, plain = (
+        shard_transforms.init_state(_guard(), params, mesh, **given)
+        for given in (options, {})
     )
-    specs = map(shard_transforms.specs_of, (bound.init(params), expected))
-    self.assertEqual(*specs)
-    self.assertNotEqual(
-        shard_transforms.specs_of(expected),
-        shard_transforms.specs_of(
-            shard_transforms.init_state(_guard(), params, mesh)
-        ),
-    )
+    specs = shard_transforms.specs_of
+    self.assertEqual(specs(state), specs(expected))
+    self.assertNotEqual(specs(state), specs(plain))
 
-  @cases.parameters('vmap', 'shard_map')
-  def test_init_inside_is_that_of_the_transformation(self, mode):
+  def test_init_inside_is_that_of_the_transformation(self):
     tx = shard_transforms.on_mesh(_guard(), _mesh())
+    by_vmap = jax.vmap(tx.init, None, axis_name='data', axis_size=8)
+    by_shard_map = jax.shard_map(
+        lambda params: jax.tree.map(lambda x: x[None], tx.init(params)),
+        mesh=_mesh(),
+        in_specs=P(),
+        out_specs=P('data'),
+        check_vma=False,
+    )
 
-    def init(_):
-      state = tx.init(PARAMS)
-      return jax.tree.map(lambda x: x[None], state)
-
-    if mode == 'vmap':
-      mapped = jax.vmap(tx.init, None, axis_name='data', axis_size=8)
-      self.assertEqual(mapped(PARAMS).last_bad_step.shape, (8, 1))
-    else:
-      mapped = jax.shard_map(
-          init, mesh=_mesh(), in_specs=P(), out_specs=P('data'), check_vma=False
-      )
-      shape = jax.eval_shape(mapped, 0.0).last_bad_step.shape
+    for init in by_vmap, by_shard_map:
+      shape = jax.eval_shape(init, PARAMS).last_bad_step.shape
       self.assertEqual(shape, (8, 1))
 
   def test_abstract_parameters_give_abstract_state(self):
