@@ -2,8 +2,8 @@
 
 Prints what the formulas of a ring give for the float32 gradients of a model, as
 tables of Markdown: bytes that the busiest shard sends in a step, seconds, and
-memory. Nothing is measured. `docs/scaling.md` says what the numbers mean, and
-whose figures the links are.
+memory. Nothing is measured. `docs/measurements.md` says what the numbers
+mean, and whose figures the links are.
 """
 
 from collections.abc import Sequence

@@ -33,7 +33,7 @@ ROWS = {
     '`delay_updates` before the reduction': lambda inner: optax.chain(
         st.delay_updates(1, axis_name=AXIS), inner
     ),
-    '`delay_updates` behind the reduction': None,
+    '`delay_updates` after the reduction': None,
 }
 PLACES = {
     'in `drop_stale`': lambda tx: st.drop_stale(8, tx, axis_name=AXIS),

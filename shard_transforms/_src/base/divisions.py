@@ -3,8 +3,7 @@
 Where dimensions are too short, a row of all elements is divided. The slices of
 all shards, side by side, are the leaf: state that is sliced so has the shapes
 of the replicated state, and a `PartitionSpec`. Slices along a dimension are
-what XLA for TPUs reduces and scatters; of flat ones it sums the whole;
-docs/measurements.md has what it makes of both.
+what XLA for TPUs reduces and scatters; of flat ones it sums the whole.
 """
 
 from collections.abc import Hashable

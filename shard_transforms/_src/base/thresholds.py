@@ -48,8 +48,7 @@ class Thresholds:
   unrolled_rows: int = 0
 
 
-# One process with XLA for CPUs, by `python benchmarks/thresholds.py`;
-# docs/measurements_history.md has what other limits gave.
+# One process with XLA for CPUs, by `python benchmarks/thresholds.py`.
 _CPU = Thresholds(
     # Every operand of an all-reduce costs a barrier of all threads, a buffer
     # two copies. Leaves of 16 kB gain, those of 48 kB lose, larger buffers gain
@@ -82,7 +81,7 @@ _CPU_PROCESSES = dataclasses.replace(
 # XLA joins all-reduces by itself, where buffers cost temporary memory, but not
 # permutes: in `reproducible`, 50 leaves of 400 B send 3 in place of 150. With
 # leaves of 120 kB, buffers take 2.6 times as long to compile, with those of 32
-# kB 1.5 times. docs/measurements.md has the figures, which no command repeats.
+# kB 1.5 times. No command repeats these figures.
 _TPU = Thresholds(slice_buffers=(Level(32 * 1024, 4 * 1024**2, 64),))
 
 # For GPUs, XLA joins all collectives of these.

@@ -18,7 +18,7 @@ from legacy import ports
 from legacy import runs
 from shard_transforms import facade
 
-PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'porting_from_tf1.md'
+PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'porting_reference.md'
 # A short script changes more than a fifth: the import, the function around the
 # loss and the loss as a result are there in all.
 FEW_LINES = 8

@@ -1,4 +1,4 @@
-"""The programs of the page on compiled programs send what it says."""
+"""The programs of the page on the wire report send what it says."""
 
 import json
 import pathlib
@@ -10,7 +10,7 @@ import pytest
 
 import python_command
 
-PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'compiled_programs.md'
+PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'wire_report.md'
 BLOCK = re.compile(r'^```(python|text)\n(.*?)^```', re.M | re.S)
 # Not those of the page, and of old ones where JAX finds a program in its cache.
 LINE = re.compile(r'(?:, )?[\w.<>]+:\d+| +source$|(?<=`) \(\)', re.M)
@@ -32,7 +32,7 @@ def without_lines(text):
   return '\n'.join(line.rstrip() for line in text.splitlines())
 
 
-class CompiledProgramsTest(parameterized.TestCase):
+class WireReportPageTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_programs_send_what_the_page_says(self):
