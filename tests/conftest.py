@@ -1,5 +1,6 @@
 """Settings that all tests share, made before JAX starts a backend."""
 
+import collections
 import gc
 import os
 import pathlib
@@ -56,8 +57,24 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-  # What is slow begins first, so that no worker is left with it at the end.
-  items.sort(key=lambda item: item.get_closest_marker('slow') is None)
+  # Each worker is given consecutive tests, and takes others' last ones when it
+  # is done: each begins with its part of the slow files, so that none is left
+  # with these at the end.
+  slow, quick = collections.defaultdict(list), []
+  for item in items:
+    is_slow = item.get_closest_marker('slow')
+    (slow[item.path] if is_slow else quick).append(item)
+  num_workers = int(os.environ.get('PYTEST_XDIST_WORKER_COUNT', 1))
+  parts = [[] for _ in range(num_workers)]
+  for file in sorted(slow.values(), key=len, reverse=True):
+    min(parts, key=len).extend(file)
+  share = len(items) // num_workers
+  items[:] = []
+  for part in parts:
+    size = max(share - len(part), 0)
+    items += part + quick[:size]
+    del quick[:size]
+  items += quick
 
 
 def pytest_collection_finish():

@@ -1,7 +1,7 @@
 """Trains with local updates and checkpoints, until a process kills itself.
 
-A program for `killed_local_updates_test.py`, with the folder, the step in which
-a process dies, 0 for none, and which of them it is.
+A program for `killed_local_updates_test.py`, with the folder, and the step in
+which process 0 dies, 0 for none.
 """
 
 import os
@@ -49,13 +49,12 @@ def train_step(tx, params, state, x):
   return optax.apply_updates(params, updates), state
 
 
-def train(manager, die_in, victim):
+def train(manager, die_in):
   """Returns parameters and state after all steps, from the last that is saved.
 
   Args:
     manager: Keeps the checkpoints, one after each step.
-    die_in: The step in which a process dies, before it is saved.
-    victim: The number of the process.
+    die_in: The step in which process 0 dies, before it is saved.
   """
   tx, mesh = make_tx(), jax.make_mesh((SHARDS,), (AXIS,))
   params = jax.device_put(make_params(), NamedSharding(mesh, P()))
@@ -78,18 +77,18 @@ def train(manager, die_in, victim):
         data.shape, NamedSharding(mesh, P(AXIS)), np.float32(data).__getitem__
     )
     trained = jax.block_until_ready(step(*trained, x))
-    if number == die_in and jax.process_index() == victim:
+    if number == die_in and jax.process_index() == 0:
       os.kill(os.getpid(), signal.SIGKILL)
     manager.save(number, args=ocp.args.StandardSave({'trained': trained}))
   return trained
 
 
-def main(folder, die_in, victim):
+def main(folder, die_in):
   shard_transforms.launch.join_processes()
   folder = pathlib.Path(folder)
   options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
   with ocp.CheckpointManager(folder / 'saved', options=options) as manager:
-    trained = train(manager, int(die_in), int(victim))
+    trained = train(manager, int(die_in))
   whole = multihost_utils.process_allgather(trained, tiled=True)
   if jax.process_index() == 0:
     np.savez(folder / 'end.npz', *jax.tree.leaves(whole))

@@ -293,31 +293,6 @@ class SurfaceTest(parameterized.TestCase):
     )
 
 
-def names_of_state(tree):
-  """Yields names of a module that are made to be changed while it is used."""
-  makers = {
-      *('dict', 'list', 'set', 'defaultdict', 'deque', 'Counter', 'local'),
-      *('WeakKeyDictionary', 'WeakValueDictionary', 'WeakSet', 'ContextVar'),
-  }
-  for node in ast.walk(tree):
-    if isinstance(node, ast.Global):
-      yield from node.names
-  for node in tree.body:
-    if not isinstance(node, ast.Assign | ast.AnnAssign):
-      continue
-    value = node.value
-    # What has entries is a table.
-    is_empty = (isinstance(value, ast.List) and not value.elts) or (
-        isinstance(value, ast.Dict) and not value.keys
-    )
-    is_made = isinstance(value, ast.Call) and (
-        ast.unparse(value.func).rpartition('.')[2] in makers
-    )
-    if is_empty or is_made:
-      targets = getattr(node, 'targets', None) or [node.target]
-      yield from map(ast.unparse, targets)
-
-
 class LayoutTest(parameterized.TestCase):
 
   def assert_imports(self, path, allowed):
@@ -399,11 +374,6 @@ class LayoutTest(parameterized.TestCase):
 
     base = '_src/base'
     self.assertEqual(found, {f'{base}/axes.py', f'{base}/jax_internals.py'})
-
-  def test_no_module_keeps_state(self):
-    for name, path in PATHS.items():
-      tree = ast.parse(path.read_text(encoding='utf-8'))
-      self.assertEmpty([*names_of_state(tree)], name)
 
   def test_package_imports_what_setup_cfg_requires(self):
     origins = importlib.metadata.packages_distributions()

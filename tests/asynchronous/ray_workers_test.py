@@ -1,5 +1,6 @@
 """What Ray workers do; the faults they survive are in `ray_cluster_test`."""
 
+import dataclasses
 import importlib
 import pickle
 import platform
@@ -62,6 +63,7 @@ class RayWorkersTest(parameterized.TestCase):
     journal = asynchronous.read_journal(folder)
     accepted = asynchronous_cases.accepted(journal)
     self.assertEqual(set(accepted['worker'].tolist()), {0, 1})
+    task = dataclasses.replace(task, gradient=asynchronous_cases.pull)
     for again in (
         asynchronous.replay(folder, task, tx),
         asynchronous.replay(folder, task, tx, num_workers=2),
