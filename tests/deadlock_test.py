@@ -26,7 +26,7 @@ import modes
 import shard_transforms
 
 AXIS = modes.AXIS
-SHARDS = 4
+SHARDS = 8
 # Time limits for a collective that all shards reach, and for one that hangs.
 PATIENCE, IMPATIENCE = 100, 2
 FINISHED = 'finished'
@@ -61,7 +61,7 @@ def run_in_process(mode, *names, seconds=PATIENCE):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=300,
         check=False,
     )
 
@@ -97,16 +97,13 @@ class DeadlockTest(parameterized.TestCase):
     CASES[case]('vmap')
 
 
-map_shards = functools.partial(modes.map_shards, num_shards=SHARDS)
-
-
 def decide_alone(mode):
-  """Deadlocks: waits for the shards below 2, which never come."""
+  """Deadlocks: waits for the shards below 4, which never come."""
 
   def fn(_, x):
-    return lax.cond(x >= 2, lambda x: lax.psum(x, AXIS), lambda x: x, x)
+    return lax.cond(x >= 4, lambda x: lax.psum(x, AXIS), lambda x: x, x)
 
-  print(map_shards(mode, fn)(0.0, jnp.arange(4.0)))
+  print(modes.map_shards(mode, fn)(0.0, jnp.arange(8.0)))
 
 
 def momentum():
@@ -116,7 +113,7 @@ def momentum():
 
 
 def subsets():
-  """Returns a mask of shards for every non-empty subset of the shards."""
+  """Returns a mask of shards for every non-empty subset of 8 shards."""
   return np.array(list(itertools.product([False, True], repeat=SHARDS)))[1:]
 
 
@@ -143,7 +140,7 @@ def stale_shards(mode):
     )
 
   x = gradients()
-  mapped = map_shards(mode, fn)
+  mapped = modes.map_shards(mode, fn)
   for is_stale in subsets():
     updates, state = jax.device_get(
         mapped(jnp.zeros(()), (jnp.asarray(x), jnp.asarray(is_stale)))
@@ -175,7 +172,7 @@ def stale_towers(mode):
     return updates, state.inner_state.stale_shard_count
 
   x = gradients()
-  mapped = map_shards(mode, fn)
+  mapped = modes.map_shards(mode, fn)
   for is_stale in subsets():
     updates, stale_shard_count = jax.device_get(
         mapped(jnp.zeros(()), (jnp.asarray(x), jnp.asarray(is_stale)))
@@ -199,8 +196,8 @@ def weightless_shards(mode):
   x = gradients()
   weights = np.arange(1, SHARDS + 1, dtype=np.float32)
   # All of these count as no weight.
-  none = np.array([0, -1, np.nan, np.inf], np.float32)
-  mapped = map_shards(mode, fn)
+  none = np.array([0, -1, np.nan, np.inf] * 2, np.float32)
+  mapped = modes.map_shards(mode, fn)
   for is_out in subsets():
     own = (np.where(is_out, np.nan, x), np.where(is_out, none, weights))
     updates, tower = jax.device_get(
@@ -222,8 +219,8 @@ def run_guarded(mode, **kwargs):
     _, state = tx.update(own_gradient(params, x), state, params)
     return tx.update(own_gradient(params, second), state, params)
 
-  mapped = map_shards(mode, fn)
-  not_finite = np.array([np.nan, np.inf, -np.inf, np.nan], np.float32)
+  mapped = modes.map_shards(mode, fn)
+  not_finite = np.array([np.nan, np.inf, -np.inf, np.nan] * 2, np.float32)
   for is_bad in subsets():
     own = (gradients(), np.where(is_bad, not_finite, gradients()))
     updates, state = jax.device_get(
@@ -296,7 +293,7 @@ def spikes(mode, signal, remedy):
     return updates, state
 
   x = np.arange(1, SHARDS + 1, dtype=np.float32) / 8
-  mapped = map_shards(mode, fn)
+  mapped = modes.map_shards(mode, fn)
   for is_bad in subsets():
     not_finite = is_bad & (np.cumsum(is_bad) % 2 == 0)
     leap = np.where(not_finite, np.nan, np.where(is_bad, 1e3, 0))
