@@ -140,6 +140,8 @@ class PerShardTest(parameterized.TestCase):
           'host': lax.psum(x, 'core'),
           'core': lax.psum(x, 'host'),
           'both': x,
+          'complex': lax.psum(x * 1j, ('host', 'core')),
+          'empty': lax.psum(x[:0], ('host', 'core')),
       }
       marked = shard_transforms.per_shard(params, ['host', 'core'])
       for leaf in marked.values():

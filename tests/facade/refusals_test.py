@@ -326,6 +326,7 @@ ERRORS = {
         ('slots would be new', lambda t: sharded(lambda x: sgd(), 1)),
         (r'explicit axes.*jax\.device_get', lambda t: t.explicit()),
         ('need to be reduced in some', lambda t: towers(loss_reduction='none')),
+        ('Invalid Reduction', lambda t: towers(loss_reduction='sum')),
         (
             'must be all different',
             lambda t: towers(devices=['/cpu:0', '/cpu:0', '/cpu:1']),

@@ -127,10 +127,11 @@ class ClipTest(parameterized.TestCase):
 
 class ShardUpdateTest(parameterized.TestCase):
 
-  @cases.parameters(1, 3)
-  def test_clips_inside_by_the_norm_of_the_whole(self, num_shards):
+  # Types tell what is sliced, where they are tracked.
+  @cases.parameters((1, P(AXIS)), (3, P(AXIS)), (3, None))
+  def test_clips_inside_by_the_norm_of_the_whole(self, num_shards, sharded):
     params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(2), 's': jnp.ones(())}
-    clip = clip_by_global_norm(1.0, AXIS, sharded=P(AXIS))
+    clip = clip_by_global_norm(1.0, AXIS, sharded=sharded)
     tx = shard_transforms.shard_update(
         optax.chain(clip, optax.adam(0.1, eps=1.0)), AXIS
     )

@@ -240,6 +240,7 @@ class DecisionTest(parameterized.TestCase):
           (state.bad_shard_count, [is_bad.sum()] * 4),
           (state.spikes.spike_count, [is_bad.sum()] * 4),
           (state.last_bad_step[:, 0], is_bad - 1),
+          (state.spikes.last_spike[:, 0, 0], is_bad - 1),
           (state.spikes.statistics.mean[:, 0, 0], [2.0 * accept] * 4),
       ):
         np.testing.assert_array_equal(found, expected, err_msg=str(case))

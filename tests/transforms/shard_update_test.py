@@ -308,6 +308,17 @@ class StateTest(parameterized.TestCase):
     ):
       self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
 
+  def test_state_that_is_made_of_shapes_is_cut_as_well(self):
+    def init(params):
+      return jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
+
+    inner = optax.GradientTransformation(init, lambda u, s, _: (u, u))
+    tx = shard_update(inner, AXIS)
+
+    specs = shard_transforms.state_specs(tx, jnp.zeros((3, 5)), modes.mesh())
+
+    self.assertEqual(specs.inner_state, P(None, AXIS))
+
   def test_slices_are_in_the_order_of_the_mesh(self):
     mesh = jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
 
@@ -456,10 +467,16 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       (optax.lamb(0.1),),
+      (optax.lars(0.1),),
       (optax.adafactor(0.1),),
       (optax.contrib.muon(0.1),),
+      (optax.novograd(0.1),),
+      (optax.fromage(0.1),),
       (optax.centralize(),),
       (optax.clip_by_global_norm(1.0),),
+      (optax.clip_by_block_rms(1.0),),
+      (optax.adaptive_grad_clip(0.1),),
+      (optax.normalize_by_update_norm(),),
       (optax.add_noise(0.1, 0.5, jax.random.key(0)),),
       (optax.apply_if_finite(optax.sgd(0.1), 3),),
       (optax.zero_nans(),),

@@ -275,16 +275,23 @@ class HandedOnTest(parameterized.TestCase):
     np.testing.assert_array_equal(recorded['weight'], expected, strict=True)
 
   @cases.parameters('mean', 'sum')
-  def test_hands_on_zeros_where_nothing_has_a_weight(self, reduction):
-    tx = shard_transforms.tower_reduce(2, optax.identity(), reduction=reduction)
-    x = jnp.full(3, jnp.nan)
+  def test_hands_on_zeros_where_a_shard_or_all_have_no_weight(self, reduction):
+    tx = shard_transforms.tower_reduce(
+        2, optax.identity(), axis_name=modes.AXIS, reduction=reduction
+    )
 
     @jax.jit
-    def updates():
-      _, state = tx.update(x, tx.init(x), weight=0.0)
-      return tx.update(x, state, weight=0.0)[0]
+    @jax.vmap
+    @functools.partial(jax.vmap, axis_name=modes.AXIS)
+    def updates(weight):
+      x = jnp.where(weight > 0, 3.0, jnp.nan)
+      _, state = tx.update(x, tx.init(x), weight=weight)
+      return tx.update(x, state, weight=weight)[0]
 
-    np.testing.assert_array_equal(updates(), np.zeros(3))
+    one, none = updates(jnp.array([[0.0, 2.0], [0.0, 0.0]]))
+
+    np.testing.assert_array_equal(one, [0, 3 if reduction == 'mean' else 12])
+    np.testing.assert_array_equal(none, np.zeros(2))
 
   @cases.parameters(True, False)
   def test_starts_each_window_with_new_steps_and_weights(self, are_given):
