@@ -138,9 +138,9 @@ def _draw(body):
     path = pathlib.Path(__file__).with_name('images') / image[1]
     narrow = path.with_stem(f'{path.stem}_narrow')
     if not narrow.exists():
-      return path.read_text()
+      return path.read_text('utf-8')
     return ''.join(
-        f'<div class="{kind}">{file.read_text()}</div>'
+        f'<div class="{kind}">{file.read_text("utf-8")}</div>'
         for kind, file in (('wide', path), ('narrow', narrow))
     )
 

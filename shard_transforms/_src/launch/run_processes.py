@@ -32,9 +32,9 @@ def run_processes(
 
   The environment of each process names a coordinator on loopback and the number
   of the process (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`,
-  `JAX_PROCESS_ID`), for `join_processes` to read. Of the GPUs of the host, each
-  process takes the one of its number, unless `JAX_LOCAL_DEVICE_IDS` is set; one
-  process without this function drives all of them. The standard error of all
+  `JAX_PROCESS_ID`), for `join_processes` to read. On a host with GPUs, each
+  process takes the GPU of its number, unless `JAX_LOCAL_DEVICE_IDS` is set:
+  start at most as many processes as there are GPUs. The standard error of all
   processes and the standard output of process 0 pass through; the standard
   output of the others, which run the same program, is discarded. glibc keeps
   the memory that a step frees, unless `MALLOC_MMAP_THRESHOLD_` and
