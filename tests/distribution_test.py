@@ -64,7 +64,8 @@ def use_installed(path, folder):
   paths = [path for path in sys.path if path.endswith('-packages')]
   (site / 'dependencies.pth').write_text('\n'.join(paths))
   pip = [sys.executable, '-m', 'pip', '--python', python, 'install', '--quiet']
-  alone = ['--no-index', '--no-deps', '--no-build-isolation']
+  # That interpreter may have this version too, which pip would take for it.
+  alone = ['--no-index', '--no-deps', '--no-build-isolation', '-I']
   for command in [*pip, *alone, path], [python, '-W', 'error', '-c', USE]:
     run = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=300
