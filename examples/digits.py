@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import sklearn.datasets
 
 
 @functools.cache
 def load_data(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
   """Returns images [n, 8, 8, 1] and labels [n] to train on, and to test."""
+  # Takes long, and a process that only starts others needs none of it.
+  import sklearn.datasets
+
   images, labels = sklearn.datasets.load_digits(return_X_y=True)
   images = np.asarray(images, np.float32).reshape(-1, 8, 8, 1) / 8 - 1
   labels = np.asarray(labels, np.int32)

@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-import matplotlib.figure
 import numpy as np
 import optax
 import tqdm
@@ -421,6 +420,9 @@ def plot(
     path: pathlib.Path,
 ) -> None:
   """Draws the losses, and the staleness of accepted and dropped gradients."""
+  # Only the process that draws needs it.
+  import matplotlib.figure
+
   figure = matplotlib.figure.Figure(figsize=(11, 4.5), layout='constrained')
   losses, ages = figure.subplots(1, 2, width_ratios=(3, 2))
 

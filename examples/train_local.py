@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-import matplotlib.figure
 import numpy as np
 import optax
 
@@ -178,6 +177,9 @@ def plot(
     path: pathlib.Path,
 ) -> None:
   """Draws the losses against the bytes sent, and against steps."""
+  # Only the process that draws needs it.
+  import matplotlib.figure
+
   figure = matplotlib.figure.Figure(figsize=(11, 4.5), layout='constrained')
   by_bytes, by_step = figure.subplots(1, 2, sharey=True)
   steps = 1 + np.arange(_STEPS.value)

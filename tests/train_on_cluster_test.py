@@ -1,17 +1,22 @@
-"""Runs the complete script as two tasks of a scheduler."""
+"""Runs the complete script as two tasks of Slurm, and on workers of Ray."""
 
 import os
 import pathlib
 import socket
 import subprocess
+import sys
 import tempfile
+import time
 
 from absl.testing import parameterized
+import psutil
 import pytest
 
 import python_command
 
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_on_cluster.py'
+EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
+SCRIPT = EXAMPLES / 'train_on_cluster.py'
+RAY_SCRIPT = EXAMPLES / 'train_on_ray.py'
 
 
 def run_tasks(num_tasks, *flags):
@@ -49,19 +54,74 @@ def run_tasks(num_tasks, *flags):
   return ends[0]
 
 
+def run_on_ray(num_workers, *flags, until=None):
+  """Runs it; kills a worker once there is `until`; returns its lines."""
+  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'}
+  # Ray itself warns, so warnings are no errors here.
+  process = subprocess.Popen(
+      [sys.executable, RAY_SCRIPT, f'--workers={num_workers}', *flags],
+      env=env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+  )
+  try:
+    if until:
+      _wait(process, until)
+      _kill_a_worker(process)
+    output, _ = process.communicate(timeout=600)
+  finally:
+    process.terminate()
+    process.wait(20)
+  if process.returncode:
+    raise RuntimeError(output)
+  return output.splitlines()
+
+
+def _wait(process, path):
+  end = time.monotonic() + 600
+  while not os.path.exists(path):
+    if process.poll() is not None or time.monotonic() > end:
+      process.kill()
+      raise RuntimeError(process.communicate()[0])
+    time.sleep(0.05)
+
+
+def _kill_a_worker(process):
+  """Kills the last worker that Ray has started for a process."""
+  children = psutil.Process(process.pid).children(recursive=True)
+  workers = [x for x in children if 'RayTrainWorker' in ''.join(x.cmdline())]
+  max(workers, key=lambda worker: worker.create_time()).kill()
+
+
 class TrainOnClusterTest(parameterized.TestCase):
 
   @pytest.mark.slow
-  def test_tasks_resume_to_the_same_bits(self):
+  def test_tasks_and_workers_of_ray_resume_to_the_same_bits(self):
     with tempfile.TemporaryDirectory() as folder:
-      run_tasks(2, f'--checkpoint_dir={folder}', '--steps=3')
-      resumed, errors = run_tasks(2, f'--checkpoint_dir={folder}', '--steps=6')
-    whole, _ = run_tasks(2, '--steps=6')
+      flags = f'--checkpoint_dir={folder}/tasks', '--checkpoint_every=100'
+      at_100, _ = run_tasks(2, *flags, '--steps=100')
+      resumed, errors = run_tasks(2, *flags, '--steps=150')
+      flags = f'--checkpoint_dir={folder}/ray', '--checkpoint_every=20'
+      # Ray's list of checkpoints: it has one now.
+      snapshot = f'{folder}/ray/train/checkpoint_manager_snapshot.json'
+      killed = run_on_ray(2, *flags, '--steps=100', until=snapshot)
+      fewer = run_on_ray(1, *flags, '--steps=150')
+    whole, _ = run_tasks(2, '--steps=150')
 
     self.assertIn('Goes on from', errors)
     digest = whole.splitlines()[-1]
     self.assertStartsWith(digest, 'digest of the parameters ')
     self.assertEqual(resumed.splitlines()[-1], digest)
+    self.assertTrue([x for x in killed if 'Goes on from step' in x], killed)
+    self.assertEqual(killed[-1], at_100.splitlines()[-1])
+    self.assertTrue([x for x in fewer if 'from step 100' in x], fewer)
+    losses = [
+        float(lines[-3].removeprefix('step 150: loss '))
+        for lines in (fewer, whole.splitlines())
+    ]
+    self.assertAlmostEqual(*losses, delta=2e-4)
+    self.assertNotEqual(fewer[-1], killed[-1])
 
   @pytest.mark.slow
   def test_devices_must_divide_the_batch(self):
