@@ -462,6 +462,14 @@ class RefusalTest(parameterized.TestCase):
     ):
       place_state(state, sliced, params, mesh)
 
+  def test_names_what_a_raw_tree_of_a_checkpoint_lacks(self):
+    params, mesh = jnp.zeros(16), modes.mesh()
+    sliced = shard_update(optax.trace(0.9), AXIS)
+    raw = init_state(sliced, params, mesh)._asdict()
+
+    with self.assertRaisesRegex(ValueError, r'got nothing at \.inner_state'):
+      full_state(raw, sliced, params, mesh)
+
   @cases.parameters(
       ((4, 4), lambda row: row[:, :3]), ((8, 2), lambda row: row.mT)
   )

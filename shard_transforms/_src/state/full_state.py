@@ -102,6 +102,7 @@ def joined(
     if rule.full is None:
       return jax.tree.map(copies.copied, field)
     full = _joined(one_shard.joining(path, rule), field, one_shard.mesh)
+    seen.add(path)
     if made is not None:
       made.check_made_on_mesh(path, placed)
     elif rule is full_rules.DIVIDED:
@@ -109,8 +110,13 @@ def joined(
       divided.extend((found[0], shape[0]) for found, shape in pairs)
     return full
 
-  divided = []
+  seen, divided = set(), []
   full = fields.map_fields(convert, fields.full_rules_of, state, placed)
+  for path in made.parts if made is not None else ():
+    # A checkpoint may give dictionaries in place of the states of classes.
+    if path not in seen:
+      name = leaves_lib.name_of(path)
+      raise ValueError(f'{full_rules.made_for_others("nothing", name)}.')
   if not divisions.is_of_one_mesh(divided):
     raise ValueError(
         f'{full_rules.made_for_others("slices", "several leaves")} that no'
