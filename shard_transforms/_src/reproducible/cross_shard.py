@@ -37,7 +37,8 @@ def mean(
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
     takes the optional extra argument `weight`, a scalar a shard, or
-    [num_towers].
+    [num_towers]. Weights multiply as they are: their products with the updates
+    must be in the range of float32.
 
   Raises:
     NameError: In `update`, if an axis is not bound.

@@ -34,7 +34,9 @@ def towers(
   A tower that has no gradient for a leaf (`None` in its place) counts as zero
   there. A tower of weight 0 is left out, even if it is not finite. If all
   weights are zero, the update is zero, and `inner` is not run. It gets the
-  extra arguments of the last tower, without the weight.
+  extra arguments of the last tower, without the weight. Weights multiply as
+  they are, so that products with the updates must be in the range of float32,
+  as with numbers of tokens.
 
   Give each shard as many micro-batches in a row as it has towers: the product
   of both numbers is that of the micro-batches of a step. Do not put a gate

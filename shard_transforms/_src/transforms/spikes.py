@@ -224,7 +224,8 @@ class SpikeState(NamedTuple):
 
   Attributes:
     statistics: Mean and variance of the signals; `()` without `max_stds`.
-    spike_count: Number of updates of single shards that were spikes, int32 [].
+    spike_count: Number of updates of single shards that were spikes, those
+      included that were not finite, int32 [].
     consecutive_spikes: Number of steps in a row in which a shard had a spike,
       up to the last one, int32 [].
     last_spike: In which update the norm, the loss, or each of both of a shard
