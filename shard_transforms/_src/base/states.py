@@ -252,7 +252,8 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
           f'State of `{caller}` with `axis_name` must have a leading axis of'
           f' length 1 on each shard, got the shape {leaf.shape}. Map it with'
           ' the specs of `shard_transforms.state_specs`; for `jax.pmap`, make'
-          ' it by `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
+          ' it by `jax.pmap(tx.init, axis_name=...)(replicated_params)`. If'
+          ' the number of shards is another, convert it by `resize_state`.'
       )
   return _apart(jax.tree.map(_own, tree))
 

@@ -40,7 +40,7 @@ def _refused(state):
   return states.Rule(
       resize='refuse',
       reason=(
-          '`state` of `resize_state` must have no tower in its window, got'
+          '`state` must have no tower in its window, got'
           f' {state.tower} at {{name}}: the partial sums of an unfinished'
           ' window belong to other parts of the tree on another number of'
           ' shards. Finish the window first, or begin it again: convert'

@@ -22,10 +22,10 @@ def _pending_rule(_, reduction):
   if reduction in ('mean', 'sum'):
     return states.Rule(resize=reduction)
   reason = (
-      "`reduction` of `resize_state` must be 'mean' or 'sum', got"
-      f' {reduction!r}: the updates that are pending on each shard, at'
-      ' {name}, give the same result only if it is known how shards are'
-      ' reduced.'
+      f"`reduction` must be 'mean' or 'sum', got {reduction!r}: the updates"
+      ' that are pending on each shard, at {name}, give the same result only if'
+      ' it is known how shards are reduced. Give it to `place_state` or'
+      ' `resize_state`.'
   )
   return states.Rule(resize='refuse', reason=reason)
 

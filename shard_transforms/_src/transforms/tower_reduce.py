@@ -54,10 +54,10 @@ def _rule_of_unweighted(reduction):
     return states.Rule(
         resize='refuse',
         reason=(
-            "`reduction` of `resize_state` must be 'mean', 'sum' or 'weighted',"
-            ' got None: the window that was begun without weights, or is'
-            ' summed, at {name}, ends with the same result only if it is known'
-            ' how its shards are reduced.'
+            "`reduction` must be 'mean', 'sum' or 'weighted', got None: the"
+            ' window that was begun without weights, or is summed, at {name},'
+            ' ends with the same result only if it is known how its shards are'
+            ' reduced. Give it to `place_state` or `resize_state`.'
         ),
     )
   return states.Rule(resize=reduction)
