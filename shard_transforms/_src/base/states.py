@@ -55,7 +55,7 @@ class Rule:
   To be resized, each shard has a row: the leading axis that differs between
   shards, of length 1 inside the mapped function. Neighbouring shards are
   combined into one, or shards are added, so that the sum, mean, minimum or
-  maximum over all shards stays as it is, but for rounding. A mean is merged as
+  maximum over all shards stays as it is, up to rounding. A mean is merged as
   a sum is, and scaled by the new number of shards over the old one.
 
   Args:

@@ -116,7 +116,7 @@ def track_divergence(
   Updates pass through unchanged. Once in `every` updates, `shard_divergence`
   compares the parameters, or the updates if `update` is not given parameters.
   The state records the result, and `check_health` raises if it was not 0. Put
-  it where updates and parameters are the same on all shards: behind the
+  it where updates and parameters are the same on all shards: after the
   reduction.
 
   Under plain `jax.jit` an array is one logical value; replicated devices hold

@@ -110,10 +110,9 @@ def sharded_towers(
     inner: The transformation that runs on slices.
     axis_name: As in `towers`.
     reduction: `'mean'` or `'sum'` over all towers of all shards.
-    assume_elementwise: Whether to take your word that `inner` treats each
-      element alone, for an `inner` that is refused because its program is not
-      understood. Nothing is checked then: if it looks across elements, it
-      trains wrongly without an error.
+    assume_elementwise: Turns off the check that `inner` treats each element
+      alone. Set it if `inner` is refused although it does: one that looks
+      across elements then trains wrongly without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `TowersState`, as of
