@@ -58,7 +58,7 @@ def check(
   if sums or (goes_through and not may_be_local):
     raise ValueError(
         '`inner` must use the extra argument `weight`, got one that does not: a'
-        ' reduction by hand, or none, counts shards of weight zero. Reduce with'
+        ' reduction by hand, or none, counts excluded shards. Reduce with'
         ' `cross_shard_mean`, where each wrapper forwards extra arguments. If'
         f' its sums use it, tell `{caller}` with `assume_weighted=True`.'
     )

@@ -333,9 +333,9 @@ def _assert_typed(name, leaf, axes):
     state = axes_lib.state(leaf, axis)
     if state == 'untracked':
       raise ValueError(
-          f'`assert_reduced` must be told by types what is the same over'
-          f' {axis!r}, but JAX does not track it here. Call it on what the'
-          ' mapped function returns, or let that return `shard_divergence`.'
+          '`assert_reduced` must have types that say what is the same over'
+          f' {axis!r}, but JAX tracks none here. Call it on the result of the'
+          ' mapped function, or let that function return `shard_divergence`.'
       )
     if state != 'invariant':
       raise AssertionError(

@@ -56,9 +56,9 @@ def owned_update(
 
   Gives what `optax.chain(cross_shard_mean(axis_name), inner)` gives, with the
   state and the work of `inner` divided among the N shards. Each leaf has an
-  owner, which alone keeps its state and updates it: Muon, LAMB, LARS,
-  Adafactor, SOAP and Shampoo are divided among shards, which look at whole
-  leaves. For optimizers that treat each element alone, such as Adam, take
+  owner, which alone keeps its state and updates it. So optimizers that look at
+  whole leaves are divided among shards, too: Muon, LAMB, LARS, Adafactor, SOAP,
+  Shampoo. For optimizers that treat each element alone, such as Adam, take
   `shard_transforms.shard_update`.
 
   A reduce-scatter brings the mean of each gradient to its owner, and an

@@ -31,8 +31,8 @@ def towers(
      \quad W = \sum_{t: w_t > 0} w_t
 
   A window keeps log2 `num_towers` partial sums of each parameter, at least one.
-  A tower that has no gradient for a leaf (`None` in its place) counts as zero
-  there. A tower of weight 0 is left out, even if it is not finite. If all
+  Where a tower has `None` in place of a gradient, it adds zero, and counts in
+  the mean. A tower of weight 0 is left out, even if it is not finite. If all
   weights are zero, the update is zero, and `inner` is not run. It gets the
   extra arguments of the last tower, without the weight.
 

@@ -267,7 +267,7 @@ def _num_enough(on_bad, min_shards, axes):
   if on_bad == 'exclude' and not axes:
     raise ValueError(
         "`on_bad='exclude'` of `guard` must come with `axis_name`, got None."
-        ' A reduced update contains those of the bad shards.'
+        ' A reduced update already contains the bad shards.'
     )
   if on_bad == 'exclude':
     least = 1 if min_shards is None else min_shards
