@@ -253,11 +253,15 @@ def expected_params():
 
 def rows_of_the_page():
   """Returns the bytes of each row by its name."""
-  table = PAGE.read_text('utf-8').partition('| where | write | sent |')[2]
+  table = PAGE.read_text('utf-8').partition('| where | sent |')[2]
   rows = re.findall(
-      r'^\| (.+?) \| .*\| ([\d,]+) \|$', table.partition('\n\n')[0], re.M
+      r'^\| (?:.+: )?(.+) \| ([\d,]+) \|$', table.partition('\n\n')[0], re.M
   )
-  return {name: int(sent.replace(',', '')) for name, sent in rows}
+  return {
+      name: int(sent.replace(',', ''))
+      for names, sent in rows
+      for name in names.split('; ')
+  }
 
 
 class TableTest(parameterized.TestCase):

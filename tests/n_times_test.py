@@ -222,7 +222,7 @@ class NTimesTest(parameterized.TestCase):
 
   @cases.parameters(*sorted(REASONS))
   def test_documentation_tells(self, reason, pattern):
-    page = pathlib.Path(__file__).parents[1] / 'docs' / 'types.md'
+    page = pathlib.Path(__file__).parents[1] / 'docs' / 'silent_mistakes.md'
     documented = (
         shard_transforms.cross_shard_mean,
         shard_transforms.per_shard,

@@ -476,7 +476,7 @@ REFUSALS = {
     'reduced slices': (lambda: _updates_of_parameters(_sharded(2)), REDUCED),
     'state of another window': (
         _state_of_another_window,
-        'on all shards, got 32 where .* 16',
+        'of all shards, got 32 instead of 16',
     ),
 }
 

@@ -138,8 +138,8 @@ def _in_loss(graph, name):
         '`loss` must find exactly one of the variables'
         f' {[x + own for x in loss.prefixes]}, because it is differentiated in'
         f' a scope, got {[x + own for x in found]}. Call the model once'
-        ' before, where TensorFlow built the loss, or leave the scope. (To call'
-        ' it in the scope for its value makes others: use `return_loss`.)'
+        ' before, or leave the scope. For the value of the loss, use'
+        ' `return_loss`.'
     )
   wanted = called_in if loss.is_explicit else loss.found
   if wanted not in (None, *found):

@@ -479,7 +479,7 @@ _OURS = {
 
 
 def _names() -> dict[str, Any]:
-  """Returns all names with what stands behind them."""
+  """Returns all names of `tf`, each with its value here."""
   keys = facade.GraphKeys
   add, get = facade.add_to_collection, facade.get_collection
   regularization = keys.REGULARIZATION_LOSSES

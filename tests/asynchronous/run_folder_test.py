@@ -178,7 +178,7 @@ class CheckpointsTest(parameterized.TestCase):
       (
           optax.adam(optax.constant_schedule(0.1)),
           None,
-          'None instead of int32.*docs/asynchronous_operation.md says how',
+          'None instead of int32.*docs/asynchronous.md says how',
       ),
   )
   def test_names_the_leaf_that_another_optimizer_or_task_has(

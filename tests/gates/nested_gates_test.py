@@ -139,7 +139,7 @@ class WeightTest(parameterized.TestCase):
     tx = nested(outer, inner, False, optax.sgd(1.0))
 
     if is_refused:
-      with self.assertRaisesRegex(ValueError, 'by hand, or none, counts them'):
+      with self.assertRaisesRegex(ValueError, 'by hand, or none, counts excl'):
         trace(tx)
     else:
       trace(tx)

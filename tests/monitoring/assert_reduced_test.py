@@ -33,7 +33,7 @@ class AssertReducedTest(parameterized.TestCase):
       assert_reduced(params, AXIS)
       return x
 
-    with self.assertRaisesRegex(ValueError, 'told by types .* not track'):
+    with self.assertRaisesRegex(ValueError, 'types that say .* tracks none'):
       modes.map_shards(mode, fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
 
   def returned(self, fn, out_specs=P()):

@@ -287,7 +287,7 @@ class CompressionErrorTest(parameterized.TestCase):
         compression_error(state), np.sqrt(squares[0] / squares[1]), rtol=1e-4
     )
 
-    with self.assertRaisesRegex(ValueError, 'order that cannot be told'):
+    with self.assertRaisesRegex(ValueError, 'in an unknown order'):
       compression_error(jax.device_get(state))
 
   def test_is_zero_before_the_first_step(self):

@@ -301,7 +301,7 @@ class RefusalTest(parameterized.TestCase):
       (None, X[:, 0], r'axes \[towers, rows\], with 32 towers .* \(32,\) at'),
       (None, (X[None], X[None][:0]), r'with 1 towers .* \(0, 32, 8\) at \[0\]'),
       (2, 3.0, r'must have rows .* \(\) at .* keyword argument'),
-      (2, (), 'must be given the rows of a batch behind the parameters'),
+      (2, (), 'must be given the rows of a batch after the parameters'),
   )
   def test_refuses_batches_that_cannot_be_divided(
       self, num_towers, batch, message

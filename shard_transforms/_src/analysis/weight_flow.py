@@ -57,12 +57,10 @@ def check(
   )
   if sums or (goes_through and not may_be_local):
     raise ValueError(
-        'The inner transformation must use the extra argument `weight`, which'
-        ' leaves out some shards, got one that does not: a reduction by hand,'
-        ' or none, counts them all. Reduce with `cross_shard_mean`,'
-        ' `cross_shard_sum` or `shard_update`, and see that what is around it'
-        ' forwards extra arguments. If the sums do use it, in a way that this'
-        f' check does not see, tell `{caller}` with `assume_weighted=True`.'
+        '`inner` must use the extra argument `weight`, got one that does not: a'
+        ' reduction by hand, or none, counts excluded shards. Reduce with'
+        ' `cross_shard_mean`, where each wrapper forwards extra arguments. If'
+        f' its sums use it, tell `{caller}` with `assume_weighted=True`.'
     )
 
 

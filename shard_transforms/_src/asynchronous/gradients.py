@@ -280,9 +280,8 @@ class RecordedGradients(Gradients):
       raise ValueError(
           f'The gradient at batch {record["batch"]} must have the bits that it'
           f' had in record {record["sequence"]} of the journal (local step'
-          f' {record["local_step"]}), got others. The task, its data or the'
-          ' device of a worker is another, or its functions are not pure. Use'
-          f' what the run was started with. {outcomes.WAY_ON}'
+          f' {record["local_step"]}), got others. The task, its data or a'
+          f' device has changed, or a function is not pure. {outcomes.WAY_ON}'
       )
 
   def accept(self, assigned: Assignment, reply: Any, grads: Any) -> None:

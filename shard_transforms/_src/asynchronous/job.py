@@ -192,9 +192,8 @@ def _messages(
         _send(child, pickle.dumps(command))
     deaths += 1
   raise RuntimeError(
-      'The driver, the process that holds the parameters, must live, or have a'
-      f' `folder` to go on from, got one that has died {deaths} times without'
-      f' an update in between: {reason}'
+      'The driver must live, or have a `folder` to resume from, got one that'
+      f' has died {deaths} times without an update in between: {reason}'
   )
 
 

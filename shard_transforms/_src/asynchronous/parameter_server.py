@@ -147,7 +147,7 @@ def check_layout(found: Mapping[str, str], like: Any, what: str) -> None:
   if difference := task_lib.differing(found, like):
     raise ValueError(
         f'{what} must have the leaves of `task` and `tx`, {difference} Take'
-        ' the optimizer that wrote it; docs/asynchronous_operation.md says how'
+        ' the optimizer that wrote it; docs/asynchronous.md says how'
         ' to go on with another one.'
     )
 

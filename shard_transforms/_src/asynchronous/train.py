@@ -161,8 +161,8 @@ def replay(
 
   It starts from the initial parameters, and applies the accepted gradients in
   the order of the journal. Each is computed at the same parameters as in the
-  run, and must have the same bits. Checkpoints are not read, but for that of
-  the `start` of the run, if there was one.
+  run, and must have the same bits. It reads no checkpoint, except the
+  `start` of the run, if there was one.
 
   Args:
     folder: The folder of the run, which need not have ended.

@@ -67,15 +67,10 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
       mapped = jax.sharding.get_abstract_mesh().manual_axes
       raise NameError(
           f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
-          f' (mapped mesh axes: {mapped}). Call it inside'
-          ' `jax.shard_map` over a mesh with that axis, or inside `jax.pmap` or'
-          f' `jax.vmap` with `axis_name={axis!r}`. Where `tx.init` is called'
-          ' outside, as `TrainState.create` and `nnx.Optimizer` do, bind it:'
-          ' `tx = shard_transforms.on_mesh(tx, mesh)`. For `jax.pmap`, call'
-          f' `jax.pmap(tx.init, axis_name={axis!r})(replicated_params)`. Under'
-          ' plain `jax.jit` with sharded arrays, gradients are global already:'
-          f' leave `{caller}` out, or accumulate them by'
-          ' `shard_transforms.accumulated_value_and_grad`.'
+          f' (mapped mesh axes: {mapped}). Call it, and `tx.init`, inside'
+          ' `jax.shard_map`, `jax.pmap` or `jax.vmap`; or bind `tx` by'
+          ' `shard_transforms.on_mesh(tx, mesh)`. Under plain `jax.jit`, leave'
+          f' `{caller}` out.'
       ) from error
   return math.prod(map(lax.axis_size, axes))
 

@@ -153,7 +153,7 @@ def zero_unless(condition: jax.Array, tree: Any) -> Any:
 
 
 def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
-  """Returns the sum over shards of a leaf that has no elements, or `None`."""
+  """Returns a leaf that needs no sum (float0, empty); `None` for all others."""
   if is_float0(leaf):
     return leaf
   if jnp.size(leaf) > 0:

@@ -48,14 +48,14 @@ Summary = Literal['same', 'sum', 'mean', 'minimum', 'maximum']
 class Rule:
   """How a part of a state is resized, measured and saved.
 
-  A state declares `rules`, an attribute of its class: a `Rule` for each field
-  about which there is something to say, by name. A property may be a metric,
+  A state declares `rules`, an attribute of its class: a `Rule` by name for each
+  field that is resized, joined or measured. A property may be a metric,
   too. A field that is not resized is kept, or asked itself if it is a state.
 
   To be resized, each shard has a row: the leading axis that differs between
   shards, of length 1 inside the mapped function. Neighbouring shards are
   combined into one, or shards are added, so that the sum, mean, minimum or
-  maximum over all shards stays as it is, but for rounding. A mean is merged as
+  maximum over all shards stays as it is, up to rounding. A mean is merged as
   a sum is, and scaled by the new number of shards over the old one.
 
   Args:

@@ -6,8 +6,8 @@ of a slice of each leaf, and a compressor C:
   p_i = u_i + e_i,  s_j = mean_i C(p_i)[j] + E_j,  result[j] = C(s_j)
   e_i = p_i - C(p_i),  E_j = s_j - C(s_j)
 
-All results and all residuals add up to the means of all updates, but for
-rounding in float32.
+All results and all residuals add up to the means of all updates, up to rounding
+in float32.
 """
 
 import collections
@@ -54,7 +54,7 @@ def compressed_mean(
   Each error is held back and added in the next step, :math:`e_i \leftarrow p_i
   - C(p_i)` and :math:`E_j \leftarrow s_j - C(s_j)`, so that nothing is lost:
   the sum of all results, with :math:`\frac1N \sum_i e_i + E`, is the sum of all
-  means, but for rounding in float32. The results of leaves of 16 bits are then
+  means, up to rounding in float32. The results of leaves of 16 bits are then
   rounded to 16 bits, and this rounding is not held back. The result is the same
   on all shards, to the bit; with one shard, it is the update itself.
 

@@ -139,7 +139,7 @@ class CompressedReduction(abc.ABC):
 
   @abc.abstractmethod
   def _begin(self, param: jax.Array, position: int) -> tuple[Any, ...]:
-    """Returns what is kept of a leaf before the first step, but for `step`."""
+    """Returns the state of a leaf before the first step, without `step`."""
 
   @abc.abstractmethod
   def _check_kept(self, leaf: Any, kept: Sequence[Any]) -> None:

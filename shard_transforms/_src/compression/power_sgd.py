@@ -48,9 +48,9 @@ def power_sgd(
   so that :math:`r (n + m)` numbers are sent in place of :math:`n m`, by plain
   sums. The error is held back and added in the next step, :math:`e_i
   \leftarrow M_i - P (M_i^\top P)^\top`: the sum of all results, with the mean
-  of :math:`e_i`, is the sum of all means, but for rounding as in
-  `compressed_mean`. A constant mean of rank at most r comes out as it is, but
-  for errors of a few 1e-6 of its largest singular value.
+  of :math:`e_i`, is the sum of all means, up to rounding as in
+  `compressed_mean`. A constant mean of rank at most r comes out as it is, up
+  to errors of a few 1e-6 of its largest singular value.
 
   The last axis must be the outputs, as in kernels of JAX libraries: [height,
   width, inputs, outputs] becomes [height * width * inputs, outputs]. A

@@ -181,8 +181,8 @@ def _by_shard(norms, like):
     raise ValueError(
         '`state` must have arrays that are placed on a mesh where parameters'
         f' are sharded, got {len(norms)} norms for {len(like)} shards, in an'
-        ' order that cannot be told. Give it as a step has returned it, outside'
-        ' of `jax.jit`.'
+        ' unknown order. Give it as a step has returned it, outside of'
+        ' `jax.jit`.'
     )
   all_axes, shard_axes = map(_lead, (sharding, of_shards))
   sizes = [sharding.mesh.shape[axis] for axis in all_axes]

@@ -43,7 +43,7 @@ def join_processes(
   devices of all processes. Without these variables, it joins the tasks that
   JAX's own detection finds: of Slurm, Open MPI, Kubernetes or Cloud TPU. A
   coordinator on loopback listens there alone. Call it before anything starts a
-  backend of JAX; a process that nobody started as one of several runs alone.
+  backend of JAX. A process that was started on its own runs alone.
 
   If a process dies, the others do not wait for it. A collective of CPU devices
   with it raises at once ("Connection closed by peer"). If process 0 is gone, or

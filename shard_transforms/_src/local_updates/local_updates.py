@@ -82,8 +82,8 @@ def local_updates(
       are sent together, in the order of the labels.
     delay: How many steps a fragment is sent, and the anchor moved, before
       shards take it over. Less than the steps to the first meeting of a round.
-    assume_weighted: Whether to take your word that `outer` uses `weight` in all
-      of its sums over shards, for one that is refused although it does.
+    assume_weighted: Turns off the check that `outer` uses `weight` in all of
+      its sums over shards. Set it if `outer` is refused although it does.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `LocalUpdatesState`, whose

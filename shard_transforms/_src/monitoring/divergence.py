@@ -116,7 +116,7 @@ def track_divergence(
   Updates pass through unchanged. Once in `every` updates, `shard_divergence`
   compares the parameters, or the updates if `update` is not given parameters.
   The state records the result, and `check_health` raises if it was not 0. Put
-  it where updates and parameters are the same on all shards: behind the
+  it where updates and parameters are the same on all shards: after the
   reduction.
 
   Under plain `jax.jit` an array is one logical value; replicated devices hold
@@ -333,9 +333,9 @@ def _assert_typed(name, leaf, axes):
     state = axes_lib.state(leaf, axis)
     if state == 'untracked':
       raise ValueError(
-          f'`assert_reduced` must be told by types what is the same over'
-          f' {axis!r}, but JAX does not track it here. Call it on what the'
-          ' mapped function returns, or let that return `shard_divergence`.'
+          '`assert_reduced` must have types that say what is the same over'
+          f' {axis!r}, but JAX tracks none here. Call it on the result of the'
+          ' mapped function, or let that function return `shard_divergence`.'
       )
     if state != 'invariant':
       raise AssertionError(

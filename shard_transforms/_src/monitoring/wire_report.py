@@ -41,14 +41,13 @@ def wire_report(
   bytes; :math:`x` for a permutation or a broadcast. An axis of `jax.vmap` sends
   nothing.
 
-  A collective in a `lax.scan` counts in each turn. Of the branches of a
-  `lax.cond`, the one that sends most counts, marked `conditional`. So does the
-  body of a loop of at most one turn, such as the end of a window of
-  `tower_reduce` or a meeting of `local_updates`. Of any other
-  `lax.while_loop`, one turn counts, marked `in_while`. Any other primitive that
-  holds programs is taken to run each of them once. Tracing does not show what
-  the compiler merges, removes, or adds, as it does for sharded arrays under
-  plain `jax.jit`.
+  A collective in a `lax.scan` counts in each turn. For a `lax.cond`, the branch
+  that sends most counts, marked `conditional`. A loop of at most one turn, such
+  as the end of a window of `tower_reduce` or a meeting of `local_updates`,
+  counts in the same way. For any other `lax.while_loop`, one turn counts,
+  marked `in_while`. Any other primitive that holds programs is taken to run
+  each of them once. Tracing does not show what the compiler merges or removes,
+  or adds for sharded arrays under plain `jax.jit`.
 
   With `compiled=True`, or given a lowered or compiled program, the report is on
   the program of the compiler, and nothing runs either. The table is the same,
@@ -72,9 +71,8 @@ def wire_report(
   added and multiplied by numbers in between. The predicate of a `lax.cond` or a
   `lax.while_loop` differs if it is computed from `lax.axis_index`, or from an
   array that is sliced over shards, unless a collective made it the same. A
-  single number for each shard does not count, because it may be a copy. Nor do
-  arguments where `axis_sizes` maps `fn`, because nothing says which of them
-  differ.
+  single number for each shard does not count, because it may be a copy. With
+  `axis_sizes`, arguments are taken to be the same on all shards.
 
   In the report of a compiled program, `warnings` name
 

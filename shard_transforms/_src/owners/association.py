@@ -259,15 +259,10 @@ def _refusal(caller, problem):
   return (
       f'`inner` of `{caller}` must treat each leaf of the parameters alone,'
       ' because each shard updates those that it owns, but'
-      f' {problem}. Keep such a transformation whole, as in'
-      ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
-      ' parameters, or for some of them with `optax.partition`. To clip by'
-      ' the global norm, put'
-      ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
-      ' in `inner`. Or let what comes first see what is reduced:'
-      ' `optax.chain(cross_shard_mean(axis_name), first,'
-      f" {caller}(inner, axis_name, on_invariant='averaged'))`. If you know"
-      ' that it treats each leaf alone, say'
+      f' {problem}. Use `optax.chain(cross_shard_mean(axis_name), inner)`, for'
+      ' some parameters with `optax.partition`. To clip, put'
+      ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first in'
+      ' `inner`. If it does treat each alone, say'
       f' `{caller}(..., assume_leafwise=True)`.'
   )
 

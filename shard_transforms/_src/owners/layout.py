@@ -2,7 +2,7 @@
 
 Shards keep arrays of the same shapes, and own leaves of different ones. Leaves
 of one shape, of which each owner has as many, stand in a stack. A row a dtype
-holds all others, one behind the other; the owner with the most elements decides
+holds all others, one after the other; the owner with the most elements decides
 its length.
 """
 
@@ -105,7 +105,7 @@ class Layout:
       leaves: Mapping[int, jax.Array],
       left_out: Set[str] = frozenset(),
   ) -> dict[str, jax.Array]:
-    """Returns the rows of some owners, one behind the other.
+    """Returns the rows of some owners, one after the other.
 
     Args:
       owners: The numbers of the owners.

@@ -56,9 +56,9 @@ def owned_update(
 
   Gives what `optax.chain(cross_shard_mean(axis_name), inner)` gives, with the
   state and the work of `inner` divided among the N shards. Each leaf has an
-  owner, which alone keeps its state and updates it: Muon, LAMB, LARS,
-  Adafactor, SOAP and Shampoo are divided among shards, which look at whole
-  leaves. For optimizers that treat each element alone, such as Adam, take
+  owner, which alone keeps its state and updates it. So optimizers that look at
+  whole leaves are divided among shards, too: Muon, LAMB, LARS, Adafactor, SOAP,
+  Shampoo. For optimizers that treat each element alone, such as Adam, take
   `shard_transforms.shard_update`.
 
   A reduce-scatter brings the mean of each gradient to its owner, and an
@@ -75,8 +75,8 @@ def owned_update(
   `inner` is traced on the whole tree, so that paths, masks, labels, random
   numbers and the number of leaves are those of the replicated optimizer, and
   each shard runs its part of that program. `inner` must treat each leaf alone.
-  One that mixes leaves is refused, such as `optax.clip_by_global_norm` and
-  `optax.flatten`. A `psum` over `axis_name` of a sum of numbers of single
+  If it mixes leaves, as `optax.clip_by_global_norm` and `optax.flatten` do, it
+  is refused. A `psum` over `axis_name` of a sum of numbers of single
   leaves counts each leaf once. Side effects such as `jax.debug.print` are
   refused. Under `jax.vmap`, each shard updates all leaves and uses its own. A
   leaf [L, m, n] of L layers has one owner: keep layers in leaves of their own.
@@ -102,11 +102,10 @@ def owned_update(
       it, the cost of a matrix [m, n] is m * n * min(m, n), as for Muon, times
       the other dimensions of a stack; that of a vector is its number of
       elements.
-    assume_leafwise: Whether to take your word that `inner` treats each leaf
-      alone, for an `inner` that is refused because its program is not
-      understood. Nothing is checked then: if it mixes leaves, it trains wrongly
-      without an error. State that belongs to several leaves is then kept by
-      each shard.
+    assume_leafwise: Turns off the check that `inner` treats each leaf alone.
+      Set it if `inner` is refused although it does: one that mixes leaves then
+      trains wrongly without an error. Each shard then keeps the state that
+      belongs to several leaves.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `OwnedUpdateState`, whose

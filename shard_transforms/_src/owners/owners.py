@@ -36,7 +36,7 @@ class Owners:
       tree; -1 for a scalar, or one without a gradient.
     owner_of: The owner of each parameter; -1 for one that all shards update.
     stacks: Matrices of one type, of which all owners have as many, those of an
-      owner one behind the other.
+      owner one after the other.
     reduction: How owners are reached.
     axes: The mapped axes over which what an owner has varies.
   """

@@ -27,7 +27,7 @@ class Stack(NamedTuple):
     length: The number of leaves of an owner.
     outputs: The outputs of the program of the first leaf.
     inputs: For each input of its own that it reads, that of each leaf, those of
-      an owner one behind the other.
+      an owner one after the other.
   """
 
   length: int

@@ -31,8 +31,8 @@ def towers(
      \quad W = \sum_{t: w_t > 0} w_t
 
   A window keeps log2 `num_towers` partial sums of each parameter, at least one.
-  A tower that has no gradient for a leaf (`None` in its place) counts as zero
-  there. A tower of weight 0 is left out, even if it is not finite. If all
+  Where a tower has `None` in place of a gradient, it adds zero, and counts in
+  the mean. A tower of weight 0 is left out, even if it is not finite. If all
   weights are zero, the update is zero, and `inner` is not run. It gets the
   extra arguments of the last tower, without the weight. Weights multiply as
   they are, so that products with the updates must be in the range of float32,
@@ -112,10 +112,9 @@ def sharded_towers(
     inner: The transformation that runs on slices.
     axis_name: As in `towers`.
     reduction: `'mean'` or `'sum'` over all towers of all shards.
-    assume_elementwise: Whether to take your word that `inner` treats each
-      element alone, for an `inner` that is refused because its program is not
-      understood. Nothing is checked then: if it looks across elements, it
-      trains wrongly without an error.
+    assume_elementwise: Turns off the check that `inner` treats each element
+      alone. Set it if `inner` is refused although it does: one that looks
+      across elements then trains wrongly without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `TowersState`, as of

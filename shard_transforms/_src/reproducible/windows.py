@@ -173,10 +173,10 @@ def _check(updates, state, num_levels, reduction):
   found = jnp.shape(state.total_weight)[-1]
   if found != num_levels:
     raise ValueError(
-        f'State of `{caller}` must be made for a step of as many towers on all'
-        f' shards, got {1 << (found - 1)} where there are'
-        f' {1 << (num_levels - 1)}. Convert it by'
-        ' `shard_transforms.resize_state`, with the same product of both.'
+        f'State of `{caller}` must be made for as many towers of all shards,'
+        f' got {1 << (found - 1)} instead of {1 << (num_levels - 1)}. Convert'
+        ' it by `shard_transforms.resize_state`, and keep the number of shards'
+        ' times `num_towers`.'
     )
 
 

@@ -36,13 +36,13 @@ def full_state(
 
   The parts that a transformation such as `shard_update` has sharded become the
   state of its inner transformation, as `inner.init(params)` has it, whatever
-  the number of shards; what a checkpoint holds then does not depend on it. All
+  the number of shards. A checkpoint then does not depend on that number. All
   other leaves are copied. Save this state, and place it again with
   `place_state`, on any number of shards.
 
   The full leaves are sharded over the devices, each along dimensions that can
-  be divided, so that no device needs memory for all of them; one that cannot be
-  divided is replicated. It may be called where the arrays are on several
+  be divided, so that no device needs memory for all of them. A leaf that cannot
+  be divided is replicated. It may be called where the arrays are on several
   processes: all of them must call it.
 
   Args:

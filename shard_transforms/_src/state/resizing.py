@@ -40,7 +40,7 @@ def resize_state(
   `local_updates` all continue from the mean of their own parameters and of
   their inner states, weighted by the steps of each, and share its weight
   equally, so that an unfinished round contains the steps of all. A state of
-  your own declares its `rules`; see `shard_transforms.states.Rule`. Any
+  your own declares its `rules`; see `shard_transforms.state_rules.Rule`. Any
   other leaf that differs between shards cannot be carried over, and raises.
 
   Args:

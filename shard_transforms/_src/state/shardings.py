@@ -56,7 +56,8 @@ def state_shardings(
 
   Make the state with `jax.jit(tx.init, out_shardings=shardings)(params)`, so
   that no device holds more than its part, and keep it so with `out_shardings`
-  of the step. A checkpoint is restored to them on any number of devices.
+  of the step. A checkpoint can be restored with these shardings on any number
+  of devices.
 
   Args:
     tx: Any transformation that needs no bound axis.

@@ -107,6 +107,5 @@ def _check_alike(tree):
     raise ValueError(
         '`axis_name` of `clip_by_global_norm` must name'
         f' {sorted(some, key=str)}, over which some leaves vary and some do'
-        ' not: clipping by the norm of what a shard holds would make the same'
-        ' leaf differ between shards.'
+        ' not. Otherwise shards would clip the same leaf by different norms.'
     )

@@ -73,14 +73,14 @@ def drop_stale(
   r"""Drops updates that were computed too many steps ago.
 
   Each call of `update` takes `local_step`, the global step at which the
-  parameters behind the update were read. The update is accepted if
+  parameters of the update were read. The update is accepted if
 
   .. math:: \text{global step} - \text{local step} \le \text{staleness}
 
   Then `inner` takes a step, and the global step grows by one. Otherwise the
   update is dropped: the result is zero, the global step and every bit of the
   state of `inner` stay, and `stale_count` grows by one. (`inner` runs in that
-  step too, on zeros, and what it made is thrown away: only side effects such as
+  step too, on zeros, and its result is thrown away: only side effects such as
   `jax.debug.print` remain.) Read the global step with
   `optax.tree_utils.tree_get(state, 'global_step')` when you read the
   parameters, and pass it with the gradient of these parameters.
@@ -104,10 +104,9 @@ def drop_stale(
       `local_step` may differ; needs `inner`. `None` if it is the same on all
       shards: a difference then lets shards diverge, and raises where JAX tracks
       it.
-    assume_weighted: Whether to take your word that `inner` uses `weight` in all
-      of its sums over shards, for an `inner` that is refused because the check
-      does not see it. Nothing is checked then: a sum without the weight counts
-      all shards, without an error.
+    assume_weighted: Turns off the check that `inner` uses `weight` in all of
+      its sums over shards. Set it if `inner` is refused although it does: a sum
+      without the weight then counts all shards, without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `DropStaleState`, whose

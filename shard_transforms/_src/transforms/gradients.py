@@ -132,9 +132,9 @@ def value_and_grad(
       if axes_lib.state(loss, axis) == 'invariant':
         raise ValueError(
             f'The loss of `value_and_grad` must be per shard over {axis!r}, got'
-            ' one that is the same on all shards: its gradient would be divided'
-            ' or multiplied by their number. Return the loss of the shard, and'
-            ' reduce it for display with `shard_transforms.shard_mean`.'
+            ' one that is the same on all shards, whose gradient is N times too'
+            " large or too small. Return the shard's own loss, and average it"
+            ' for display with `shard_transforms.shard_mean`.'
         )
     return out
 
@@ -353,7 +353,7 @@ def _check_rows(batch, num_shards, num_towers):
   ]
   if not leaves:
     raise ValueError(
-        f'`{_CALLER}` must be given the rows of a batch behind the parameters,'
+        f'`{_CALLER}` must be given the rows of a batch after the parameters,'
         ' got no array. Keyword arguments are not part of the batch.'
     )
   is_stacked = num_towers is None
@@ -422,7 +422,7 @@ def _reduce(axes, sums, specs):
   """Returns sums over shards, each once; of some gradients, a shard's slice."""
   leaves, treedef = jax.tree.flatten(sums)
   of_grads = jax.tree.leaves(specs)
-  # Before them comes the loss, and behind them the weight, if any.
+  # The loss comes before them, and the weight, if any, after them.
   others = [P()] * (len(leaves) - 1 - len(of_grads))
   todo = collections.defaultdict(dict)
   for i, spec in enumerate([P(), *of_grads, *others]):

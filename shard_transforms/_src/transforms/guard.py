@@ -102,9 +102,9 @@ def guard(
   its loss is a spike by the `SpikeRule` `spikes`, which may scale spikes down
   instead. With `axis_name`, a shard whose extra argument `weight` is zero does
   not count, and is not bad. Without it, the update alone decides: `weight` is
-  only passed to `inner`. Behind a reduction, a step in which all weights were
-  zero is taken, with an update of zero: put `guard` around the reduction to
-  skip it.
+  only passed to `inner`. After a reduction, `guard` does not see that all
+  weights were zero, and takes a step with an update of zero: put `guard` around
+  the reduction to skip it.
 
   All shards decide together: each step begins with one reduction of a few
   numbers. So a bad shard cannot deadlock the others, as it does with
@@ -118,10 +118,9 @@ def guard(
   if at least `min_shards` are good; else the step is skipped. With `axis_name`,
   a step is skipped if the total weight of all shards is zero.
 
-  In a skipped step, `inner` runs on zeros, and what it made is thrown away:
-  only side effects such as `jax.debug.print` remain. A derivative through that
-  step is NaN if that of `inner` by its parameters or state is not finite for
-  zeros.
+  In a skipped step, `inner` runs on zeros, and its result is thrown away: only
+  side effects such as `jax.debug.print` remain. A derivative through that step
+  is NaN if the derivative of `inner` is not finite for zeros.
 
   Skipped steps are counted. Traced code cannot raise an error if training has
   stalled: call `check_health` on the state every few steps, which raises after
@@ -143,10 +142,9 @@ def guard(
       `check_health` raises; `None` for any number.
     sharded: Which leaves are sliced over other axes than `axis_name`, as in
       `global_norm`; needed where JAX does not track types.
-    assume_weighted: Whether to take your word that `inner` uses `weight` in all
-      of its sums over shards, for an `inner` that is refused because the check
-      does not see it. Nothing is checked then: a sum without the weight counts
-      all shards, without an error.
+    assume_weighted: Turns off the check that `inner` uses `weight` in all of
+      its sums over shards. Set it if `inner` is refused although it does: a sum
+      without the weight then counts all shards, without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `GuardState`, whose
@@ -269,7 +267,7 @@ def _num_enough(on_bad, min_shards, axes):
   if on_bad == 'exclude' and not axes:
     raise ValueError(
         "`on_bad='exclude'` of `guard` must come with `axis_name`, got None."
-        ' A reduced update contains those of the bad shards.'
+        ' A reduced update already contains the bad shards.'
     )
   if on_bad == 'exclude':
     least = 1 if min_shards is None else min_shards
@@ -412,7 +410,8 @@ def _bad_shards(last_bad_step, first, why):
   )
   if not found:
     return (
-        ' No shard here was bad: all weights were zero, if none elsewhere was.'
+        ' No shard of this process was bad: one of another process was, or all'
+        ' weights were zero.'
     )
   if not jnp.ndim(last_bad_step):
     return f' They were {why}.'

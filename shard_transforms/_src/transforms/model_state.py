@@ -23,8 +23,8 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
   """Returns model state after a step, or before it if `guard` skipped it.
 
   A batch with a NaN puts the NaN into the running mean of batch normalization,
-  too, where it stays. Whatever else than its gradient a step computes from its
-  batch must be kept by the decision of `guard`.
+  too, where it stays. The decision of `guard` must also hold for everything
+  else that a step computes from its batch.
 
   Call it with the state that `update` returns. With several guards, all must
   have accepted the step. They stand around what may leave out a step, such as

@@ -57,7 +57,7 @@ def scale_by_staleness(
   r"""Scales updates down by how many steps ago they were computed.
 
   Each call of `update` takes `local_step`, the global step at which the
-  parameters behind the update were read, as for `drop_stale`. Its age is
+  parameters of the update were read, as for `drop_stale`. Its age is
 
   .. math:: \tau = \max(\text{global step} - \text{local step}, 0)
 
@@ -92,10 +92,9 @@ def scale_by_staleness(
       positive number; only for `'exponential'`.
     axis_name: The mapped axis, or a sequence of them, between whose shards
       `local_step` may differ; comes with `inner`.
-    assume_weighted: Whether to take your word that `inner` uses `weight` in all
-      of its sums over shards, for an `inner` that is refused because the check
-      does not see it. Nothing is checked then: a sum without the weight counts
-      all shards, without an error.
+    assume_weighted: Turns off the check that `inner` uses `weight` in all of
+      its sums over shards. Set it if `inner` is refused although it does: a sum
+      without the weight then counts all shards, without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ScaleByStalenessState`,

@@ -93,10 +93,9 @@ def shard_update(
       reduces among itself and holds the state once.
     on_invariant: How to read a leaf whose type says that it is the same on all
       shards, for a mean; see `cross_shard_mean`.
-    assume_elementwise: Whether to take your word that `inner` treats each
-      element alone, for an `inner` that is refused because its program is not
-      understood. Nothing is checked then: if it looks across elements, it
-      trains wrongly without an error.
+    assume_elementwise: Turns off the check that `inner` treats each element
+      alone. Set it if `inner` is refused although it does: one that looks
+      across elements then trains wrongly without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ShardUpdateState`, whose

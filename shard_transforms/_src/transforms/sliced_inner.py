@@ -175,23 +175,17 @@ class SlicedInner:
     if problem:
       caller = self._reduction.caller
       clip = (
-          ' To clip by the global norm, put'
+          ' To clip, put'
           ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
           ' in `inner`.'
       )
       raise ValueError(
-          f'`inner` of `{caller}` must treat each element of'
-          ' the parameters alone, whatever their shapes, the same way on all'
-          ' shards, because each shard holds a slice of them, but'
-          f' {problem}. Keep such a transformation whole, as in'
-          ' `optax.chain(cross_shard_mean(axis_name), inner)`: for all'
-          ' parameters, or for some of them with `optax.partition`.'
+          f'`inner` of `{caller}` must treat each element of the parameters'
+          ' alone, because each shard holds a slice of them, but'
+          f' {problem}. Use `optax.chain(cross_shard_mean(axis_name), inner)`,'
+          ' for some parameters with `optax.partition`.'
           f'{clip if self._reduction.axes_of_sums() else ""}'
-          ' Or let what comes first see what is reduced:'
-          ' `optax.chain(cross_shard_mean(axis_name), first,'
-          " shard_update(inner, axis_name, on_invariant='averaged'))`. So do"
-          ' `shard_transforms.aggregators`, in the place of `cross_shard_mean`.'
-          ' If you know that it treats each element alone, say'
+          ' If it does treat each alone, say'
           f' `{caller}(..., assume_elementwise=True)`.'
       )
 

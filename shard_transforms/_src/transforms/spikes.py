@@ -220,7 +220,7 @@ class Statistics(NamedTuple):
 
 
 class SpikeState(NamedTuple):
-  """What `guard` remembers of spikes; all but `last_spike` is the same on all.
+  """Spike statistics of `guard`. Only `last_spike` differs between shards.
 
   Attributes:
     statistics: Mean and variance of the signals; `()` without `max_stds`.

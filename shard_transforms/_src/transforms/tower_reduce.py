@@ -130,10 +130,10 @@ def tower_reduce(
   is zero, the state of `inner` keeps every bit, and the window starts again.
   Give `weight` with every tower of a window or with none.
 
-  A tower that has no gradient for a leaf (`None` in its place) counts as zero
-  there; the divisor stays. The minimum of the `local_step`s of a window is
-  passed to `inner`; any other extra argument is the last tower's. Collectives
-  inside `inner` run once a window.
+  Where a tower has `None` in place of a gradient, it adds zero, and counts in
+  the mean. The minimum of the `local_step`s of a window is passed to
+  `inner`; any other extra argument is the last tower's. Collectives inside
+  `inner` run once a window.
 
   Without `inner`, the result goes to the next link of an `optax.chain`, as
   zeros in all calls but the last: right for links that keep no moments, such as
@@ -148,10 +148,9 @@ def tower_reduce(
       updates differ; the sum is then kept per shard (see `init_state`). `None`
       if updates are already the same on all shards.
     reduction: `'mean'` or `'sum'` over the towers.
-    assume_weighted: Whether to take your word that `inner` uses `weight` in all
-      of its sums over shards, for an `inner` that is refused because the check
-      does not see it. Nothing is checked then: a sum without the weight counts
-      all shards, without an error.
+    assume_weighted: Turns off the check that `inner` uses `weight` in all of
+      its sums over shards. Set it if `inner` is refused although it does: a sum
+      without the weight then counts all shards, without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, whose
