@@ -186,8 +186,9 @@ class HyperparametersTest(facade_cases.OptimizerTest):
 
     @facade.function
     def step():
-      for opt, variable in zip(sum(opts, []), sum(variables, []), strict=True):
-        opt.apply_gradients([(W, variable)])
+      for pairs in map(zip, opts, variables):
+        for opt, variable in pairs:
+          opt.apply_gradients([(W, variable)])
       return variables
 
     for value in (0.5, 0.5, 0.25):
