@@ -138,17 +138,6 @@ class AdamTest(parameterized.TestCase):
     powers = np.float32(0.8**11), np.float32(0.95**11)
     assert_close((state.beta1_power, state.beta2_power), powers)
 
-  def test_is_that_of_optax_with_the_epsilon_of_each_step(self):
-    updates, *_ = trained(tf1.adam(0.1, 0.8, 0.95, 0.1))
-
-    tx = optax.inject_hyperparams(optax.adam, static_args=('b1', 'b2'))(
-        0.1,
-        b1=0.8,
-        b2=0.95,
-        eps=lambda count: 0.1 / jnp.sqrt(1 - 0.95 ** (count + 1)),
-    )
-    assert_close(updates, trained(tx)[0])
-
   def test_goes_on_below_the_smallest_power(self):
     tx = tf1.adam(0.1, 0.8, 0.95, 1e-8)
     state = tx.init(PARAMS)._replace(
