@@ -347,7 +347,6 @@ class SmallProgramsTest(facade_cases.GraphTest):
 
     train()
     train()
-    gc.collect()
     gc.freeze()  # What there is need not be looked through.
     before = num_objects()
     compiled = facade_cases.compilations(self)
