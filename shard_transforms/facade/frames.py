@@ -312,7 +312,8 @@ def at_once() -> Iterator[None]:
 def outside() -> Iterator[None]:
   """Leaves all frames, calls and traces, so that results are concrete."""
   left = contexts.replaced(frames=(), call=None, is_making=True)
-  with jax.ensure_compile_time_eval(), left:
+  # In the generation of a trace, JAX would compile each operation again.
+  with jax.ensure_compile_time_eval(), _generation(None), left:
     yield
 
 

@@ -38,13 +38,10 @@ def sync_replicas(opt, number=1, **kwargs):
 # Wrappers, and where each trains: alone, on shards or in towers.
 WRAPPERS = {
     'bare': (lambda opt: opt, None),
-    'bare on a shard': (lambda opt: opt, 1),
     'cross_shard': (facade.CrossShardOptimizer, 4),
-    'tower alone': (facade.TowerOptimizer, None),
     'towers in turn': (facade.TowerOptimizer, IN_TURN),
     'towers at once': (facade.TowerOptimizer, AT_ONCE),
     'drop_stale': (drop_stale, None),
-    'sync_replicas': (sync_replicas, None),
     'sync_replicas in towers': (
         lambda opt: facade.TowerOptimizer(sync_replicas(opt)),
         IN_TURN,
@@ -91,6 +88,20 @@ def train(opt, loss, step=None, where=None, times=1, compiled=True):
   for _ in range(times):
     returned = run(X)
   return returned
+
+
+def compilations(test):
+  """Returns a list that grows with each compilation until the test ends."""
+  found = []
+
+  def listen(event, duration, **kwargs):
+    del duration, kwargs
+    if 'compile' in event:
+      found.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  test.addCleanup(jax.monitoring.unregister_event_duration_listener, listen)
+  return found
 
 
 def run_threads(*functions):

@@ -499,29 +499,11 @@ WRAPPED = [case for case, tape in NAMES.items() if 'before' in tape]
 # Two towers, of which only the last one makes slots.
 IN_TOWERS = [case for case, tape in NAMES.items() if 'before' not in tape]
 
-_VARIABLES = (
-    'The original does not pass the call of `variables()` on. Here it lists'
-    ' the variables of the wrapped optimizer and the counter, lest they are'
-    ' not saved.'
-)
-_COND = (
-    'Also, the original makes powers of beta inside of `tf.cond`, whose name'
-    ' they get. There is no such scope here.'
-)
-
-# Cases that must differ, each with its reason.
-OF_NAMES = {f'fc-a-{n:03}': _VARIABLES for n in range(3, 32, 4)}
-OF_NAMES['fc-a-015'] += _COND
-
-# Fields that nothing here stands for: there are no operations, and a call of an
-# optimizer returns an array.
-OPERATIONS = {'train_op', 'train_op_collection'}
-
-FIELDS = {
-    *('id', 'wrapper', 'wrapper_kwargs', 'inner', 'variables'),
-    *('before', 'after', 'after_of_first_tower', 'after_of_last_tower'),
-    *('all_variables', *OPERATIONS),
-}
+# Cases that must differ. The original does not pass the call of `variables()`
+# on. Here it lists the variables of the wrapped optimizer and the counter, lest
+# they are not saved. Also, the original makes powers of beta inside of
+# `tf.cond`, whose name they get. There is no such scope here.
+OF_NAMES = [f'fc-a-{n:03}' for n in range(3, 32, 4)]
 
 
 def make(tape):
@@ -634,20 +616,8 @@ class NamesTest(parameterized.TestCase):
 
 class CoverageTest(parameterized.TestCase):
 
-  def test_every_case_is_replayed_with_all_its_fields(self):
+  def test_every_case_is_replayed(self):
     self.assertCountEqual(CALLED, CALLS)
     self.assertContainsSubset(DEPARTURES, [*GROUPS, *CALLS])
     self.assertCountEqual([*WRAPPED, *IN_TOWERS], NAMES)
-    self.assertContainsSubset(set().union(*NAMES.values()), FIELDS)
-
-  @named(OF_NAMES)
-  def test_listed_case_differs(self, case):
-    tape = NAMES[case]
-
-    expected = expected_here(tape)
-
-    self.assertNotEqual(expected['after'], tape['after'])
-    self.assertEqual(
-        expected['all_variables'] != tape['all_variables'],
-        _COND in OF_NAMES[case],
-    )
+    self.assertContainsSubset(OF_NAMES, WRAPPED)

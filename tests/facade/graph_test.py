@@ -23,20 +23,6 @@ class GraphTest(parameterized.TestCase):
     super().setUp()
     self.addCleanup(facade.reset_default_graph)
 
-  def test_keeps_two_models_apart(self):
-    first, second = facade.Graph(), facade.Graph()
-
-    with first.as_default():
-      w = facade.Variable(1.0, name='w')
-    with second.as_default():
-      other = facade.Variable(2.0, name='w')
-
-      self.assertEqual(facade.global_variables(), [other])
-    with first.as_default():
-      self.assertEqual(facade.global_variables(), [w])
-    self.assertEqual([w.name, other.name], ['w:0', 'w:0'])
-    self.assertEqual([w.graph, other.graph], [first, second])
-
   def test_the_innermost_is_the_default_of_its_thread(self):
     shared = facade.get_default_graph()
     seen = []

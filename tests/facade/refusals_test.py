@@ -4,7 +4,6 @@ A new mistake is a new row of `ERRORS`: words of the message, and a call.
 """
 
 import copy
-import operator
 import pickle
 
 import jax
@@ -149,15 +148,12 @@ ERRORS = {
         ("The initial value of 'v'", lambda t: facade.Variable({}, name='v')),
         ('must be int32', lambda t: facade.Variable(0.5, dtype=jnp.int32)),
         ('must be int32, got float32', lambda t: t.n.assign(0.5)),
-        ('item assignment', lambda t: operator.setitem(t.w, 0, 1)),
         ("'w:0' must not be copied or", lambda t: copy.deepcopy(t.w)),
         ('that has slots must not.*Mom', lambda t: pickle.dumps(t.opt)),
         # Losses and gradients.
         ('`fn` must be a function, got', lambda t: facade.function('step')),
         ('`loss` must be.*Write `lambda', lambda t: t.opt.minimize(3.0)),
-        ('`loss` must be', lambda t: facade.gradients(3.0, [t.b])),
         ('real numbers, got int32', lambda t: t.opt.minimize(lambda: 3)),
-        ('real numbers, got comp', lambda t: t.opt.minimize(lambda: 1j)),
         ("an array, got 'text'", lambda t: t.opt.minimize(lambda: 'text')),
         ('must return a pai', lambda t: t.opt.minimize(t.square, has_aux=True)),
         ('Add several.*has_aux', lambda t: t.opt.minimize(lambda: (t.b, 1.0))),
@@ -165,8 +161,6 @@ ERRORS = {
         ('must hold real', lambda t: t.weighted(True)),
         ('The gradient of b:0 must be', lambda t: t.apply(('text', t.b))),
         ('got int32 for b:0 of float32', lambda t: t.apply((3, t.b))),
-        ('got bool for b:0', lambda t: t.apply((np.bool_(1), t.b))),
-        ('got complex64 for b:0', lambda t: t.apply((1j, t.b))),
         ('got float32 for n:0 of int32', lambda t: t.apply((1.0, t.n))),
         # Optimizers.
         ('`tx` must be a transf', lambda t: facade.OptaxOptimizer(optax.adam)),
@@ -183,7 +177,6 @@ ERRORS = {
         ('initial_accumulator_value.*real', lambda t: t.adagrad('0.1')),
         ('`global_step` must be', lambda t: t.opt.minimize(t.square, 0)),
         ('got a TowerOptimizer.*outside', lambda t: cross_shard(tower(t.opt))),
-        ('got a TowerOptimizer.*outside', lambda t: drop_stale(tower(t.opt))),
         ('`num_shards` must be an int', lambda t: with_context(2.0)),
         ('`input_shard_axes` must be ', lambda t: kept(input_shard_axes=[0.5])),
         ('must be an array', lambda t: sharded(lambda x: ['loss'])),
@@ -195,7 +188,6 @@ ERRORS = {
         ('`t_list` must be a seq', lambda t: facade.global_norm(3.0)),
         ('hold.* at 1', lambda t: facade.clip_by_global_norm([None, 3], 1.0)),
         ('must be left out', lambda t: tf.one_hot([1], 2, on_value=2.0)),
-        ('must be left out', lambda t: tf.truncated_normal_initializer(1.0)),
         ('of `tf.where` is missing', lambda t: tf.where(X > 0, y=X)),
         ('`tf.sqrt` must be given some', lambda t: tf.sqrt(X, 'name', 3)),
     ],
@@ -207,15 +199,12 @@ ERRORS = {
         ("'v'", lambda t: jax.jit(t.make)()),
         ("'b:0' must not be read.*func", lambda t: jax.jit(t.times)(X)),
         ("'b:0'.*facade.function", lambda t: jax.jit(t.b.assign)(2.0)),
-        ("'b:0'.*facade.function", lambda t: jax.vmap(t.b.assign)(X)),
         ('not be assigned', lambda t: jax.jit(facade.function(t.add))(2.0)),
         ("Two variables have the name 'w'", lambda t: facade.get_values(t.ws)),
-        ('Two variables have t', lambda t: facade.set_values(t.ws, {'w': 5.0})),
         ("'other'", lambda t: restored(t, other=1.0)),
         (r"\['w'\].*build", lambda t: restored(t, w=None)),
         (r"'w:0' must have the shape \(2,\)", lambda t: restored(t, w=X)),
         ("'w:0' must fit float32", lambda t: restored(t, w=np.full(2, 0.1))),
-        ('must fit int32', lambda t: restored(t, global_step=0.5)),
         # Graphs.
         (r'must be \(\), got \(3', lambda t: t.made('global_step', shape=[3])),
         ("_step' must be i", lambda t: t.made('global_step', dtype='int8')),
@@ -239,7 +228,6 @@ ERRORS = {
         ('outside `Graph.as_default', lambda t: facade.reset_default_graph()),
         ("Invalid Reduction: 'me", lambda t: facade.Reduction.validate('mean')),
         ('must be an integer sc', lambda t: t.opt.minimize(t.square, t.b)),
-        ('must be an integer scalar', lambda t: t.apply((1.0, t.b), step=t.w)),
         # Losses and gradients.
         ('No gradients.*The loss must read', lambda t: t.opt.minimize(t.free)),
         (
@@ -270,7 +258,6 @@ ERRORS = {
         ('`true_fn` and `false_fn` must', lambda t: t.chosen()),
         # Optimizers.
         ('specify the optimizer name', lambda t: sgd(name='')),
-        ('specify the', lambda t: drop_stale(t.opt, name='')),
         ('accumulator_value.*positive', lambda t: t.adagrad(0)),
         ('`learning_rate_power` must', lambda t: facade.FtrlOptimizer(1, 0.1)),
         ('`initial_acc.* must not b', lambda t: facade.FtrlOptimizer(1, 0, -1)),
@@ -331,13 +318,11 @@ ERRORS = {
             'must be all different',
             lambda t: towers(devices=['/cpu:0', '/cpu:0', '/cpu:1']),
         ),
-        ('must name local devices', lambda t: towers(devices=['/cpu:64'])),
         ('must name local devices', lambda t: towers(devices=['/gpu:0'])),
         (
             r"divisible .* 4, .*\['x'\]",
             lambda t: towers()({'x': np.zeros([6, 2])}),
         ),
-        ('divisible by', lambda t: towers()(X, np.float32(0))),
         (
             'not be inside of `shard`',
             lambda t: sharded(lambda x: t.at_once(jnp.tile(x, 2))),
@@ -471,8 +456,8 @@ class RefusalsTest(facade_cases.OptimizerTest):
     facade.add_to_collection('arrays', jnp.ones(2))
     facade.get_collection('arrays', 'a')
 
-  def apply(self, *pairs, step=None):
-    self.opt.apply_gradients(pairs, self.step if step is None else step)
+  def apply(self, *pairs):
+    self.opt.apply_gradients(pairs, self.step)
 
   def over(self, *variables):
     self.opt.compute_gradients(self.square, variables)
@@ -536,27 +521,24 @@ class RefusalsTest(facade_cases.OptimizerTest):
     self.opt.minimize(self.square, self.step, [self.b])
     self.assertEqual(int(self.step), 2)
 
-  @cases.product(name=WRAPPERS, opt=(optax.sgd(0.1), None))
-  def test_wrappers_refuse_what_is_no_optimizer(self, name, opt):
+  @cases.parameters(*WRAPPERS)
+  def test_wrappers_refuse_what_is_no_optimizer(self, name):
     with self.assertRaisesRegex(TypeError, OPTAX):
-      WRAPPERS[name](opt)
+      WRAPPERS[name](optax.sgd(0.1))
 
-  @cases.parameters(
-      facade.cosine_decay,
-      facade.cosine_decay_restarts,
-      facade.exponential_decay,
-      facade.inverse_time_decay,
-      facade.natural_exp_decay,
-      facade.polynomial_decay,
-  )
-  def test_a_decay_needs_a_step(self, decay):
-    words = f'`global_step` of `{decay.__name__}` must be given'
-    with self.assertRaisesRegex(ValueError, words):
-      decay(0.5, None, 10, 0.7)
+  def test_a_decay_needs_a_step(self):
+    for decay in (
+        *(facade.cosine_decay, facade.cosine_decay_restarts),
+        *(facade.exponential_decay, facade.inverse_time_decay),
+        *(facade.natural_exp_decay, facade.polynomial_decay),
+    ):
+      words = f'`global_step` of `{decay.__name__}` must be given'
+      with self.assertRaisesRegex(ValueError, words):
+        decay(0.5, None, 10, 0.7)
 
-  @cases.parameters(
-      *('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow', 'matmul')
-  )
-  def test_a_variable_changes_by_assignment_alone(self, name):
-    with self.assertRaisesRegex(TypeError, "'w:0'.*assign_add"):
-      getattr(self.w, f'__i{name}__')(2.0)
+  def test_a_variable_changes_by_assignment_alone(self):
+    for name in (
+        *('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow', 'matmul'),
+    ):
+      with self.assertRaisesRegex(TypeError, "'w:0'.*assign_add"):
+        getattr(self.w, f'__i{name}__')(2.0)

@@ -169,7 +169,7 @@ class CrossShardOptimizerTest(facade_cases.GraphTest):
         for wrap, num_shards in (
             (lambda opt: opt, 1),
             (facade.CrossShardOptimizer, 1),
-            (facade.CrossShardOptimizer, 8),
+            (facade.CrossShardOptimizer, 4),
         )
     ]
 
@@ -203,14 +203,14 @@ class CrossShardOptimizerTest(facade_cases.GraphTest):
     w = facade.Variable(0.0)
     opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
 
-    for num_shards in (2, 8, 1, 4):
+    for num_shards in (2, 1, 4):
       facade.shard(
           lambda x: opt.minimize(lambda: jnp.mean(w * x)),
           [np.ones(8, np.float32)],
           num_shards,
       )
 
-    self.assertEqual(float(w), -(1 + 1.5 + 1.75 + 1.875))
+    self.assertEqual(float(w), -(1 + 1.5 + 1.75))
 
   def test_has_what_an_optimizer_inside_assigns_reduced(self):
     w, seen = facade.Variable(1.0, name='w'), facade.Variable(0.0, name='seen')
@@ -244,7 +244,7 @@ class GroupsTest(facade_cases.GraphTest):
     )
     return opt, step
 
-  @cases.product(groups=(GROUPS, np.array(GROUPS)), compiled=(True, False))
+  @cases.parameters((GROUPS, True), (np.array(GROUPS), False))
   def test_each_group_trains_as_one_device(self, groups, compiled):
     opt, step = self.train(None, groups, compiled, times=2)
 
@@ -345,5 +345,6 @@ class CrossReplicaSumTest(facade_cases.GraphTest):
       facade.shard(computation, [x], num_shards=num_shards)
       return w.value()
 
-    chex.assert_trees_all_close(train(4), train(1), rtol=1e-5)
-    self.assertGreater(abs(float(train(1)) - 1.5), 1e-4)
+    one, four = train(1), train(4)
+    chex.assert_trees_all_close(four, one, rtol=1e-5)
+    self.assertGreater(abs(float(one) - 1.5), 1e-4)

@@ -1,64 +1,45 @@
-"""The ports of the programs, which are kept as patches of the originals.
+"""Scripts of TensorFlow 1 and their ports: `programs/NAME.diff` is both.
 
-`ported/NAME.patch` is a unified diff of `tf1/NAME.py`: `diff -U2` makes it.
+It is a unified diff of one hunk, with all lines.
 """
 
 import ast
 import difflib
-import functools
 import pathlib
-import re
 import sys
 import types
 
 FOLDER = pathlib.Path(__file__).parent
-PACKAGE = 'legacy.ported'
+PACKAGE = 'legacy.programs'
 
 
 def original(name):
   """Returns the text of a script of TensorFlow 1."""
-  return (FOLDER / 'tf1' / f'{name}.py').read_text(encoding='utf-8')
+  return _without('+', name)
 
 
 def ported(name):
   """Returns the text of a script after its port."""
-  patch = (FOLDER / 'ported' / f'{name}.patch').read_text(encoding='utf-8')
-  return apply(original(name), patch)
+  return _without('-', name)
 
 
-@functools.cache
-def module(name):
-  """Returns the module of a port."""
-  if name != 'network':
-    module('network')  # All others import it.
-  made = types.ModuleType(f'{PACKAGE}.{name}')
-  made.__package__ = PACKAGE
-  sys.modules[made.__name__] = made
-  exec(compile(ported(name), f'{name}.patch', 'exec'), vars(made))
-  return made
+def _without(mark, name):
+  path = FOLDER / 'programs' / (name + '.diff')
+  lines = path.read_text(encoding='utf-8').splitlines()[3:]
+  return '\n'.join([line[1:] for line in lines if line[:1] != mark] + [''])
 
 
-def apply(text, patch):
-  """Returns a text after a unified diff.
-
-  Raises:
-    ValueError: If a line of the diff is not where it says.
-  """
-  before, after, at = text.splitlines(), [], 0
-  for line in patch.splitlines()[2:]:
-    mark, content = line[:1] or ' ', line[1:]
-    if mark == '@':
-      start = int(re.match(r'@@ -(\d+)', line)[1]) - 1
-      after += before[at:start]
-      at = max(at, start)
-    elif mark == '+':
-      after.append(content)
-    elif before[at : at + 1] != [content] or mark not in ' -':
-      raise ValueError(f'Line {at + 1} must be {content!r}, by {line!r}.')
-    else:
-      after += [content] if mark == ' ' else []
-      at += 1
-  return '\n'.join([*after, *before[at:], ''])
+def module(name, text_of=ported):
+  """Returns the module of a port, or of the original."""
+  full_name = f'{PACKAGE}.{name}'
+  if full_name not in sys.modules:
+    if name != 'network':
+      module('network', text_of)  # All others import it.
+    made = types.ModuleType(full_name)
+    made.__package__ = PACKAGE
+    sys.modules[full_name] = made
+    exec(compile(text_of(name), f'{name}.diff', 'exec'), vars(made))
+  return sys.modules[full_name]
 
 
 def count(name):

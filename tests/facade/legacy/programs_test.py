@@ -1,8 +1,8 @@
 """Training scripts of TensorFlow 1, ported, train as TensorFlow trained them.
 
-`tf1` has the training parts as their repositories write them, in our words and
-with a small model; `ported` what the porting page changes in them; `recorded`
-what TensorFlow 1.15.5 computed with the former (`record_programs.py`).
+`programs` has the training parts as their repositories write them, in our words
+and with a small model, and what the porting page changes in them; `recorded`
+what TensorFlow 1.15.5 computed with the originals (`record_programs.py`).
 """
 
 import json
@@ -19,18 +19,13 @@ from shard_transforms import facade
 # A short script changes more than a fifth: the import, the function around the
 # loss and the loss as a result are there in all.
 FEW_LINES = 8
-EVALUATED = ('mnist_tpu', 'mnist_towers', 'official_mnist', 'ssd')
-
-
-def prepared(name):
-  """Returns the model function of a port, and its further arguments."""
-  facade.get_or_create_global_step()
-  return ports.module(name).model_fn, {'initial': runs.initial_values(name)}
 
 
 def train(name):
   """Returns the variables by name after each step."""
-  model_fn, params = prepared(name)
+  facade.get_or_create_global_step()
+  model_fn = ports.module(name).model_fn
+  params = {'initial': runs.initial_values(name)}
   kind = runs.PROGRAMS[name].kind
   if kind == 'towers':
     devices = ['/cpu:0'] * runs.NUM_SHARDS
@@ -61,24 +56,6 @@ def recorded(name):
   return steps, {k.removeprefix('cond/'): v for k, v in end.items()}
 
 
-def loss_of(name):
-  """Returns the loss of a program before the first step, by NumPy."""
-  initial = runs.initial_values(name)
-  features, labels = runs.batches()[0]
-  hidden = np.tanh(features @ initial['model/embeddings/kernel'])
-  hidden = hidden @ initial['model/layer_0/kernel']
-  hidden = np.tanh(hidden + initial['model/layer_0/bias'])
-  hidden = hidden @ initial['model/layer_1/kernel']
-  hidden = hidden * initial['model/layer_1/LayerNorm/gamma']
-  hidden = np.tanh(hidden + initial['model/layer_1/LayerNorm/beta'])
-  loss = np.mean((hidden @ initial['head/kernel'] - labels) ** 2)
-  if name == 'ssd':
-    for key, value in initial.items():
-      factor = 0 if 'LayerNorm' in key else 0.1 if 'bias' in key else 1.0
-      loss += 0.05 * factor * np.sum(value**2) / 2
-  return float(loss)
-
-
 class ProgramsTest(parameterized.TestCase):
 
   def setUp(self):
@@ -103,27 +80,8 @@ class ProgramsTest(parameterized.TestCase):
             np.ravel(found[key]), value, rtol=1e-5, atol=1e-5, err_msg=key
         )
 
-  @cases.parameters(*EVALUATED)
-  def test_evaluates(self, name):
-    model_fn, params = prepared(name)
-    features, labels = runs.batches()[0]
-
-    loss = model_fn(features, labels, facade.ModeKeys.EVAL, params).loss
-
-    self.assertAlmostEqual(float(loss), loss_of(name), delta=1e-5)
-
 
 class PortsTest(parameterized.TestCase):
-
-  def test_a_patch_must_match(self):
-    patch = '--- a\n+++ b\n@@ -2,2 +2,2 @@\n two\n-three\n+3\n'
-
-    self.assertEqual(
-        ports.apply('one\ntwo\nthree\nfour\n', patch), 'one\ntwo\n3\nfour\n'
-    )
-    for text in ('two\nthree', 'one\nthree', 'one\ntwo'):
-      with self.assertRaisesRegex(ValueError, 'Line . must be'):
-        ports.apply(text, patch)
 
   def test_change_one_line_in_five_at_most_unless_they_are_few(self):
     counts = {name: ports.count(name) for name in runs.PROGRAMS}
@@ -136,9 +94,9 @@ class PortsTest(parameterized.TestCase):
     self.assertLessEqual(len(few), len(counts) / 3)
     changes = [changed for _, changed in counts.values()]
     # What the page says.
-    self.assertEqual((len(counts), min(changes), max(changes)), (17, 4, 20))
+    self.assertEqual((len(counts), min(changes), max(changes)), (11, 4, 20))
 
-  @cases.parameters('bert', 'albert', 'gpt2')
+  @cases.parameters('bert', 'gpt2')
   def test_keep_the_class_of_the_optimizer(self, name):
     before, after = map(
         ports.classes, (ports.original(name), ports.ported(name))

@@ -1,4 +1,4 @@
-"""Records what TensorFlow 1.15 computes for the programs of `tf1`.
+"""Records what TensorFlow 1.15 computes for the originals of `programs`.
 
 Run it by hand, with Python 3.7 and TensorFlow 1.15.5. The tests do not.
 `CrossShardOptimizer` has no kernel on CPUs for its sum: each shard is a graph
@@ -7,7 +7,6 @@ shards. Towers and stale gradients are TensorFlow's own.
 """
 
 import concurrent.futures
-import importlib
 import json
 import pathlib
 import sys
@@ -21,6 +20,7 @@ from tensorflow.python.tpu.ops import tpu_ops
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))
 
+from legacy import ports  # noqa: E402
 from legacy import runs  # noqa: E402
 
 WRITES = 'Assign', 'ResourceApply'
@@ -166,7 +166,7 @@ def main(names):
   """Records the programs of these names, all by default."""
   for name in names or runs.PROGRAMS:
     kind, _, statistics = runs.PROGRAMS[name]
-    program = importlib.import_module('legacy.tf1.' + name)
+    program = ports.module(name, ports.original)
     params = {'initial': runs.initial_values(name)}
     if kind == 'shards':
       steps = train_shards(program, params)

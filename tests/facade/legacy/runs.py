@@ -49,21 +49,15 @@ BATCH_NORM = (
 )
 PROGRAMS = {
     'bert': Program('shards', 'google-research/bert'),
-    'albert': Program('shards', 'google-research/albert'),
     'xlnet': Program('shards', 'zihangdai/xlnet'),
     'mnist_tpu': Program('shards', 'tensorflow/tpu: mnist_tpu'),
     'resnet': Program('shards', 'tensorflow/tpu: resnet', BATCH_NORM),
     'amoeba_net': Program('shards', 'tensorflow/tpu: amoeba_net', BATCH_NORM),
-    'mask_rcnn': Program('shards', 'tensorflow/tpu: mask_rcnn'),
-    'show_and_tell': Program('shards', 'tensorflow/tpu: show_and_tell'),
     'tensor2tensor': Program('shards', 'tensorflow/tensor2tensor'),
     'gpt2': Program('shards', 'ConnorJL/GPT2'),
     'compare_gan': Program('shards', 'google/compare_gan'),
     'official_mnist': Program('towers', 'tensorflow/models: official/mnist'),
     'ssd': Program('towers', 'HiKapok/SSD.TensorFlow'),
-    'fpn': Program('towers', 'a feature pyramid network by towers'),
-    'mnist_towers': Program('towers', 'an MNIST by towers'),
-    'text_simplification': Program('alone', 'Sanqiang/text_simplification'),
     'stale_user': Program('alone', 'a user of stale gradients'),
 }
 
