@@ -183,15 +183,6 @@ ROWS = {
         cuts=True,
         owns=True,
     ),
-    'tower_reduce_of_shard_update': Row(
-        lambda inner, n: tower_reduce(
-            n, shard_update(inner, AXIS), axis_name=AXIS
-        ),
-        towers='in turn',
-        per_shard=True,
-        refuser='tower_reduce',
-        cuts=True,
-    ),
     'drop_stale_of_shard_update': Row(
         lambda inner, n: drop_stale(
             2, shard_update(inner, AXIS), axis_name=AXIS
@@ -212,15 +203,6 @@ ROWS = {
     'tower_reduce_per_shard': Row(
         lambda inner, n: tower_reduce(n, _mean(inner), axis_name=AXIS),
         towers='in turn',
-        per_shard=True,
-        refuser='tower_reduce',
-    ),
-    'tower_reduce_in_chain_per_shard': Row(
-        lambda inner, n: optax.chain(
-            tower_reduce(n, axis_name=AXIS), _mean(inner)
-        ),
-        towers='in turn',
-        chained=True,
         per_shard=True,
         refuser='tower_reduce',
     ),
@@ -307,11 +289,6 @@ ROWS = {
         refuser='delay_updates',
         keeps=True,
         delays=True,
-    ),
-    'tower_reduce_of_drop_stale': Row(
-        lambda inner, n: tower_reduce(n, drop_stale(2, inner)),
-        takes_local_step=True,
-        towers='in turn',
     ),
     'tower_reduce_of_drop_stale_per_shard': Row(
         lambda inner, n: tower_reduce(
@@ -737,7 +714,12 @@ class MappedTest(parameterized.TestCase):
 
   @cases.parameters(*modes.NAMES)
   def test_keeps_its_promises(self, mode):
-    params = odd_params()
+    def in_mode(tree):
+      # Complex numbers take long to compile, and no mode treats them alone.
+      left_out = () if mode == 'shard_map' else ('complex',)
+      return {k: x for k, x in tree.items() if k not in left_out}
+
+    params = in_mode(odd_params())
     # What knows no axis knows no mode, but has its part in types.
     names = [
         name
@@ -745,7 +727,7 @@ class MappedTest(parameterized.TestCase):
         if ROWS[name].per_shard or mode == 'shard_map'
     ]
     txs = {name: whole(ROWS[name], probe()) for name in names}
-    data = {name: odd_calls(name)[0] for name in txs}
+    data = {name: in_mode(odd_calls(name)[0]) for name in txs}
     numbers = np.arange(CALLS)
     of_calls = jax.tree.map(
         lambda p: np.stack([p + jnp.asarray(i, p.dtype) for i in numbers]),
@@ -759,7 +741,7 @@ class MappedTest(parameterized.TestCase):
       runs = np.flatnonzero(runs_inner(row))
       updates, seen, kinds_before, kinds_after = outcome
       with self.subTest(f'{name} gives the mean over shards and towers'):
-        expected = odd_calls(name)[1]
+        expected = in_mode(odd_calls(name)[1])
         chex.assert_trees_all_equal_shapes_and_dtypes(updates, expected)
         tolerance = row.tolerance
         chex.assert_trees_all_close(
