@@ -9,11 +9,9 @@ for `drop_stale` alone, because nothing else of the library keeps one.
 import functools
 import json
 
-from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -270,33 +268,6 @@ class CrossShardTest(parameterized.TestCase):
             {k: x for k, x in reduced_of_group.items() if x is not None},
             sum_of_contributions(tape, recorded, group),
         )
-
-
-class ClippedInGroupsTest(absltest.TestCase):
-
-  # No tape has both; a tape of groups that clips would be replayed like this.
-  def test_divides_by_the_size_of_a_group_before_it_clips(self):
-    groups = [[0, 3], [1, 2]]
-    tape = {
-        'calls': 'compute_gradients+apply_gradients',
-        'clip_norm': 2.0,
-        'reduction': 'weighted_mean',
-        'num_shards': 4,
-        'group_assignment': groups,
-        'groups': groups,
-    }
-    grads = jnp.float32([[3, 4], [0, 2], [4, 0], [0, 8]])
-
-    def reduce(grad):
-      return cross_shard(tape).update(grad, cross_shard(tape).init(0))[0]
-
-    reduced = jax.jit(jax.vmap(reduce, axis_name='data'))(grads)
-
-    # A half of each; the norms 2.5 and 4 of shards 0 and 3 become 2.
-    of_outer, of_inner = [1.2, 1.6 + 2], [2, 1]
-    np.testing.assert_allclose(
-        reduced, [of_outer, of_inner, of_inner, of_outer], rtol=1e-6
-    )
 
 
 def tower_reduction(tape):
