@@ -220,7 +220,8 @@ def sent_in_a_window(way):
       x, spec = X, P('data')
     windows = [jax.device_put(own, NamedSharding(mesh, spec)) for own in x]
     given = windows[0][0] if way.in_calls else windows[0]
-    report = monitoring.wire_report(step, params, state, given, compiled=True)
+    step = step.lower(params, state, given).compile()
+    report = monitoring.wire_report(step)
     for window in windows:
       batches = [window]
       if way.in_calls:
@@ -244,11 +245,16 @@ def sent_in_a_window(way):
 @functools.cache
 def expected_params():
   """Returns the parameters of one device."""
-  params, state = PARAMS, ADAM.init(PARAMS)
-  for x in X:
-    grads = jax.grad(loss_fn)(params, x)
-    params, state = apply(ADAM, grads, state, params)
-  return params
+
+  @jax.jit
+  def train(params):
+    state = ADAM.init(params)
+    for x in X:
+      grads = jax.grad(loss_fn)(params, x)
+      params, state = apply(ADAM, grads, state, params)
+    return params
+
+  return jax.device_get(train(PARAMS))
 
 
 def rows_of_the_page():

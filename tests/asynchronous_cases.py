@@ -20,6 +20,7 @@ def init():
   return {'w': jnp.zeros(FEATURES), 'b': jnp.ones((2, 3))}
 
 
+@jax.jit
 def batch(number):
   key = jax.random.fold_in(jax.random.key(0), number)
   return jax.random.normal(key, (FEATURES,))

@@ -9,17 +9,16 @@ for `drop_stale` alone, because nothing else of the library keeps one.
 import functools
 import json
 
-from absl.testing import absltest
 from absl.testing import parameterized
 import chex
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 import cases
 import golden_tapes
+import modes
 import shard_transforms
 
 # Cases that no functional call stands for, each with its reason.
@@ -66,6 +65,48 @@ CROSS_SHARD = replayed('cross_shard_*.json')
 TOWERS = replayed('tower_*.json')
 DENSE_TOWERS = with_dense_gradients('tower_*.json')
 DROP_STALE = replayed('drop_stale_*.json')
+
+
+def in_parts(tapes, key=lambda tape: ''):
+  """Returns the cases in parts of at most 12 that are alike in a key."""
+  alike = {}
+  for case, tape in tapes.items():
+    alike.setdefault(key(tape), []).append(case)
+  return [
+      tuple(part[i : i + 12])
+      for part in alike.values()
+      for i in range(0, len(part), 12)
+  ]
+
+
+def run_together(steps, replays):
+  """Replays several cases, whose steps are one program.
+
+  It is compiled in half of the time of a program for each case.
+
+  Args:
+    steps: What each case runs, by name.
+    replays: Generators by name, which yield the arguments of a step and are
+      sent its results on the host.
+  """
+
+  @jax.jit
+  def run(given):
+    return {case: step(*given[case]) for case, step in steps.items()}
+
+  given, found = {}, dict.fromkeys(steps)
+  while found:
+    for case in list(found):
+      try:
+        given[case] = replays[case].send(found[case])
+      except StopIteration:
+        del found[case]
+      except Exception as error:
+        error.add_note(f'In the case {case!r}.')
+        raise
+    if found:
+      results = jax.device_get(run(given))
+      found = {case: results[case] for case in found}
 
 
 def inputs(tape, step, i):
@@ -161,13 +202,8 @@ def cross_shard_step(tape, mesh, reduction, inner):
     return jax.tree.map(lambda x: x[None], out) if grouped else out
 
   spec = P('data') if grouped else P()
-  return jax.jit(
-      jax.shard_map(
-          step,
-          mesh=mesh,
-          in_specs=(spec, spec, P('data')),
-          out_specs=spec,
-      )
+  return jax.shard_map(
+      step, mesh=mesh, in_specs=(spec, spec, P('data')), out_specs=spec
   )
 
 
@@ -184,13 +220,19 @@ def sum_of_contributions(tape, step, group):
 
 class CrossShardTest(parameterized.TestCase):
 
-  @cases.parameters(*CROSS_SHARD)
-  def test_replays(self, case):
-    tape = CROSS_SHARD[case]
+  @cases.parameters(*in_parts(CROSS_SHARD, lambda tape: tape['num_shards']))
+  def test_replays(self, *part):
+    steps, replays = {}, {}
+    for case in part:
+      tape = CROSS_SHARD[case]
+      mesh = modes.mesh(tape['num_shards'])
+      txs = cross_shard(tape), inner_optimizer(tape)
+      steps[case] = cross_shard_step(tape, mesh, *txs)
+      replays[case] = self.replay(tape, mesh, optax.chain(*txs))
+    run_together(steps, replays)
+
+  def replay(self, tape, mesh, tx):
     n, groups = tape['num_shards'], tape['groups']
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:n]), ('data',))
-    reduction, inner = cross_shard(tape), inner_optimizer(tape)
-    tx = optax.chain(reduction, inner)
     params = golden_tapes.params(tape)
     grouped = tape['group_assignment'] is not None
     if grouped:
@@ -200,7 +242,6 @@ class CrossShardTest(parameterized.TestCase):
       state = tx.init(params)
     # What comes from the host has no sharding that would compile a step anew.
     state = jax.device_get(state)
-    step = cross_shard_step(tape, mesh, reduction, inner)
 
     def of_shard(i, tree):
       return jax.tree.map(lambda x: x[i], tree) if grouped else tree
@@ -218,7 +259,7 @@ class CrossShardTest(parameterized.TestCase):
     check([tape['initial']] * len(groups))
     for recorded in tape['steps']:
       data = stack([inputs(tape, recorded, i) for i in range(n)])
-      params, state, reduced = jax.device_get(step(params, state, data))
+      params, state, reduced = yield params, state, data
 
       check(recorded['after'])
       for group in groups if 'contributions' in recorded else []:
@@ -227,35 +268,6 @@ class CrossShardTest(parameterized.TestCase):
             {k: x for k, x in reduced_of_group.items() if x is not None},
             sum_of_contributions(tape, recorded, group),
         )
-
-
-class ClippedInGroupsTest(absltest.TestCase):
-
-  # No tape has both; a tape of groups that clips would be replayed like this.
-  def test_divides_by_the_size_of_a_group_before_it_clips(self):
-    groups = [[0, 3], [1, 2]]
-    tape = {
-        'calls': 'compute_gradients+apply_gradients',
-        'clip_norm': 2.0,
-        'reduction': 'weighted_mean',
-        'num_shards': 4,
-        'group_assignment': groups,
-        'groups': groups,
-    }
-    grads = jnp.float32([[3, 4], [0, 2], [4, 0], [0, 8]])
-
-    reduced = jax.vmap(
-        lambda grad: cross_shard(tape).update(grad, cross_shard(tape).init(0))[
-            0
-        ],
-        axis_name='data',
-    )(grads)
-
-    # A half of each; the norms 2.5 and 4 of shards 0 and 3 become 2.
-    of_outer, of_inner = [1.2, 1.6 + 2], [2, 1]
-    np.testing.assert_allclose(
-        reduced, [of_outer, of_inner, of_inner, of_outer], rtol=1e-6
-    )
 
 
 def tower_reduction(tape):
@@ -297,70 +309,66 @@ def optimizer_states(tape, state):
   return [of_optimizers[i] for i in range(len(tape['inners']))]
 
 
+def towers_in_turn(tape):
+  """Returns a transformation of towers in turn, and a step of one."""
+  reduction, prepare = tower_reduction(tape)
+  reduce = functools.partial(
+      shard_transforms.tower_reduce, tape['towers'], reduction=reduction
+  )
+  tx = optax.chain(prepare, towers_transform(tape, reduce))
+
+  def run_tower(params, state, data):
+    grads = gradient(tape['loss'], jax.value_and_grad, params, data)
+    updates, state = tx.update(grads, state, params)
+    return apply(params, updates), state
+
+  return tx, run_tower
+
+
+def stacked_towers(tape):
+  """Returns a transformation of stacked towers, and a step of all."""
+  reduction, prepare = tower_reduction(tape)
+  reduce = functools.partial(
+      shard_transforms.reduce_towers, tape['towers'], reduction=reduction
+  )
+  tx = towers_transform(tape, reduce)
+
+  def gradient_of_tower(params, data):
+    grads = gradient(tape['loss'], jax.value_and_grad, params, data)
+    return prepare.update(grads, prepare.init(params))[0]
+
+  def run(params, state, data):
+    grads = jax.vmap(gradient_of_tower, in_axes=(None, 0))(params, data)
+    updates, state = tx.update(grads, state, params)
+    return apply(params, updates), state
+
+  return tx, run
+
+
+ALL_TOWERS = TOWERS | DENSE_TOWERS
+
+
+def variables_of_towers(tape):
+  """Returns by variable the towers that have it, if any lacks it."""
+  return str(tape.get('gradient_only_in_towers'))
+
+
 class TowerTest(parameterized.TestCase):
 
-  def check(self, tape, params, state, expected):
-    states = optimizer_states(tape, state)
-    golden_tapes.assert_close(
-        golden_tapes.observed(tape, params, states),
-        golden_tapes.recorded(tape, expected),
-    )
-
-  def replay(self, tape, tx, run_step):
-    params = golden_tapes.params(tape)
-    state = tx.init(params)
-    if 'initial' in tape:
-      self.check(tape, params, state, tape['initial'])
-    for recorded in tape['steps']:
-      towers = [inputs(tape, recorded, i) for i in range(tape['towers'])]
-      params, state = run_step(params, state, towers)
-
-      (after,) = recorded['after']
-      self.check(tape, params, state, after)
-
-  @cases.parameters(*(TOWERS | DENSE_TOWERS))
-  def test_replays_towers_in_turn(self, case):
-    tape = (TOWERS | DENSE_TOWERS)[case]
-    reduction, prepare = tower_reduction(tape)
-    reduce = functools.partial(
-        shard_transforms.tower_reduce, tape['towers'], reduction=reduction
-    )
-    tx = optax.chain(prepare, towers_transform(tape, reduce))
-
-    @jax.jit
-    def run_tower(params, state, data):
-      grads = local_gradient(tape['loss'], params, data)
-      updates, state = tx.update(grads, state, params)
-      return apply(params, updates), state
-
+  # A step of other variables is another program.
+  @cases.parameters(*in_parts(ALL_TOWERS, variables_of_towers))
+  def test_replays_towers_in_turn(self, *part):
     def run_step(params, state, towers):
       for data in towers[:-1]:
         before = params
-        params, state = run_tower(params, state, data)
+        params, state = yield params, state, data
         chex.assert_trees_all_equal(params, before, strict=True)
-      return run_tower(params, state, towers[-1])
+      return (yield params, state, towers[-1])
 
-    self.replay(tape, tx, run_step)
+    self.replay(part, towers_in_turn, run_step)
 
-  @cases.parameters(*(TOWERS | DENSE_TOWERS))
-  def test_replays_stacked_towers(self, case):
-    tape = (TOWERS | DENSE_TOWERS)[case]
-    reduction, prepare = tower_reduction(tape)
-    reduce = functools.partial(
-        shard_transforms.reduce_towers, tape['towers'], reduction=reduction
-    )
-    tx = towers_transform(tape, reduce)
-
-    def gradient_of_tower(params, data):
-      grads = local_gradient(tape['loss'], params, data)
-      return prepare.update(grads, prepare.init(params))[0]
-
-    @jax.jit
-    def run(params, state, data):
-      grads = jax.vmap(gradient_of_tower, in_axes=(None, 0))(params, data)
-      updates, state = tx.update(grads, state, params)
-      return apply(params, updates), state
-
+  @cases.parameters(*in_parts(ALL_TOWERS))
+  def test_replays_stacked_towers(self, *part):
     def run_step(params, state, towers):
       # A stack cannot lack a single tower, which then has a gradient of zero.
       zeros = {
@@ -368,25 +376,58 @@ class TowerTest(parameterized.TestCase):
           for data in towers
           for name, of_tower in data.items()
       }
-      return run(params, state, stack([zeros | data for data in towers]))
+      return (yield params, state, stack([zeros | data for data in towers]))
 
-    self.replay(tape, tx, run_step)
+    self.replay(part, stacked_towers, run_step)
+
+  def replay(self, part, make, run_step):
+    steps, replays = {}, {}
+    for case in part:
+      tape = ALL_TOWERS[case]
+      tx, steps[case] = make(tape)
+      replays[case] = self.replay_one(tape, tx, run_step)
+    run_together(steps, replays)
+
+  def replay_one(self, tape, tx, run_step):
+    def check(expected):
+      golden_tapes.assert_close(
+          golden_tapes.observed(tape, params, optimizer_states(tape, state)),
+          golden_tapes.recorded(tape, expected),
+      )
+
+    params = golden_tapes.params(tape)
+    state = jax.device_get(tx.init(params))
+    if 'initial' in tape:
+      check(tape['initial'])
+    for recorded in tape['steps']:
+      towers = [inputs(tape, recorded, i) for i in range(tape['towers'])]
+      params, state = yield from run_step(params, state, towers)
+
+      (after,) = recorded['after']
+      check(after)
 
 
 class DropStaleTest(parameterized.TestCase):
 
-  @cases.parameters(*DROP_STALE)
-  def test_replays(self, case):
-    tape = DROP_STALE[case]
-    tx = shard_transforms.drop_stale(tape['staleness'], inner_optimizer(tape))
-    params = golden_tapes.params(tape)
-    state = tx.init(params)
-    held = {}
+  @cases.parameters(*in_parts(DROP_STALE))
+  def test_replays(self, *part):
+    steps, replays = {}, {}
+    for case in part:
+      tape = DROP_STALE[case]
+      inner = inner_optimizer(tape)
+      tx = shard_transforms.drop_stale(tape['staleness'], inner)
+      steps[case] = functools.partial(self.run_step, tx)
+      replays[case] = self.replay(tape, tx)
+    run_together(steps, replays)
 
-    @jax.jit
-    def run(params, state, grads, local_step):
-      updates, state = tx.update(grads, state, params, local_step=local_step)
-      return apply(params, updates), state
+  def run_step(self, tx, params, state, grads, local_step):
+    updates, state = tx.update(grads, state, params, local_step=local_step)
+    return apply(params, updates), state
+
+  def replay(self, tape, tx):
+    params = golden_tapes.params(tape)
+    state = jax.device_get(tx.init(params))
+    held = {}
 
     def check(expected):
       golden_tapes.assert_close(
@@ -400,12 +441,12 @@ class DropStaleTest(parameterized.TestCase):
     for event in tape['events']:
       match event['op']:
         case 'set_global_step':
-          state = state._replace(global_step=jnp.int32(event['value']))
+          state = state._replace(global_step=np.int32(event['value']))
 
         case 'compute':
           data = event['targets' if 'targets' in event else 'grads']
           data = golden_tapes.arrays(tape, data)
-          grads = local_gradient(tape['loss'], params, data)
+          grads = jax.device_get(local_gradient(tape['loss'], params, data))
           held[event['worker']] = grads, state.global_step
 
           self.assertEqual(state.global_step, event['local_step'])
@@ -419,7 +460,7 @@ class DropStaleTest(parameterized.TestCase):
           before = params, state
           self.assertEqual(state.global_step, event['global_step_before'])
 
-          params, state = run(params, state, grads, local_step)
+          params, state = yield params, state, grads, local_step
 
           check(event['after'])
           self.assertEqual(state.stale_count, event['train_op_value'])

@@ -440,15 +440,11 @@ ALIKE = (
     (mean_of(optax.MultiSteps(sgd, 3).gradient_transformation()), {}),
     (tower_reduce(3, mean_of(sgd), axis_name=AXIS), {}),
     (tower_reduce(3, update_in_slices, axis_name=AXIS), {'weight': 2.0}),
-    (mean_of(tower_reduce(3, sgd)), {}),
     (drop_stale(1, mean_of(sgd)), {'local_step': 0}),
-    (mean_of(drop_stale(1, sgd)), {'local_step': 0}),
     (drop_stale(1, mean_of(sgd), axis_name=AXIS), {'local_step': 0}),
-    (guard(mean_of(sgd), AXIS), {}),
     (guard(mean_of(sgd), AXIS, on_bad='exclude'), {'weight': 2.0}),
     (mean_of(guard(sgd)), {}),
     (mean_of(track_divergence(AXIS, every=3)), {}),
-    (update_in_slices, {}),
     # Types refuse these.
     (optax.MultiSteps(mean_of(sgd), 3).gradient_transformation(), {}),
     (
@@ -471,7 +467,10 @@ ALIKE = (
 
 class TransformationTest(parameterized.TestCase):
 
-  @cases.product(wrap=AROUND, name=REDUCTIONS)
+  @cases.parameters(
+      *(('apply_if_finite', name) for name in REDUCTIONS),
+      ('skip_not_finite', 'cross_shard_mean'),
+  )
   def test_deciding_around_a_reduction_is_found(self, wrap, name):
     tx, extra_args = REDUCTIONS[name]
     tx = AROUND[wrap](tx)

@@ -107,13 +107,9 @@ class RecoveryTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
       self.resume()
 
-  @cases.parameters((38, 0), (38, 1), (None, None))
-  def test_refuses_another_task(self, num_records, num_checkpoints):
-    # Otherwise a checkpoint has all.
-    if num_records is None:
-      self.resume()
-    else:
-      self.cut(num_records, num_checkpoints)
+  @cases.parameters(0, 1)
+  def test_refuses_another_task(self, num_checkpoints):
+    self.cut(38, num_checkpoints)
     task = asynchronous.Task(
         asynchronous_cases.init,
         asynchronous_cases.gradient,
@@ -126,7 +122,7 @@ class RecoveryTest(parameterized.TestCase):
     after = asynchronous.read_journal(self.folder).tobytes()
     self.assertEqual(after, before)
 
-  def test_refuses_another_optimizer_and_other_parameters(self):
+  def test_refuses_other_parameters(self):
     self.resume()
     task = asynchronous.Task(
         lambda: {'w': np.ones(3, np.float32)},
@@ -134,8 +130,6 @@ class RecoveryTest(parameterized.TestCase):
         asynchronous_cases.batch,
     )
 
-    with self.assertRaisesRegex(ValueError, 'numbers of the optimizer'):
-      self.resume(tx=optax.adam(0.2))
     with self.assertRaisesRegex(ValueError, 'initial parameters'):
       self.resume(task)
 

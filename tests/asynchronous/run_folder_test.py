@@ -1,4 +1,5 @@
 import fcntl
+import functools
 import os
 import pathlib
 import platform
@@ -33,6 +34,11 @@ def make_server(tx=TX, params=None):
   return parameter_server.ParameterServer(tx, params)
 
 
+@functools.cache
+def like():
+  return make_server().trees()
+
+
 class CheckpointsTest(parameterized.TestCase):
 
   def setUp(self):
@@ -53,7 +59,7 @@ class CheckpointsTest(parameterized.TestCase):
     return checkpoint
 
   def read(self):
-    found = run_folder.read_latest(self.folder, make_server().trees())
+    found = run_folder.read_latest(self.folder, like())
     assert found is not None
     return found
 

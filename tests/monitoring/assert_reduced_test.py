@@ -45,7 +45,7 @@ class AssertReducedTest(parameterized.TestCase):
         out_specs=out_specs,
         check_vma=False,
     )
-    return {'w': jax.jit(mapped)(jnp.arange(16.0).reshape(8, 2))}
+    return {'w': jax.jit(mapped)(np.arange(16.0).reshape(8, 2))}
 
   def test_compares_what_devices_hold(self):
     assert_reduced(self.returned(lambda x: lax.pmean(x, AXIS)), AXIS)
@@ -67,7 +67,7 @@ class AssertReducedTest(parameterized.TestCase):
             out_specs=P(),
             check_vma=False,
         )
-    )(jax.device_put(jnp.arange(2.0), NamedSharding(mesh, P('model'))))
+    )(jax.device_put(np.arange(2.0), NamedSharding(mesh, P('model'))))
 
     assert_reduced(hidden, AXIS)
     for axes in 'model', (AXIS, 'model'):

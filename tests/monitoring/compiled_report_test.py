@@ -204,46 +204,48 @@ LOOPS = (
 )
 
 
+SENDING = (
+    lambda x: lax.psum(x, 'data'),
+    lambda x: lax.psum(x, ('data', 'model')),
+    lambda x: lax.psum(x.astype(jnp.float16), 'data'),
+    lambda x: lax.psum(x > 0, 'data'),
+    lambda x: lax.all_gather(x, 'data')[0] * 2,
+    lambda x: lax.psum_scatter(x, 'data', tiled=True),
+    lambda x: lax.all_to_all(x, 'data', 1, 0, tiled=True),
+    lambda x: lax.ppermute(x, 'data', RING),
+    lambda x: lax.ppermute(x, 'model', [(0, 1)]),
+    lambda x: lax.scan(
+        lambda x, _: (jnp.sin(lax.pmax(x, 'data')), None), x, length=5
+    )[0],
+    lambda x: lax.while_loop(
+        lambda x: lax.psum(x[0, 0], 'data') < 9,
+        lambda x: jnp.sin(lax.pmax(x, 'model')),
+        x,
+    ),
+    lambda x: lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (False, lax.pmax(carry[1], 'model')),
+        (lax.psum(x, 'data')[0, 0] > 0, x),
+    )[1],
+    lambda x: lax.cond(
+        lax.psum(x, 'data')[0, 0] > 0,
+        lambda x: lax.psum(x, 'model'),
+        lambda x: lax.all_gather(x, 'data').sum(0),
+        x,
+    ),
+    lambda x: lax.switch(
+        lax.psum(x, 'data')[0, 0].astype(int),
+        [jnp.sin, lambda x: lax.pmax(x, 'data'), jnp.cos],
+        x,
+    ),
+)
+
+
 class ControlFlowTest(parameterized.TestCase):
   """Every collective that JAX has, in every surrounding."""
 
-  @cases.parameters(
-      lambda x: lax.psum(x, 'data'),
-      lambda x: lax.psum(x, ('data', 'model')),
-      lambda x: lax.psum(x.astype(jnp.float16), 'data'),
-      lambda x: lax.psum(x > 0, 'data'),
-      lambda x: lax.all_gather(x, 'data')[0] * 2,
-      lambda x: lax.psum_scatter(x, 'data', tiled=True),
-      lambda x: lax.all_to_all(x, 'data', 1, 0, tiled=True),
-      lambda x: lax.ppermute(x, 'data', RING),
-      lambda x: lax.ppermute(x, 'model', [(0, 1)]),
-      lambda x: lax.scan(
-          lambda x, _: (jnp.sin(lax.pmax(x, 'data')), None), x, length=5
-      )[0],
-      lambda x: lax.while_loop(
-          lambda x: lax.psum(x[0, 0], 'data') < 9,
-          lambda x: jnp.sin(lax.pmax(x, 'model')),
-          x,
-      ),
-      lambda x: lax.while_loop(
-          lambda carry: carry[0],
-          lambda carry: (False, lax.pmax(carry[1], 'model')),
-          (lax.psum(x, 'data')[0, 0] > 0, x),
-      )[1],
-      lambda x: lax.cond(
-          lax.psum(x, 'data')[0, 0] > 0,
-          lambda x: lax.psum(x, 'model'),
-          lambda x: lax.all_gather(x, 'data').sum(0),
-          x,
-      ),
-      lambda x: lax.switch(
-          lax.psum(x, 'data')[0, 0].astype(int),
-          [jnp.sin, lambda x: lax.pmax(x, 'data'), jnp.cos],
-          x,
-      ),
-  )
-  def test_agrees_with_the_traced_program(self, fn):
-    step = step_over_axes(fn)
+  def test_agrees_with_the_traced_program(self):
+    step = step_over_axes(lambda x: [fn(x + i) for i, fn in enumerate(SENDING)])
 
     traced = wire_report(step, ROWS)
     compiled = wire_report(step, ROWS, compiled=True)

@@ -61,6 +61,10 @@ def gradient(params, x, fault):
   return value, flipped(grads, fault)
 
 
+def with_its_number(w, x):
+  return w * x + lax.axis_index(AXIS)
+
+
 @functools.cache
 def step_of(mode, num_shards=8, fun=gradient, every=1):
   """Returns a step of the state, which goes on as one copy."""
@@ -74,12 +78,13 @@ def step_of(mode, num_shards=8, fun=gradient, every=1):
   mapped = modes.map_shards(mode, one_shard, num_shards)
 
   def step(state, x, *others):
-    result, states, weights = mapped((state, *others), x)
+    found = jax.device_get(mapped((state, *others), x))
+    result, states, weights = found
     for leaf in jax.tree.leaves(states):
       np.testing.assert_array_equal(leaf, np.stack([leaf[0]] * num_shards))
-    return result, jax.tree.map(lambda x: np.asarray(x[0]), states), weights
+    return result, jax.tree.map(lambda x: x[0], states), weights
 
-  return step, jax.tree.map(np.asarray, check.init(num_shards))
+  return step, jax.device_get(check.init(num_shards))
 
 
 def only(shard, num_shards=8):
@@ -88,9 +93,8 @@ def only(shard, num_shards=8):
 
 class CrossCheckTest(parameterized.TestCase):
 
-  @cases.parameters('pmap', 'shard_map')
-  def test_names_the_shard_and_the_leaf_of_one_flipped_bit(self, mode):
-    step, state = step_of(mode)
+  def test_names_the_shard_and_the_leaf_of_one_flipped_bit(self):
+    step, state = step_of('shard_map')
 
     _, state, weights = step(state, make_batch(), make_params(), fault(5, 1, 3))
 
@@ -140,7 +144,7 @@ class CrossCheckTest(parameterized.TestCase):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
         result,
-        expected,
+        jax.device_get(expected),
     )
     self.assertFalse(state.num_differing.any())
     monitoring.check_health(state)
@@ -160,20 +164,7 @@ class CrossCheckTest(parameterized.TestCase):
         jax.tree.map(lambda x: x.dtype, given[0]),
     )
 
-  @cases.parameters(3, 5)
-  def test_names_a_shard_among_any_number(self, num_shards):
-    shard = 2
-    step, state = step_of('vmap', num_shards)
-    for i in range(2):
-      x = make_batch(num_shards, i)
-      _, state, _ = step(state, x, make_params(), fault(shard))
-
-    np.testing.assert_array_equal(
-        state.num_suspected, 2 * only(shard, num_shards)
-    )
-    self.assertEqual(state.num_unexplained, 0)
-
-  def test_finds_each_bit_of_each_leaf_on_each_shard(self):
+  def test_finds_each_bit_of_each_leaf_on_each_shard_and_no_other(self):
     faults = [
         fault(shard, leaf, element, bit)
         for leaf, (_, x) in enumerate(sorted(make_params().items()))
@@ -181,69 +172,63 @@ class CrossCheckTest(parameterized.TestCase):
         for shard in range(8)
         for bit in BITS
     ]
+    num_without = 300
     check = monitoring.cross_check(gradient, AXIS, every=1)
 
     def run(shared, x):
-      def find(at):
-        _, state = check.apply(check.init(8), shared[0], x, at)
+      def find(given):
+        number, at = given
+        _, state = check.apply(check.init(8), shared[0], x + number, at)
         return state
 
-      return lax.map(find, shared[1])
+      return lax.map(find, shared[1:])
 
     mapped = modes.map_shards('shard_map', run)
-    found = mapped((make_params(), np.stack(faults)), make_batch())
-
-    self.assertLen(faults, 3 * 2 * 8 * 4)
-    np.testing.assert_array_equal(
-        found.num_suspected[0], [only(at[0]) for at in faults]
+    numbers = np.arange(len(faults) + num_without, dtype=np.float32)
+    given = np.stack(faults + [fault()] * num_without)
+    found = jax.device_get(
+        mapped((make_params(), numbers, given), make_batch())
     )
 
-  def test_has_no_false_alarm(self):
-    num_checks = 300
-    check = monitoring.cross_check(gradient, AXIS, every=1)
+    self.assertLen(faults, 3 * 2 * 8 * 4)
+    suspected = found.num_suspected[0]
+    np.testing.assert_array_equal(
+        suspected[: len(faults)], [only(at[0]) for at in faults]
+    )
+    self.assertFalse(found.num_differing[0, len(faults) :].any())
 
-    def run(params, x):
-      def body(i, state):
-        (_, grads), state = check.apply(state, params, x + i, fault())
-        del grads
-        return state
+  def test_a_fault_in_every_nth_step_is_found_in_checks_of_such_steps(self):
+    # Of 60 steps: every n-th one, checks, and which of them must find it.
+    rows = (
+        dict(n=4, every=3, first=1, num_found=5),
+        dict(n=4, every=6, first=2, num_found=5),
+        # Checks never meet it.
+        dict(n=4, every=6, first=1, num_found=0),
+    )
 
-      return lax.fori_loop(0, num_checks, body, check.init(8))
+    def train(steps, x, n, every, first):
+      def fun(step, x):
+        errs = (lax.axis_index(AXIS) == 2) & (step % n == first)
+        return x + jnp.where(errs, 1.0, 0.0)
 
-    mapped = modes.map_shards('shard_map', run)
-    state = jax.tree.map(lambda x: x[0], mapped(make_params(), make_batch()))
-
-    self.assertEqual(state.num_checks, num_checks)
-    self.assertEqual(state.num_differing.sum(), 0)
-
-  @cases.parameters(
-      # Of 60 steps: every n-th one, checks, and which of them must find it.
-      dict(n=4, every=3, first=1, num_found=5),
-      dict(n=4, every=6, first=2, num_found=5),
-      # Checks never meet it.
-      dict(n=4, every=6, first=1, num_found=0),
-  )
-  def test_a_fault_in_every_nth_step_is_found_in_checks_of_such_steps(
-      self, n, every, first, num_found
-  ):
-    def fun(step, x):
-      errs = (lax.axis_index(AXIS) == 2) & (step % n == first)
-      return x + jnp.where(errs, 1.0, 0.0)
-
-    check = monitoring.cross_check(fun, AXIS, every=every)
-
-    def one_shard(steps, x):
+      check = monitoring.cross_check(fun, AXIS, every=every)
       return lax.scan(
           lambda state, step: (check.apply(state, step, x)[1], None),
           check.init(8),
           steps,
       )[0]
 
-    mapped = modes.map_shards('vmap', one_shard)
-    state = mapped(np.arange(60), make_batch())
+    def one_shard(steps, x):
+      return [train(steps, x, *list(row.values())[:3]) for row in rows]
 
-    np.testing.assert_array_equal(state.num_suspected[0], num_found * only(2))
-    self.assertEqual(state.num_unexplained[0], 0)
+    mapped = modes.map_shards('vmap', one_shard)
+    states = jax.device_get(mapped(np.arange(60), make_batch()[:, 0]))
+
+    for row, state in zip(rows, states, strict=True):
+      with self.subTest(**row):
+        expected = row['num_found'] * only(2)
+        np.testing.assert_array_equal(state.num_suspected[0], expected)
+        self.assertEqual(state.num_unexplained[0], 0)
 
   def test_names_a_second_shard_that_errs_where_it_decides(self):
     def fun(params, batch):
@@ -271,9 +256,9 @@ class CrossCheckTest(parameterized.TestCase):
     self.assertEqual(state.num_unexplained, 1)
     np.testing.assert_array_equal(weights, np.ones(4))
 
-  def test_trusts_again_what_the_next_check_finds_right(self):
-    step, state = step_of('vmap', every=2)
-    params, x = make_params(), make_batch()
+  def test_one_of_three_shards_is_trusted_again_by_the_next_check(self):
+    step, state = step_of('vmap', 3, every=2)
+    params, x = make_params(), make_batch(3)
     weights = []
     for at in (fault(1), fault(), fault()):
       _, state, weight = step(state, x, params, at)
@@ -282,6 +267,8 @@ class CrossCheckTest(parameterized.TestCase):
     # The second step is not checked.
     np.testing.assert_array_equal(weights, [0, 0, 1])
     self.assertEqual((state.num_steps, state.num_checks), (3, 2))
+    np.testing.assert_array_equal(state.num_suspected, only(1, 3))
+    self.assertEqual(state.num_unexplained, 0)
 
   def test_every_collective_stands_under_the_check(self):
     check = monitoring.cross_check(gradient, AXIS)
@@ -297,9 +284,9 @@ class CrossCheckTest(parameterized.TestCase):
     self.assertTrue(all(c.conditional for c in report.collectives))
 
   def test_two_shards_differ_without_a_culprit(self):
-    step, state = step_of('vmap', 2)
+    step, state = step_of('vmap', 2, fun=with_its_number)
 
-    _, state, weights = step(state, make_batch(2), make_params(), fault(1))
+    _, state, weights = step(state, make_batch(2), np.float32(2))
 
     np.testing.assert_array_equal(state.num_differing, [1, 1])
     np.testing.assert_array_equal(weights, [1, 1])
@@ -309,13 +296,9 @@ class CrossCheckTest(parameterized.TestCase):
       monitoring.check_health(state)
 
   def test_devices_of_other_bits_are_not_accused(self):
-    def fun(params, x):
-      value, grads = gradient(params, x, fault())
-      return value, jax.tree.map(lambda g: g + lax.axis_index(AXIS), grads)
+    step, state = step_of('vmap', fun=with_its_number)
 
-    step, state = step_of('vmap', fun=fun)
-
-    _, state, weights = step(state, make_batch(), make_params())
+    _, state, weights = step(state, make_batch(), np.float32(2))
 
     self.assertEqual(state.num_unexplained, 1)
     np.testing.assert_array_equal(weights, np.ones(8))
@@ -360,13 +343,15 @@ class CrossCheckTest(parameterized.TestCase):
       return grads, updates
 
     mapped = modes.map_shards('shard_map', one_shard)
-    grads, updates = mapped((make_params(), fault(3, 0, 0, 30)), make_batch())
+    grads, updates = jax.device_get(
+        mapped((make_params(), fault(3, 0, 0, 30)), make_batch())
+    )
 
     others = [i for i in range(8) if i != 3]
     for name, x in updates.items():
       np.testing.assert_allclose(
           x[0],
-          -np.mean(np.asarray(grads[name])[others], axis=0),
+          -np.mean(grads[name][others], axis=0),
           rtol=1e-5,
           atol=1e-7,
       )

@@ -67,7 +67,7 @@ def trained_state():
 
 class MetricsTest(parameterized.TestCase):
 
-  @cases.parameters('pmap', 'shard_map')
+  @cases.parameters('vmap', 'shard_map')
   def test_tells_the_same_inside_of_a_mapped_function_and_outside(self, mode):
     tx = towers_of_guard()
     # Types tell the axis where JAX tracks them.

@@ -114,7 +114,7 @@ def run_of(mode, loss, tx, weight_of=None):
 
   def run(num_shards):
     batch = jax.tree.map(
-        lambda x: jnp.reshape(x, (num_shards, -1, *x.shape[1:])), BATCH
+        lambda x: np.reshape(x, (num_shards, -1, *x.shape[1:])), BATCH
     )
     return modes.map_shards(mode, step, num_shards)(PARAMS, batch)
 
@@ -245,7 +245,7 @@ class OneDeviceTest(parameterized.TestCase):
           out_specs=P(),
           check_vma=False,
       )
-      return {'update': jax.jit(mapped)(jnp.ones(3))}
+      return {'update': jax.jit(mapped)(np.ones(3, np.float32))}
 
     self.assertIn('update: relative difference 0.5', message_of(run))
 

@@ -411,7 +411,6 @@ FLOWS = (
         [('pmax', 7, False, False)],
     ),
     (branches(0), DEAREST),
-    (branches(1), DEAREST),
     (branches(2), DEAREST),
     (
         lambda x: lax.while_loop(lambda x: lax.psum(x[0], AXIS) < 9, pmax, x),

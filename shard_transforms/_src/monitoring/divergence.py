@@ -362,6 +362,7 @@ def _assert_held(name, leaf, axes):
     )
   first = {}
   mesh = sharding.mesh
+  checksum = jax.jit(digests.checksum)
   for shard in leaf.addressable_shards:
     place = np.argwhere(mesh.devices == shard.device)[0]
     elsewhere = tuple(
@@ -369,7 +370,7 @@ def _assert_held(name, leaf, axes):
         for axis, n in zip(mesh.axis_names, place, strict=True)
         if axis not in axes
     )
-    data = np.asarray(digests.checksum(shard.data)).tobytes()
+    data = np.asarray(checksum(shard.data)).tobytes()
     device, expected = first.setdefault(elsewhere, (shard.device, data))
     if data != expected:
       raise AssertionError(

@@ -394,7 +394,6 @@ def scanned(tx):
 TOWERS = shard_transforms.tower_reduce(4, ADAM)
 COLLECTING = {
     'MultiSteps': multi_steps(ADAM),
-    'MultiSteps, sum': multi_steps(ADAM, use_grad_mean=False),
     'apply_every': optax.chain(optax.apply_every(4), ADAM),
     'tower_reduce': TOWERS,
     'in a branch': emptied_in_a_branch,
@@ -551,7 +550,7 @@ class AccumulationTest(parameterized.TestCase):
         warning,
     )
 
-  @cases.parameters('MultiSteps', 'tower_reduce', 'by the first')
+  @cases.parameters('MultiSteps', 'by the first')
   def test_warns_of_a_scan_of_such_calls(self, name):
     tx = COLLECTING[name]
 
