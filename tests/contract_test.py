@@ -774,6 +774,41 @@ class MappedTest(parameterized.TestCase):
         )
         chex.assert_trees_all_equal(actual, expected, strict=True)
 
+  def test_a_shard_of_weight_zero_does_not_count(self):
+    params = plain_params()
+    txs = {
+        name: row.build(optax.identity(), 1)
+        for name, row in ROWS.items()
+        if row.per_shard
+    }
+    weight = np.arange(SHARDS, dtype=np.float32)
+
+    def run_all(params, own):
+      updates, weight = own
+      found = {}
+      for name, tx in txs.items():
+        extra_args = extra_args_of(ROWS[name], np.int32(0))
+        found[name], _ = tx.update(
+            updates, tx.init(params), params, weight=weight, **extra_args
+        )
+      return found
+
+    def of_first(number):
+      rng = np.random.default_rng(3)
+      updates = jax.tree.map(
+          lambda x: rng.random((SHARDS, *x.shape), np.float32) + 1, params
+      )
+      for leaf in jax.tree.leaves(updates):
+        leaf[0] = number
+      mapped = modes.map_shards('shard_map', run_all)
+      return jax.device_get(mapped(params, (updates, weight)))
+
+    found, expected = of_first(np.nan), of_first(1.5)
+    for name in txs:
+      with self.subTest(name):
+        chex.assert_tree_all_finite(found[name])
+        chex.assert_trees_all_equal(found[name], expected[name], strict=True)
+
   def test_is_the_inner_transformation_at_one_shard_and_tower(self):
     # Exact products, so that it does not matter how the compiler fuses them.
     inner = optax.sgd(0.5, momentum=0.5)
