@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from absl.testing import parameterized
 import chex
 import equinox as eqx
-from flax import jax_utils
 from flax import linen
 from flax import nnx
 from flax.training import train_state
