@@ -118,7 +118,7 @@ class DropStaleTest(parameterized.TestCase):
     np.testing.assert_array_equal(calls[0][:, 4], np.zeros((8, 5)))
     np.testing.assert_array_equal(calls[1][:, 4], calls[1][:, 3])
 
-  @cases.parameters(*modes.NAMES, 'hosts')
+  @cases.parameters('shard_map', 'hosts')
   def test_counts_the_shards_in_time_by_their_weights(self, mode):
     data, weights = DATA.copy(), WEIGHTS.copy()
     weights[3] = 0

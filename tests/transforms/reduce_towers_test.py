@@ -30,7 +30,7 @@ def _like_params(w):
 
 
 @functools.cache
-def _reduce(mode, reduction='mean', weighted=False):
+def _reduce(reduction, weighted=False):
   """Maps the reduction of the gradients of 3 towers of each shard."""
   tx = shard_transforms.reduce_towers(
       NUM_TOWERS,
@@ -45,7 +45,7 @@ def _reduce(mode, reduction='mean', weighted=False):
     weight = weight if weighted else None
     return tx.update(grads, tx.init(params), params, weight=weight)[0]
 
-  mapped = modes.map_shards(mode, shard)
+  mapped = modes.map_shards('shard_map', shard)
   params = {'w': np.ones(5, np.float32), 'm': np.ones((4, 2), np.float32)}
   return lambda data, weights: mapped(params, (data, weights))
 
@@ -61,15 +61,13 @@ class ReduceTowersTest(parameterized.TestCase):
 
   @cases.parameters('mean', 'sum')
   def test_reduces_all_towers_of_all_shards(self, reduction):
-    updates = _reduce('shard_map', reduction)(DATA, WEIGHTS)
+    updates = _reduce(reduction)(DATA, WEIGHTS)
 
     expected = _expected(DATA, np.ones((8, 3)), reduction)
     chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
 
-  @cases.parameters(
-      *((mode, 'mean') for mode in modes.NAMES), ('shard_map', 'sum')
-  )
-  def test_counts_towers_by_their_weights(self, mode, reduction):
+  @cases.parameters('mean', 'sum')
+  def test_counts_towers_by_their_weights(self, reduction):
     # What has no weight contributes nothing.
     weights, data = WEIGHTS.copy(), DATA.copy()
     without = ([0, 0, 3, 4, 4, 4, 7], [0, 2, 1, 0, 1, 2, 2])
@@ -77,7 +75,7 @@ class ReduceTowersTest(parameterized.TestCase):
     data[without] = np.nan
 
     for counts in weights, np.zeros_like(weights):
-      updates = _reduce(mode, reduction, weighted=True)(data, counts)
+      updates = _reduce(reduction, weighted=True)(data, counts)
 
       expected = _expected(data, counts, reduction)
       chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)

@@ -84,12 +84,12 @@ def _expected(kind, data, weights, steps):
   )
 
 
-def _train(kind, data=DATA, weights=None, steps=STEPS, mode='shard_map'):
+def _train(kind, data=DATA, weights=None, steps=STEPS):
   trained = harness.train(
       _weighted(kind),
       np.zeros(5, np.float32),
       (data, steps) if weights is None else (data, steps, weights),
-      mode,
+      'shard_map',
       grad=lambda params, own: _grads(params, own[0]),
       extra_args=lambda _, own: dict(
           zip(('local_step', 'weight'), own[1:], strict=False)
@@ -135,15 +135,14 @@ class WeightTest(parameterized.TestCase):
         updates[0], 1e-3 * DATA[:, 0].mean(axis=0), rtol=1e-5, atol=1e-9
     )
 
-  @cases.parameters(*modes.NAMES)
-  def test_ages_multiply_weights(self, mode):
+  def test_ages_multiply_weights(self):
     data, weights = DATA.copy(), WEIGHTS.copy()
     weights[3] = 0
     # In one call, no shard counts at all.
     weights[:, 4] = 0
     data[weights == 0] = np.nan
 
-    calls = _train('inverse', data, weights, mode=mode)
+    calls = _train('inverse', data, weights)
 
     self.assert_close(calls, _expected('inverse', data, weights, STEPS))
     updates, momenta, global_steps = calls
