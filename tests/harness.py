@@ -53,7 +53,6 @@ def train(
     extra_args: Callable[[Any, Any], dict[str, Any]] = lambda *_: {},
     see: Callable[[Any], Any] = lambda _: (),
     own_params: bool = False,
-    mapped: Callable[..., Any] | None = None,
 ) -> Any:
   """Trains on the batches of all shards, call by call, inside of a mapping.
 
@@ -66,7 +65,6 @@ def train(
     extra_args: Gives what `update` takes besides, of the state and the batch.
     see: Takes the state; gives what is kept of it after each call.
     own_params: Whether the parameters of shards come to differ.
-    mapped: Maps a function in place of `modes.map_shards`.
 
   Returns:
     A `Trained`, or one for each name, on the host.
@@ -99,7 +97,7 @@ def train(
     return trained
 
   num_shards = len(jax.tree.leaves(batches)[0])
-  fn = (mapped or modes.map_shards)(mode, train_all, num_shards)
+  fn = modes.map_shards(mode, train_all, num_shards)
   return jax.device_get(fn(params, batches))
 
 

@@ -25,7 +25,7 @@ from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import tower_reduce
 
-AXIS = modes.AXIS
+AXIS, HOSTS = modes.AXIS, modes.HOSTS
 SHARDS, STEPS, TOWERS, BATCH, FEATURES, HIDDEN = 8, 6, 3, 4, 5, 7
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 # With a tiny `eps`, Adam would hide a wrong scale of the gradient, and turn
@@ -132,22 +132,25 @@ JOBS = {
         CLIPPED_ADAM,
         towers='in turn',
     ),
-    'two axes': Job(
-        optax.chain(cross_shard_mean(('a', 'd')), MOMENTUM), axes=('a', 'd')
-    ),
+    'two axes': Job(optax.chain(cross_shard_mean(HOSTS), MOMENTUM), axes=HOSTS),
     'an axis after another': Job(
-        optax.chain(cross_shard_mean('d'), cross_shard_mean('a'), MOMENTUM),
-        axes=('a', 'd'),
+        optax.chain(*map(cross_shard_mean, HOSTS), MOMENTUM),
+        axes=HOSTS,
         weighted=False,
     ),
 }
-# What others have as well runs in one mode; `jax.pmap` has one axis.
-PARTS = ('mean', 'groups', 'drop_stale', 'an axis after another')
+# What others have as well runs in one mode.
+ONE_MODE = {
+    'mean': 'shard_map',
+    'groups': 'shard_map',
+    'drop_stale': 'shard_map',
+    'two axes': 'hosts',
+    'an axis after another': 'hosts',
+}
 EACH = [
     (name, mode)
-    for name, job in JOBS.items()
-    for mode in (('shard_map',) if name in PARTS else modes.NAMES)
-    if mode != 'pmap' or job.axes == AXIS
+    for name in JOBS
+    for mode in ([ONE_MODE[name]] if name in ONE_MODE else modes.NAMES)
 ]
 
 
@@ -231,7 +234,6 @@ class TrainingTest(parameterized.TestCase):
         grad=harness.gradient(loss, job.axes, job.towers == 'stacked'),
         extra_args=functools.partial(extra_args_of, job),
         own_params=job.groups != ALL,
-        mapped=None if job.axes == AXIS else map_over_two_axes,
     ).params
 
     for group in job.groups:
@@ -308,34 +310,3 @@ class TrainingTest(parameterized.TestCase):
 
     expected = jax.tree.map(lambda x: x[2], one_device(name, ALL[0]))
     assert_same(jax.device_get(params), expected)
-
-
-def map_over_two_axes(mode, fn, num_shards):
-  """Maps `fn(shared, own)` over 2 × 4 shards."""
-
-  def split(tree):
-    return jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), tree)
-
-  def merge(tree):
-    return jax.tree.map(lambda x: x.reshape(num_shards, *x.shape[2:]), tree)
-
-  if mode == 'vmap':
-    mapped = fn
-    for axis in ('d', 'a'):
-      mapped = jax.vmap(mapped, (None, 0), axis_name=axis)
-    return jax.jit(lambda shared, own: merge(mapped(shared, split(own))))
-
-  def one_shard(shared, own):
-    out = fn(shared, jax.tree.map(lambda x: x[0], own))
-    return jax.tree.map(lambda x: x[None], out)
-
-  auto = (jax.sharding.AxisType.Auto,) * 2
-  return jax.jit(
-      jax.shard_map(
-          one_shard,
-          mesh=jax.make_mesh((2, 4), ('a', 'd'), auto),
-          in_specs=(P(), P(('a', 'd'))),
-          out_specs=P(('a', 'd')),
-          check_vma=mode == 'shard_map',
-      )
-  )

@@ -148,23 +148,6 @@ class FullTest(parameterized.TestCase):
     )
 
   @cases.parameters(*WRAPPERS)
-  def test_no_device_holds_all_of_it(self, name):
-    tx, mesh = WRAPPERS[name](COPY), modes.mesh()
-    params = {
-        'a': ones((3, 16)),
-        'b': ones((8, 2)),
-        'c': ones(3),
-    }
-    state = init_state(tx, params, mesh)
-
-    full = full_state(state, tx, params, mesh)
-
-    specs = jax.tree.map(lambda x: x.sharding.spec, full.inner_state[1])
-    self.assertEqual(
-        specs, {'a': P(None, AXIS), 'b': P(AXIS, None), 'c': P(None)}
-    )
-
-  @cases.parameters(*WRAPPERS)
   def test_over_several_axes(self, name):
     tx = WRAPPERS[name](COPY, axis_name=('hosts', 'cores'))
     before, after = (

@@ -104,22 +104,6 @@ class InitStateTest(parameterized.TestCase):
       self.assertEqual((leaf.shape, leaf.dtype), (like.shape, like.dtype))
       self.assertTrue(leaf.sharding.is_equivalent_to(like.sharding, like.ndim))
 
-  @cases.parameters(
-      {'options': {'in_specs': P()}, 'lead': (8,)},
-      {'options': {'in_specs': MODEL_SPECS}, 'lead': (2,)},
-  )
-  def test_per_shard_gives_every_leaf_an_axis_of_shards(self, options, lead):
-    tx = optax.adam(0.1)
-
-    state = shard_transforms.init_state(
-        tx, PARAMS, _mesh(KINDS[0], (2, 4)), per_shard=True, **options
-    )
-
-    expected = jax.tree.map(
-        lambda x: np.broadcast_to(x, lead + x.shape), tx.init(PARAMS)
-    )
-    chex.assert_trees_all_equal(state, expected, strict=True)
-
   def test_takes_an_abstract_mesh_in_a_traced_function(self):
     mesh = _mesh(AxisType.Auto)
     tx = shard_transforms.tower_reduce(2, optax.sgd(0.1), axis_name='data')

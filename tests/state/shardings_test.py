@@ -117,25 +117,14 @@ def save_and_restore(saved, like):
 
 class StateShardingsTest(parameterized.TestCase):
 
-  def test_divides_what_the_parameter_leaves_free(self):
-    mesh = make_mesh()
-
-    shardings = shard_transforms.state_shardings(
-        optax.adam(0.1), make_params(mesh), mesh, on_whole='ignore'
-    )
-
-    mu = shardings[0].mu
-    self.assertEqual(mu['w'].spec, P('data', 'model'))
-    self.assertEqual(mu['v'].spec, P(('model', 'data')))
-    self.assertEqual(mu['k'].spec, P(None, 'data', None))
-    self.assertEqual(mu['b'].spec, P(None))
-    self.assertEqual(shardings[0].count.spec, P())
-
   @cases.parameters(
       # The first that is free, else one that the parameter uses.
       ((8, 8), P('model'), P('model', 'data')),
       ((3, 8, 4), P(None, 'model'), P(None, 'model', 'data')),
       ((3, 8, 5), P(None, 'model'), P(None, ('model', 'data'), None)),
+      ((16, 8), P(None, 'model'), P('data', 'model')),
+      ((8,), P('model'), P(('model', 'data'))),
+      ((3, 4, 5), P(), P(None, 'data', None)),
       # What is divided already.
       ((4, 8), P(None, 'data'), P(None, 'data')),
       # Over 4 x 2 devices together, 4 elements cannot be.
@@ -152,6 +141,7 @@ class StateShardingsTest(parameterized.TestCase):
     )
 
     self.assertEqual(shardings[0].mu.spec, expected)
+    self.assertEqual(shardings[0].count.spec, P())
 
   @cases.parameters(*dict(OPTIMIZERS))
   def test_trains_as_one_device_does(self, name):

@@ -97,18 +97,6 @@ class OnMeshTest(parameterized.TestCase):
       chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
     self.assertEqual(*map(shard_transforms.specs_of, (state, expected)))
 
-  def test_updates_as_the_transformation(self):
-    mesh = _mesh()
-    state = shard_transforms.init_state(_guard(), PARAMS, mesh)
-
-    bound = shard_transforms.on_mesh(_guard(), mesh)
-
-    chex.assert_trees_all_equal(
-        _update_on(mesh, bound, state),
-        _update_on(mesh, _guard(), state),
-        strict=True,
-    )
-
   @cases.parameters('init', 'update')
   def test_refuses_a_step_of_another_mesh(self, method):
     bound = shard_transforms.on_mesh(_guard(), _mesh(8))

@@ -420,19 +420,3 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'decided the same .* `axis_name`'):
       run(tx, x, loss, 'shard_map')
-
-
-class CostTest(parameterized.TestCase):
-
-  def test_sends_eight_bytes_a_signal_with_the_decision(self):
-    rule = SpikeRule(max_stds=3.0, signals=('norm', 'loss'))
-    tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
-
-    report = monitoring.wire_report(
-        lambda x, loss: tx.update(x, tx.init(x), value=loss),
-        [jnp.zeros(99)] * 3,
-        jnp.float32(0),
-        axis_sizes={AXIS: SHARDS},
-    )
-
-    self.assertEqual(report.collectives[0].payload_bytes, 4 * (3 + 2 + 2 * 2))
