@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import modes
+import one_device
 import shard_transforms
 
 AXIS = modes.AXIS
@@ -99,6 +100,33 @@ def train(
   num_shards = len(jax.tree.leaves(batches)[0])
   fn = modes.map_shards(mode, train_all, num_shards)
   return jax.device_get(fn(params, batches))
+
+
+def momentum(axis_name: Any = AXIS) -> Any:
+  """Returns what trains over shards as `one_device.Device` does."""
+  return optax.chain(
+      shard_transforms.cross_shard_mean(axis_name),
+      optax.trace(one_device.DECAY),
+      optax.scale(-one_device.LEARNING_RATE),
+  )
+
+
+def recorder() -> optax.GradientTransformationExtraArgs:
+  """Returns a transformation whose state is what it was given last."""
+
+  def init(params):
+    del params
+    return {
+        'weight': jnp.float32(-1),
+        'local_step': jnp.int32(-1),
+        'value': jnp.float32(-1),
+    }
+
+  def update(updates, state, params=None, **extra_args):
+    del params
+    return updates, state | extra_args
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def after(done: Any, tree: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import one_device
 import shard_transforms
@@ -83,7 +84,7 @@ class ReduceTowersTest(parameterized.TestCase):
   @cases.parameters('mean', 'sum')
   def test_hands_on_weight_step_and_other_arguments(self, reduction):
     tx = shard_transforms.reduce_towers(
-        NUM_TOWERS, _recorder(), reduction=reduction
+        NUM_TOWERS, harness.recorder(), reduction=reduction
     )
     weights = WEIGHTS.copy()
     weights[3] = 0
@@ -105,7 +106,7 @@ class ReduceTowersTest(parameterized.TestCase):
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
   def test_one_local_step_stands_for_all_towers(self):
-    tx = shard_transforms.reduce_towers(2, _recorder())
+    tx = shard_transforms.reduce_towers(2, harness.recorder())
 
     _, recorded = tx.update(jnp.ones((2, 3)), tx.init(None), local_step=7)
 
@@ -165,21 +166,3 @@ class WeightTest(parameterized.TestCase):
     )
 
     np.testing.assert_array_equal(updates, np.full(8, 3, np.float32))
-
-
-def _recorder():
-  """An inner transformation whose state is what it was handed last."""
-
-  def init(params):
-    del params
-    return {
-        'weight': jnp.float32(-1),
-        'local_step': jnp.int32(-1),
-        'value': jnp.float32(-1),
-    }
-
-  def update(updates, state, params=None, **extra_args):
-    del params
-    return updates, state | extra_args
-
-  return optax.GradientTransformationExtraArgs(init, update)

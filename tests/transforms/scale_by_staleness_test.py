@@ -14,7 +14,7 @@ import shard_transforms
 from shard_transforms import scale_by_staleness
 
 AXIS = modes.AXIS
-LEARNING_RATE, DECAY, RATE = 0.1, 0.9, 0.4
+RATE = 0.4
 INT32 = np.iinfo(np.int32)
 
 # [shards, calls, features] and [shards, calls]
@@ -53,19 +53,15 @@ def _mean():
   return shard_transforms.cross_shard_mean(AXIS)
 
 
-def _momentum():
-  return optax.chain(optax.trace(DECAY), optax.scale(-LEARNING_RATE))
-
-
 def _weighted(kind, inner=None):
   args, kwargs, _ = KINDS[kind]
-  inner = optax.chain(_mean(), _momentum()) if inner is None else inner
+  inner = harness.momentum() if inner is None else inner
   return scale_by_staleness(*args, inner, axis_name=AXIS, **kwargs)
 
 
 def _expected(kind, data, weights, steps):
   """Returns updates, momenta and global steps."""
-  device, global_step = one_device.Device(LEARNING_RATE, DECAY), 0
+  device, global_step = one_device.Device(), 0
   calls = []
   for x, weight, step in zip(
       data.swapaxes(0, 1), weights.T, steps.T, strict=True
