@@ -115,10 +115,10 @@ class DropStaleTest(parameterized.TestCase):
     data, weights = DATA.copy(), WEIGHTS.copy()
     weights[3] = 0
     weights[:, 1] = 0
-    # What is left out contributes nothing. Where no shard has any weight, one
-    # of them is late as well.
+    # What is left out contributes nothing. Where no shard has any weight, none
+    # of them is late, and one in another call.
     steps = STEPS.copy()
-    steps[6] = -9
+    steps[6], steps[:, 1] = -9, 9
     weights[:, 5] = 0
     data[[3, 6]] = np.nan
 
