@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from absl.testing import parameterized
 import chex
 import equinox as eqx
-from flax import jax_utils
 from flax import linen
 from flax import nnx
 from flax.training import train_state
@@ -30,7 +29,9 @@ import shard_transforms
 from shard_transforms import compression
 
 AXIS = 'data'
-FEATURES, SAVED, CALLS = 3, 3, 5
+FEATURES = 3
+# Before and after the state is saved.
+BEFORE, AFTER = range(3), range(3, 5)
 ADAM = optax.adam(0.1)
 
 
@@ -66,6 +67,11 @@ def batch_of(call):
   return np.random.default_rng(call).normal(size=(64, FEATURES)).astype('f')
 
 
+def place(tree, mesh, specs=P(AXIS)):
+  shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+  return jax.device_put(tree, shardings)
+
+
 def fit(model, x):
   return jnp.mean((model(x).ravel() - x.sum(axis=1)) ** 2)
 
@@ -85,28 +91,29 @@ class Program(NamedTuple):
   """A training program of a framework.
 
   Attributes:
-    state: The whole training state.
+    create: Makes the whole training state.
     step: Takes it and a batch, inside the mapped function.
     params_of: Takes the state, gives the parameters as a dict.
     resized: Takes a saved state of another number of shards.
   """
 
-  state: Any
+  create: Callable[[], Any]
   step: Callable[[Any, jax.Array], Any]
   params_of: Callable[[Any], Any]
   resized: Callable[[Any], Any]
 
 
-def resize(state, tx, params, mesh, **options):
+def resize(state, tx, params, mesh):
   return shard_transforms.resize_state(
-      state, tx, params, mesh, reduction='mean', **options
+      state, tx, params, mesh, reduction='mean'
   )
 
 
-def plain_loop(tx, mesh):
-  tx = shard_transforms.on_mesh(tx, mesh)
-  params = {'kernel': jnp.zeros((FEATURES, 1)), 'bias': jnp.zeros(1)}
+def zeros():
+  return {'kernel': jnp.zeros((FEATURES, 1)), 'bias': jnp.zeros(1)}
 
+
+def plain_loop(tx, mesh):
   def loss_fn(params, x):
     return fit(lambda x: x @ params['kernel'] + params['bias'][None], x)
 
@@ -121,48 +128,40 @@ def plain_loop(tx, mesh):
     return params, resize(opt_state, tx, params, mesh)
 
   return Program(
-      (params, tx.init(params)), step, operator.itemgetter(0), resized
+      lambda: (zeros(), tx.init(zeros())),
+      step,
+      operator.itemgetter(0),
+      resized,
   )
-
-
-def linen_dense():
-  model = linen.Dense(1, kernel_init=linen.initializers.zeros)
-  return model, model.init(jax.random.key(0), jnp.zeros((1, FEATURES)))
-
-
-def linen_params(state):
-  return state.params['params']
-
-
-def linen_step(state, x):
-  def loss_fn(params, x):
-    return fit(lambda x: state.apply_fn(params, x), x)
-
-  own = own_params(state.params, state.opt_state)
-  return state.apply_gradients(grads=grads_of(loss_fn, own, x))
 
 
 def linen_train_state(tx, mesh):
-  model, params = linen_dense()
-  state = train_state.TrainState.create(
-      apply_fn=model.apply,
-      params=params,
-      tx=shard_transforms.on_mesh(tx, mesh),
-  )
+  def create():
+    return train_state.TrainState.create(
+        apply_fn=linen.Dense(1).apply, params={'params': zeros()}, tx=tx
+    )
+
+  def step(state, x):
+    def loss_fn(params, x):
+      return fit(lambda x: state.apply_fn(params, x), x)
+
+    own = own_params(state.params, state.opt_state)
+    return state.apply_gradients(grads=grads_of(loss_fn, own, x))
 
   def resized(saved):
-    opt_state = resize(saved.opt_state, state.tx, saved.params, mesh)
+    opt_state = resize(saved.opt_state, tx, saved.params, mesh)
     return saved.replace(opt_state=opt_state)
 
-  return Program(state, linen_step, linen_params, resized)
+  return Program(create, step, lambda s: s.params['params'], resized)
 
 
 def nnx_optimizer(tx, mesh):
-  zeros = nnx.initializers.zeros
-  model = nnx.Linear(FEATURES, 1, kernel_init=zeros, rngs=nnx.Rngs(0))
-  tx = shard_transforms.on_mesh(tx, mesh)
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  graph, state = nnx.split((model, optimizer))
+  def create():
+    init = nnx.initializers.zeros
+    model = nnx.Linear(FEATURES, 1, kernel_init=init, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+  graph = nnx.graphdef(nnx.eval_shape(create))
 
   def step(state, x):
     model, optimizer = nnx.merge(graph, state)
@@ -181,15 +180,22 @@ def nnx_optimizer(tx, mesh):
     optimizer.opt_state = nnx.data(treedef.unflatten(leaves))
     return nnx.state((model, optimizer))
 
-  return Program(state, step, lambda s: nnx.to_pure_dict(s)[0], resized)
+  return Program(
+      lambda: nnx.state(create()),
+      step,
+      lambda state: nnx.to_pure_dict(state)[0],
+      resized,
+  )
 
 
 def equinox(tx, mesh):
-  tx = shard_transforms.on_mesh(tx, mesh)
-  model = eqx.nn.Linear(FEATURES, 1, key=jax.random.key(0))
-  zeros = jnp.zeros((1, FEATURES)), jnp.zeros(1)
-  model = eqx.tree_at(lambda m: (m.weight, m.bias), model, zeros)
-  arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+  key = jax.random.key(0)
+  model = jax.eval_shape(lambda: eqx.nn.Linear(FEATURES, 1, key=key))
+  shapes, rest = eqx.partition(model, lambda x: hasattr(x, 'shape'))
+
+  def create():
+    arrays = jax.tree.map(jnp.zeros_like, shapes)
+    return arrays, tx.init(arrays)
 
   def loss_fn(arrays, x):
     return fit(jax.vmap(eqx.combine(arrays, rest)), x)
@@ -207,10 +213,10 @@ def equinox(tx, mesh):
   def params_of(state):
     return {'kernel': state[0].weight.T, 'bias': state[0].bias}
 
-  return Program((arrays, tx.init(arrays)), step, params_of, resized)
+  return Program(create, step, params_of, resized)
 
 
-MAPPED = {
+FRAMEWORKS = {
     'dict': plain_loop,
     'TrainState': linen_train_state,
     'nnx.Optimizer': nnx_optimizer,
@@ -218,27 +224,72 @@ MAPPED = {
 }
 
 
-def mapped_step(program, mesh):
-  specs = shard_transforms.specs_of(program.state)
-  mapped = jax.shard_map(
-      program.step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=specs
-  )
-  sharding = NamedSharding(mesh, P(AXIS))
-  step = jax.jit(mapped)
-  return lambda state, x: step(state, jax.device_put(x, sharding))
+def unbound(tx, mesh):
+  del mesh
+  return tx
 
 
-def train(step, state, calls):
-  for call in calls:
-    state = jax.block_until_ready(step(state, batch_of(call)))
-  return state
+class Programs:
+  """Those of all transformations on a mesh, in one compiled step."""
+
+  def __init__(self, framework, num_shards, bind=shard_transforms.on_mesh):
+    self.mesh = mesh_of(num_shards)
+    self._each = {
+        name: framework(bind(tx, self.mesh), self.mesh)
+        for name, tx in TRANSFORMS.items()
+    }
+
+  def create(self):
+    return {name: program.create() for name, program in self._each.items()}
+
+  def params_of(self, states):
+    return jax.device_get(
+        {k: program.params_of(states[k]) for k, program in self._each.items()}
+    )
+
+  def resized(self, saved):
+    return {k: program.resized(saved[k]) for k, program in self._each.items()}
+
+  def step(self, states, x):
+    states = dict(states)
+    for name, program in self._each.items():
+      states[name] = program.step(states[name], x)
+      # Each waits for the one before: devices may start collectives that are
+      # independent in another order, and then wait for each other.
+      x += 0 * program.params_of(states[name])['bias'][None]
+    return states
+
+  def train(self, states, calls, specs=None):
+    specs = specs or shard_transforms.specs_of(states)
+    # As the step returns it, or JAX traces the step twice.
+    states = place(states, self.mesh, specs)
+    step = jax.jit(
+        jax.shard_map(
+            self.step,
+            mesh=self.mesh,
+            in_specs=(specs, P(AXIS)),
+            out_specs=specs,
+        )
+    )
+    for call in calls:
+      x = place(batch_of(call), self.mesh)
+      states = jax.block_until_ready(step(states, x))
+    return states
+
+  def pmap(self, fn):
+    return jax.pmap(fn, AXIS, devices=self.mesh.devices.flat)
+
+  def train_by_pmap(self, states, calls):
+    step = self.pmap(self.step)
+    for call in calls:
+      x = batch_of(call).reshape(self.mesh.size, -1, FEATURES)
+      states = jax.block_until_ready(step(states, x))
+    return states
 
 
 def saved_and_restored(state, target):
   """Returns a training state from a checkpoint, as arrays of NumPy."""
-  target = jax.tree.map(
-      lambda x: np.zeros(np.shape(x), jnp.result_type(x)), target
-  )
+  target = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), target)
   with (
       tempfile.TemporaryDirectory() as folder,
       ocp.StandardCheckpointer() as checkpointer,
@@ -249,100 +300,101 @@ def saved_and_restored(state, target):
 
 
 @functools.cache
-def expected(name):
-  """Returns the parameters, by way of `init_state` and `state_specs` alone.
+def expected():
+  """Returns the parameters of each transformation, without a framework.
 
   Returns:
-    Those when the state is saved, and those at the end, on four devices.
+    Those when the state is saved, and those at the end, on four devices, by way
+    of `init_state` and `state_specs` alone.
   """
-  tx, meshes = TRANSFORMS[name], (mesh_of(8), mesh_of(4))
-  params, _ = plain_loop(tx, meshes[0]).state
-  state = shard_transforms.init_state(tx, params, meshes[0])
-  found = []
-  for mesh, calls in zip(
-      meshes, (range(SAVED), range(SAVED, CALLS)), strict=True
-  ):
-    specs = P(), shard_transforms.state_specs(tx, params, mesh)
-    step = jax.jit(
-        jax.shard_map(
-            plain_loop(tx, mesh).step,
-            mesh=mesh,
-            in_specs=(specs, P(AXIS)),
-            out_specs=specs,
-        )
-    )
-    for call in calls:
-      x = jax.device_put(batch_of(call), NamedSharding(mesh, P(AXIS)))
-      params, state = jax.block_until_ready(step((params, state), x))
-    found.append(jax.device_get(params))
-    params = found[-1]
-    state = resize(state, tx, params, meshes[1])
+  found, states = [], None
+  for num_shards, calls in (8, BEFORE), (4, AFTER):
+    programs = Programs(plain_loop, num_shards, bind=unbound)
+    given = zeros(), programs.mesh
+    specs = {
+        name: (P(), shard_transforms.state_specs(tx, *given))
+        for name, tx in TRANSFORMS.items()
+    }
+    if states:
+      states = programs.resized(jax.device_get(states))
+    else:
+      states = {
+          name: (zeros(), shard_transforms.init_state(tx, *given))
+          for name, tx in TRANSFORMS.items()
+      }
+    states = programs.train(states, calls, specs)
+    found.append(programs.params_of(states))
   return found
-
-
-def assert_same(found, expected):
-  chex.assert_trees_all_close(
-      jax.device_get(list(found)), list(expected), rtol=1e-6, atol=1e-6
-  )
 
 
 class FrameworkTableTest(parameterized.TestCase):
   """Create, step, save, and restore on another number of devices."""
 
-  @cases.product(framework=tuple(MAPPED), name=tuple(TRANSFORMS))
-  def test_trains_and_is_restored_on_fewer_devices(self, framework, name):
-    eight, four = (
-        MAPPED[framework](TRANSFORMS[name], mesh_of(n)) for n in (8, 4)
+  def assert_as_expected(self, *found):
+    for name in TRANSFORMS:
+      with self.subTest(name):
+        chex.assert_trees_all_close(
+            [params[name] for params in found],
+            [params[name] for params in expected()],
+            rtol=1e-6,
+            atol=1e-6,
+        )
+
+  @cases.parameters(*FRAMEWORKS)
+  def test_trains_and_is_restored_on_fewer_devices(self, name):
+    eight, four = (Programs(FRAMEWORKS[name], n) for n in (8, 4))
+
+    states = eight.train(eight.create(), BEFORE)
+    saved = saved_and_restored(states, jax.eval_shape(four.create))
+    end = four.train(four.resized(saved), AFTER)
+
+    self.assert_as_expected(eight.params_of(states), four.params_of(end))
+
+  def test_train_state_under_pmap_is_restored_on_fewer_devices(self):
+    eight, four = (Programs(linen_train_state, n, bind=unbound) for n in (8, 4))
+    create = eight.pmap(lambda _: eight.create())
+
+    def specs_on(mesh):
+      params = {'params': zeros()}
+      return {
+          name: shard_transforms.state_specs(tx, params, mesh)
+          for name, tx in TRANSFORMS.items()
+      }
+
+    states = eight.train_by_pmap(create(np.arange(8)), BEFORE)
+    saved = saved_and_restored(states, states)
+    joined, new = {k: x.opt_state for k, x in saved.items()}, {}
+    joined = jax.jit(
+        jax.shard_map(
+            lambda tree: jax.tree.map(lambda x: x[0], tree),
+            mesh=eight.mesh,
+            in_specs=P(AXIS),
+            out_specs=specs_on(eight.mesh),
+            check_vma=False,
+        )
+    )(place(joined, eight.mesh))
+    for name, tx in TRANSFORMS.items():
+      new[name] = resize(joined[name], tx, {'params': zeros()}, four.mesh)
+    new = jax.jit(
+        jax.shard_map(
+            lambda tree: jax.tree.map(lambda x: x[None], tree),
+            mesh=four.mesh,
+            in_specs=(specs_on(four.mesh),),
+            out_specs=P(AXIS),
+        )
+    )(new)
+    begun = {
+        name: jax.tree.map(lambda x: x[:4], state).replace(opt_state=new[name])
+        for name, state in saved.items()
+    }
+    end = four.train_by_pmap(jax.device_get(begun), AFTER)
+
+    self.assert_as_expected(
+        *(
+            programs.params_of(jax.tree.map(lambda x: x[0], states))
+            for programs, states in ((eight, states), (four, end))
+        )
     )
-
-    state = train(mapped_step(eight, mesh_of(8)), eight.state, range(SAVED))
-    restored = four.resized(saved_and_restored(state, four.state))
-    step = mapped_step(four._replace(state=restored), mesh_of(4))
-    end = train(step, restored, range(SAVED, CALLS))
-
-    found = eight.params_of(state), four.params_of(end)
-    assert_same(found, expected(name))
-
-  @cases.parameters(*TRANSFORMS)
-  def test_train_state_under_pmap_is_restored_on_fewer_devices(self, name):
-    tx = TRANSFORMS[name]
-    model, params = linen_dense()
-
-    def create(params):
-      return train_state.TrainState.create(
-          apply_fn=model.apply, params=params, tx=tx
-      )
-
-    def on_devices(num_shards):
-      devices = jax.devices()[:num_shards]
-      replicated = jax_utils.replicate(params, devices)
-      state = jax.pmap(create, AXIS, devices=devices)(replicated)
-      step = jax.pmap(linen_step, AXIS, devices=devices)
-      return state, lambda s, x: step(s, x.reshape(num_shards, -1, FEATURES))
-
-    state, step = on_devices(8)
-    state = train(step, state, range(SAVED))
-    saved = saved_and_restored(state, state)
-    opt_state = jax.shard_map(
-        lambda state: jax.tree.map(lambda x: x[0], state),
-        mesh=mesh_of(8),
-        in_specs=P(AXIS),
-        out_specs=shard_transforms.state_specs(tx, params, mesh_of(8)),
-        check_vma=False,
-    )(jax.device_put(saved.opt_state, NamedSharding(mesh_of(8), P(AXIS))))
-    opt_state = jax.shard_map(
-        lambda state: jax.tree.map(lambda x: x[None], state),
-        mesh=mesh_of(4),
-        in_specs=(shard_transforms.state_specs(tx, params, mesh_of(4)),),
-        out_specs=P(AXIS),
-    )(resize(opt_state, tx, params, mesh_of(4)))
-    opt_state = jax.device_get(opt_state)
-    _, step = on_devices(4)
-    rest = jax.tree.map(lambda x: x[:4], saved.replace(opt_state=()))
-    end = train(step, rest.replace(opt_state=opt_state), range(SAVED, CALLS))
-
-    found = (jax_utils.unreplicate(linen_params(s)) for s in (state, end))
-    assert_same(found, expected(name))
 
 
 class GuideTest(parameterized.TestCase):
@@ -350,8 +402,8 @@ class GuideTest(parameterized.TestCase):
 
   def test_nnx_shard_map_takes_the_specs_of_the_optimizer(self):
     mesh = mesh_of(8)
-    zeros = nnx.initializers.zeros
-    model = nnx.Linear(FEATURES, 1, kernel_init=zeros, rngs=nnx.Rngs(0))
+    init = nnx.initializers.zeros
+    model = nnx.Linear(FEATURES, 1, kernel_init=init, rngs=nnx.Rngs(0))
     tx = shard_transforms.on_mesh(TRANSFORMS['guard'], mesh)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     specs = nnx.StateSharding(shard_transforms.specs_of(nnx.state(optimizer)))
@@ -361,9 +413,10 @@ class GuideTest(parameterized.TestCase):
     def step(model, optimizer, x):
       optimizer.update(model, grads_of(fit, model, x))
 
-    for call in range(SAVED):
-      x = jax.device_put(batch_of(call), NamedSharding(mesh, P(AXIS)))
-      step(model, optimizer, x)
+    for call in BEFORE:
+      step(model, optimizer, place(batch_of(call), mesh))
 
     found = nnx.to_pure_dict(nnx.state(model))
-    assert_same([found], expected('guard')[:1])
+    chex.assert_trees_all_close(
+        jax.device_get(found), expected()[0]['guard'], rtol=1e-6, atol=1e-6
+    )

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import modes
+import one_device
 import shard_transforms
 
 AXIS = modes.AXIS
@@ -52,7 +54,6 @@ def train(
     extra_args: Callable[[Any, Any], dict[str, Any]] = lambda *_: {},
     see: Callable[[Any], Any] = lambda _: (),
     own_params: bool = False,
-    mapped: Callable[..., Any] | None = None,
 ) -> Any:
   """Trains on the batches of all shards, call by call, inside of a mapping.
 
@@ -65,7 +66,6 @@ def train(
     extra_args: Gives what `update` takes besides, of the state and the batch.
     see: Takes the state; gives what is kept of it after each call.
     own_params: Whether the parameters of shards come to differ.
-    mapped: Maps a function in place of `modes.map_shards`.
 
   Returns:
     A `Trained`, or one for each name, on the host.
@@ -89,13 +89,56 @@ def train(
     return Trained(params, updates, state, seen)
 
   def train_all(params, batches):
-    if isinstance(tx, dict):
-      return {name: train_one(x, params, batches) for name, x in tx.items()}
-    return train_one(tx, params, batches)
+    if not isinstance(tx, dict):
+      return train_one(tx, params, batches)
+    trained = {}
+    for name, each in tx.items():
+      trained[name] = train_one(each, params, batches)
+      batches = after(trained[name].updates, batches)
+    return trained
 
   num_shards = len(jax.tree.leaves(batches)[0])
-  fn = (mapped or modes.map_shards)(mode, train_all, num_shards)
+  fn = modes.map_shards(mode, train_all, num_shards)
   return jax.device_get(fn(params, batches))
+
+
+def momentum(axis_name: Any = AXIS) -> Any:
+  """Returns what trains over shards as `one_device.Device` does."""
+  return optax.chain(
+      shard_transforms.cross_shard_mean(axis_name),
+      optax.trace(one_device.DECAY),
+      optax.scale(-one_device.LEARNING_RATE),
+  )
+
+
+def recorder() -> optax.GradientTransformationExtraArgs:
+  """Returns a transformation whose state is what it was given last."""
+
+  def init(params):
+    del params
+    return {
+        'weight': jnp.float32(-1),
+        'local_step': jnp.int32(-1),
+        'value': jnp.float32(-1),
+    }
+
+  def update(updates, state, params=None, **extra_args):
+    del params
+    return updates, state | extra_args
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def after(done: Any, tree: Any) -> Any:
+  """Returns a tree that the compiler has only after what is done.
+
+  Devices that start independent collectives in different orders wait for each
+  other for ever, as they may with a program from the compilation cache.
+  """
+  first = jax.tree.leaves(done)[0]
+  # Not zero for all that the compiler knows.
+  zero = 0 * jnp.sum(jnp.isfinite(first), dtype=jnp.float32)
+  return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
 
 def on_each_shard(tree: Any, num_shards: int = 8) -> Any:

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+LEARNING_RATE, DECAY = 0.1, 0.9
+
 
 def reduced(
     values: np.ndarray, weights: np.ndarray, divisor: float | None = None
@@ -30,9 +32,8 @@ class Device:
   distance to an example.
   """
 
-  def __init__(self, learning_rate: float, decay: float, num_features: int = 5):
+  def __init__(self, num_features: int = 5):
     self.params = self.momentum = np.zeros(num_features)
-    self._learning_rate, self._decay = learning_rate, decay
 
   def step(
       self,
@@ -50,8 +51,8 @@ class Device:
     if not weights.any():
       return np.zeros_like(self.params)
     grads = reduced(self.params - examples, weights, divisor)
-    self.momentum = grads + self._decay * self.momentum
-    update = -self._learning_rate * self.momentum
+    self.momentum = grads + DECAY * self.momentum
+    update = -LEARNING_RATE * self.momentum
     self.params = self.params + update
     return update
 

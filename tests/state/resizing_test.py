@@ -82,7 +82,6 @@ class Row(NamedTuple):
 
 
 TABLE = {
-    'shard_update': Row(lambda: shard_update(adam(), AXIS)),
     'towers': Row(
         lambda: towers(averaged(adam())), towers=TOWERS, reduction='mean'
     ),
@@ -210,23 +209,23 @@ def step_of(name, num_shards):
 
 
 def train(name, sizes):
-  """Returns parameters and state after calls on that many shards each."""
+  """Returns the parameters after calls on that many shards each."""
   row, rows, valid = TABLE[name], gradients(), valid_rows()
   params, state = params_of(), None
   for call, num_shards in enumerate(sizes):
-    tx, step = step_of(name, num_shards)
+    (tx, step), mesh = step_of(name, num_shards), modes.mesh(num_shards)
     if not call:
-      state = init_state(tx, params, modes.mesh(num_shards))
+      state = init_state(tx, params, mesh)
     elif num_shards != sizes[call - 1]:
       params = jax.device_get(params)
-      state = resize_state(
-          state, tx, params, modes.mesh(num_shards), reduction=row.reduction
-      )
+      state = resize_state(state, tx, params, mesh, reduction=row.reduction)
+    # As the step returns them, or it is compiled twice.
+    params = jax.device_put(params, jax.NamedSharding(mesh, P()))
     own = jax.tree.map(lambda x, i=call: x[i], rows)
     params, state = step(params, state, own, valid[call], np.int32(call))
     # Calls that queue up on virtual devices can abort in JAX 0.10.
     jax.block_until_ready(params)
-  return jax.device_get(params), state
+  return jax.device_get(params)
 
 
 def assert_close(actual, expected):
@@ -270,10 +269,12 @@ def copying():
 
 
 def replaced(state, **fields):
-  """Returns the state with other values, on the same devices."""
+  """Returns the state with other values, where the old ones are."""
 
   def place(like, x):
-    return jax.device_put(np.asarray(x, like.dtype), like.sharding)
+    x = np.asarray(x, like.dtype)
+    sharding = getattr(like, 'sharding', None)
+    return jax.device_put(x, sharding) if sharding else x
 
   old = {field: getattr(state, field) for field in fields}
   return state._replace(
@@ -286,6 +287,15 @@ def replaced(state, **fields):
 
 def state_of(tx, params, num_shards):
   return init_state(tx, params, modes.mesh(num_shards))
+
+
+def saved(tx, params, num_shards, **fields):
+  """Returns a state as from a checkpoint, of zeros and of these fields."""
+  params = jax.eval_shape(lambda: params)
+  state = jax.tree.map(
+      lambda x: np.zeros(x.shape, x.dtype), state_of(tx, params, num_shards)
+  )
+  return replaced(state, **fields) if fields else state
 
 
 def mesh_of(shape):
@@ -314,59 +324,47 @@ class TrainingTest(parameterized.TestCase):
   """Training on another number of shards goes on as if it never had another."""
 
   @cases.parameters(*TABLE)
-  def test_goes_on_on_half_the_shards_and_back(self, name):
-    params, _ = train(name, [8, 8, 4, 4, 8, 8])
+  def test_goes_on_on_other_numbers_of_shards(self, name):
+    sizes = [3, 8, 3, 1, 8, 8] if name == 'towers' else [8, 8, 4, 4, 8, 8]
+
+    params = train(name, sizes)
 
     assert_close(params, expected_params(TABLE[name]))
 
-  def test_goes_on_on_any_number_of_shards(self):
-    params, _ = train('towers', [3, 8, 3, 1, 8, 8])
-
-    assert_close(params, expected_params(TABLE['towers']))
-
 
 # Over eight shards: evenly cut, with padding, on some shards none, one element.
-LEAVES = ((4, 6), (3, 5, 1), (71,), (3,), (1,), (1, 17))
+SHAPES = ((4, 6), (3, 5, 1), (71,), (3,), (1,), (1, 17))
+LEAVES = [
+    *(
+        np.arange(1, 1 + np.prod(x), dtype=np.float32).reshape(x)
+        for x in SHAPES
+    ),
+    np.arange(10).astype(jnp.bfloat16),
+    np.arange(10, dtype=np.complex64) * 1j,
+    np.arange(10, dtype=np.int32),
+    np.zeros((0, 3), np.float32),
+    np.float32(3),
+    None,
+]
 
 
 class CutTest(parameterized.TestCase):
   """The slices of `shard_update`."""
 
-  @cases.parameters((8, 3), (3, 8), (8, 1), (8, 8))
+  @cases.parameters((8, 3), (1, 8))
   def test_slices_are_as_if_cut_there(self, before, after):
     tx = shard_update(copying(), AXIS)
-    params = [
-        np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
-        for shape in LEAVES
-    ]
-    state = state_of(tx, params, before)
+    state = state_of(tx, LEAVES, before)
 
-    resized = resize_state(state, tx, params, modes.mesh(after))
+    resized = resize_state(state, tx, LEAVES, modes.mesh(after))
     # The state may be of NumPy, and parameters may be shapes.
-    given = jax.device_get(state), tx, jax.eval_shape(lambda: params)
+    given = jax.device_get(state), tx, jax.eval_shape(lambda: LEAVES)
     of_numpy = resize_state(*given, modes.mesh(after))
 
-    assert_same(resized, state_of(tx, params, after))
+    assert_same(resized, state_of(tx, LEAVES, after))
     assert_same(of_numpy, resized)
 
-  def test_dtypes_are_kept(self):
-    tx = shard_update(copying(), AXIS)
-    params = {
-        'half': jnp.arange(10, dtype=jnp.bfloat16),
-        'complex': jnp.arange(10, dtype=jnp.complex64) * 1j,
-        'counts': jnp.arange(10),
-        'empty': jnp.zeros((0, 3)),
-        'scalar': jnp.float32(3),
-        'none': None,
-    }
-    state = state_of(tx, params, 8)
-
-    resized = resize_state(state, tx, params, modes.mesh(4))
-
-    assert_same(resized, state_of(tx, params, 4))
-
   @cases.parameters(
-      {'axes': ('hosts', 'cores'), 'before': (2, 4), 'after': (4, 2)},
       {'axes': ('hosts', 'cores'), 'before': (1, 2), 'after': (2, 3)},
       {'axes': 'cores', 'before': (2, 4), 'after': (4, 2)},
   )
@@ -381,15 +379,10 @@ class CutTest(parameterized.TestCase):
 
   @cases.parameters(
       {'shape': (16,), 'before': 8, 'other': (24,), 'after': 4},
-      {'shape': (16,), 'before': 8, 'other': (24,), 'after': 1},
-      {'shape': (16,), 'before': 1, 'other': (24,), 'after': 8},
       {'shape': (4, 4), 'before': 8, 'other': (16,), 'after': 4},
-      {'shape': (4, 4), 'before': 1, 'other': (5, 4), 'after': 2},
       {'shape': (4, 4), 'before': 1, 'other': (2, 8), 'after': 1},
       {'shape': (2, 3, 5), 'before': 1, 'other': (5, 6), 'after': 8},
       {'shape': (1,), 'before': 1, 'other': (), 'after': 4},
-      {'shape': (8,), 'before': 8, 'other': (), 'after': 4},
-      {'shape': (3,), 'before': 1, 'other': (5,), 'after': 1},
   )
   def test_refuses_slices_of_other_leaves(self, shape, before, other, after):
     tx = shard_update(copying(), AXIS)
@@ -415,6 +408,7 @@ class CutTest(parameterized.TestCase):
       resize_state(state, tx, list(map(jnp.zeros, others)), modes.mesh(4))
 
 
+ZEROS = np.zeros(2, np.float32)
 # What may stand around a window, and gives it weights.
 GATES = {
     'none': lambda tx: tx,
@@ -477,23 +471,23 @@ class WindowTest(parameterized.TestCase):
 
   @cases.parameters(
       ('mean', [0, 1, 2, 3, 4, 5, 6, 7], [0.5, 2.5, 4.5, 6.5]),
-      ('mean', [0, 1, 2, 3, 4, 5, 6, 7], [3.5]),
       ('mean', [3, 6, 9], [8, 16, 24, 0, 0, 0, 0, 0]),
-      ('sum', [0, 1, 2, 3, 4, 5, 6, 7], [1, 5, 9, 13]),
       ('sum', [0, 1, 2, 3, 4, 5, 6, 7], [28]),
       ('sum', [3, 6, 9], [3, 6, 9, 0, 0, 0, 0, 0]),
   )
   def test_window_without_weights_is_merged(self, reduction, before, after):
     tx = tower_reduce(4, averaged(optax.identity()), axis_name=AXIS)
-    state = replaced(
-        state_of(tx, jnp.zeros(()), len(before)),
+    state = saved(
+        tx,
+        np.float32(0),
+        len(before),
         tower=3,
         total=before,
         total_weight=np.full(len(before), 3),
     )
 
     resized = resize_state(
-        state, tx, jnp.zeros(()), modes.mesh(len(after)), reduction=reduction
+        state, tx, np.float32(0), modes.mesh(len(after)), reduction=reduction
     )
 
     np.testing.assert_array_equal(resized.total, after)
@@ -513,26 +507,20 @@ class WindowTest(parameterized.TestCase):
     inner = averaged(optax.identity())
     tx = tower_reduce(2, inner, axis_name=AXIS, reduction=kind)
     total = np.float32([[0, 1], [6, 8], [18, 21], [36, 40]])
-    window = replaced(
-        state_of(tx, jnp.zeros(2), 4),
-        tower=1,
-        total=total,
-        total_weight=np.arange(1.0, 5.0),
-    )
+    given = {'tower': 1, 'total': total, 'total_weight': np.arange(1, 5)}
+    state = saved(tx, ZEROS, 4, **given)
     tx = GATES[gate](tx)
-    state = state_of(tx, jnp.zeros(2), 4)
     if gate != 'none':
-      window = replaced(state, inner_state=window)
-    state = window
+      state = saved(tx, ZEROS, 4, inner_state=state)
 
     resized = resize_state(
-        state, tx, jnp.zeros(2), modes.mesh(after), reduction=reduction
+        state, tx, ZEROS, modes.mesh(after), reduction=reduction
     )
 
-    specs = shard_transforms.state_specs(tx, jnp.zeros(2), modes.mesh(after))
+    specs = shard_transforms.state_specs(tx, ZEROS, modes.mesh(after))
 
     def last(state, weight):
-      zeros = shard_transforms.per_shard(jnp.zeros(2), AXIS)
+      zeros = shard_transforms.per_shard(ZEROS, AXIS)
       return tx.update(zeros, state, weight=weight[0], local_step=0)[0]
 
     last = jax.shard_map(
@@ -544,14 +532,11 @@ class WindowTest(parameterized.TestCase):
 
   def test_counters_of_drop_stale_are_copied(self):
     tx = drop_stale(2, averaged(optax.identity()), axis_name=AXIS)
-    state = replaced(
-        state_of(tx, jnp.zeros(2), 8),
-        global_step=5,
-        stale_count=3,
-        stale_shard_count=17,
-    )
+    counts = {'global_step': 5, 'stale_count': 3, 'stale_shard_count': 17}
 
-    resized = resize_state(state, tx, jnp.zeros(2), modes.mesh(3))
+    resized = resize_state(
+        saved(tx, ZEROS, 8, **counts), tx, ZEROS, modes.mesh(3)
+    )
 
     self.assertEqual(jax.tree.leaves(resized), [5, 3, 17])
 
@@ -574,13 +559,11 @@ class WindowTest(parameterized.TestCase):
 
   def test_a_window_with_weights_of_one_keeps_them(self):
     tx = tower_reduce(2, averaged(optax.identity()), axis_name=AXIS)
-    state = state_of(tx, jnp.zeros(2), 8)
-    state = replaced(
-        state, tower=1, total_weight=np.ones(8), total=np.ones((8, 2))
-    )
+    ones = {'total_weight': np.ones(8), 'total': np.ones((8, 2))}
+    state = saved(tx, ZEROS, 8, tower=1, **ones)
 
     resized = resize_state(
-        state, tx, jnp.zeros(2), modes.mesh(3), reduction='weighted'
+        state, tx, ZEROS, modes.mesh(3), reduction='weighted'
     )
 
     np.testing.assert_array_equal(resized.total_weight, [3, 3, 2])
@@ -589,12 +572,9 @@ class WindowTest(parameterized.TestCase):
   @cases.parameters({'tower': 0, 'after': 4}, {'tower': 3, 'after': 8})
   def test_reduction_is_not_needed(self, tower, after):
     tx = tower_reduce(4, averaged(optax.identity()), axis_name=AXIS)
-    weights = np.full(8, tower)
-    state = replaced(
-        state_of(tx, jnp.zeros(2), 8), tower=tower, total_weight=weights
-    )
+    state = saved(tx, ZEROS, 8, tower=tower, total_weight=np.full(8, tower))
 
-    resized = resize_state(state, tx, jnp.zeros(2), modes.mesh(after))
+    resized = resize_state(state, tx, ZEROS, modes.mesh(after))
 
     self.assertEqual(resized.tower, tower)
     np.testing.assert_array_equal(resized.total_weight, [tower] * after)
@@ -609,23 +589,21 @@ class WindowTest(parameterized.TestCase):
   def test_refuses_a_window(self, kind, tower, weights, changes, message):
     inner = averaged(optax.identity())
     tx = tower_reduce(4, inner, axis_name=AXIS, reduction=kind)
-    state = replaced(
-        state_of(tx, jnp.zeros(2), 8), tower=tower, total_weight=weights
-    )
-    given = {'params': jnp.zeros(2), 'mesh': modes.mesh(4)} | changes
+    state = saved(tx, ZEROS, 8, tower=tower, total_weight=weights)
+    given = {'params': ZEROS, 'mesh': modes.mesh(4)} | changes
 
     with self.assertRaisesRegex(ValueError, message):
       resize_state(state, tx, **given)
 
-  @cases.parameters({'specs': P()}, {'specs': P(AXIS)})
-  def test_refuses_a_window_of_other_parameters_without_an_axis(self, specs):
+  def test_refuses_a_window_of_other_parameters_without_an_axis(self):
     tx = tower_reduce(4, optax.sgd(0.1))
-    state = state_of(tx, jnp.zeros((4, 2)), 8)
+    state, params = saved(tx, np.zeros((4, 2)), 8), np.zeros((6, 2))
 
-    with self.assertRaisesRegex(
-        ValueError, r'`state` .* got the shape \(4, 2\) at \.total'
-    ):
-      resize_state(state, tx, jnp.zeros((6, 2)), modes.mesh(3), in_specs=specs)
+    for specs in P(), P(AXIS):
+      with self.assertRaisesRegex(
+          ValueError, r'`state` .* got the shape \(4, 2\) at \.total'
+      ):
+        resize_state(state, tx, params, modes.mesh(3), in_specs=specs)
 
 
 class KeepState(NamedTuple):
@@ -657,7 +635,7 @@ class CopyTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(resized.trace, np.zeros(3))
 
-  @cases.product(num_shards=(3, 8), is_shared=(False, True))
+  @cases.parameters((3, False), (8, False), (8, True))
   def test_each_shard_has_a_key(self, num_shards, is_shared):
     tx = shard_transforms.local_updates(
         optax.add_noise(0.1, 0.5, jax.random.key(3)),
@@ -679,8 +657,7 @@ class CopyTest(parameterized.TestCase):
     num_keys = len({tuple(key) for key in after.tolist()})
     self.assertEqual(num_keys, 1 if is_shared else num_shards)
 
-  @cases.parameters(4, 8)
-  def test_old_state_stays_when_the_new_one_is_donated(self, num_shards):
+  def test_old_state_stays_when_the_new_one_is_donated(self):
     tx = optax.chain(
         shard_update(copying(), AXIS),
         optax.add_noise(0.1, 0.5, jax.random.key(3)),
@@ -689,7 +666,7 @@ class CopyTest(parameterized.TestCase):
     params = jnp.arange(4096.0)
     state = state_of(tx, params, 8)
     before = jax.tree.map(bits_of, state)
-    resized = resize_state(state, tx, params, modes.mesh(num_shards))
+    resized = resize_state(state, tx, params, modes.mesh())
 
     spoil = jax.jit(lambda s: jax.tree.map(spoiled, s), donate_argnums=0)
     jax.block_until_ready(spoil(resized))
@@ -726,12 +703,10 @@ class CopyTest(parameterized.TestCase):
     self.assertEqual(resized.total['w'].sharding.spec, P(AXIS, 'model'))
 
   @cases.parameters(
-      {'before': (4, 2), 'after': (2, 2), 'shape': (8, 6)},
       # The slices have the same shapes.
       {'before': (4, 2), 'after': (2, 4), 'shape': (8, 6)},
       {'before': (1, 2), 'after': (4, 2), 'shape': (8, 6)},
       # The parts of the parameter are padded.
-      {'before': (4, 2), 'after': (2, 2), 'shape': (6, 5), 'refused': True},
       {'before': (1, 2), 'after': (4, 2), 'shape': (6, 5), 'refused': True},
   )
   def test_slices_of_sharded_parameters(
@@ -781,36 +756,34 @@ class CopyTest(parameterized.TestCase):
 
     assert_same(resized, state)
 
-  @cases.parameters(
-      {'tx': optax.sgd(0.1), 'got': 'the tree'},
-      {'tx': adam(), 'params': {'v': np.zeros(3)}, 'got': 'the tree'},
-      {'tx': adam(), 'params': {'w': np.zeros(4)}, 'got': r'\(3,\) at .*mu'},
-      {'tx': adam(), 'params': {'w': np.zeros((3, 1))}, 'got': r'\(3,\) at'},
-  )
-  def test_refuses_state_of_others(self, tx, got, params=None):
-    state = state_of(averaged(adam()), {'w': jnp.zeros(3)}, 8)
-    params = params or {'w': np.zeros(3)}
+  def test_refuses_state_of_others(self):
+    params = {'w': np.zeros(3, np.float32)}
+    state = saved(averaged(adam()), params, 8)
+    raw = {'inner_state': [{'mu': np.zeros((8, 1))}]}
 
-    with self.assertRaisesRegex(
-        ValueError, f'`state` .* made by this .* these parameters, got .*{got}'
+    for given, tx, others, got in (
+        (state, optax.sgd(0.1), params, 'the tree'),
+        (state, adam(), {'v': params['w']}, 'the tree'),
+        (state, adam(), {'w': np.zeros(4)}, r'\(3,\) at .*mu'),
+        (state, adam(), {'w': np.zeros((3, 1))}, r'\(3,\) at'),
+        ({}, adam(), params, 'the tree'),
+        (raw, adam(), params, 'the tree'),
     ):
-      resize_state(state, averaged(tx), params, modes.mesh(4))
+      with self.assertRaisesRegex(
+          ValueError, f'`state` .* by this .* these parameters, got .*{got}'
+      ):
+        resize_state(given, averaged(tx), others, modes.mesh(4))
 
-  @cases.parameters(
-      ({},), ([],), ({'inner_state': [{'mu': np.zeros((8, 1))}]},)
-  )
-  def test_refuses_raw_trees_of_a_checkpoint(self, raw):
-    with self.assertRaisesRegex(ValueError, r'`state` .* got the tree'):
-      resize_state(raw, averaged(adam()), jnp.zeros(3), modes.mesh(4))
-
-  def test_refuses_another_dtype(self, dtype='float64'):
-    state = jax.device_get(state_of(optax.trace(0.9), [jnp.zeros(3)], 8))
-    state = state._replace(trace=[state.trace[0].astype(jnp.dtype(dtype))])
-
+  def test_refuses_another_dtype(self):
     with self.assertRaisesRegex(
-        TypeError, rf'`state` .* got {dtype} instead of float32 at \.trace\[0\]'
+        TypeError, r'`state` .* got float64 instead of float32 at \.trace\[0\]'
     ):
-      resize_state(state, optax.trace(0.9), [jnp.zeros(3)], modes.mesh(4))
+      resize_state(
+          optax.TraceState([np.zeros(3)]),
+          optax.trace(0.9),
+          [np.zeros(3, np.float32)],
+          modes.mesh(4),
+      )
 
 
 # Two processes with a device each; the state of one lives in both.
@@ -894,11 +867,8 @@ class DeclaredStateTest(parameterized.TestCase):
         guard(declared_state.tally(shard_update(adam(), AXIS), AXIS), AXIS),
         optax.identity(),
     )
-    params = jnp.arange(5.0)
-    state = init_state(tx, params, modes.mesh(4))
-    state = optax.tree_utils.tree_set(
-        state, **{k: jnp.asarray(v) for k, v in values.items()}
-    )
+    params = np.arange(5, dtype=np.float32)
+    state = optax.tree_utils.tree_set(saved(tx, params, 4), **values)
     state = resize_state(state, tx, params, modes.mesh(num_shards))
     return state[0].inner_state
 
@@ -920,8 +890,8 @@ class DeclaredStateTest(parameterized.TestCase):
         rate=2 * values.astype(np.float32),
         least=values,
         most=values + 4,
-        last_norms=jnp.full(3, 7.0),
-        unit=jnp.full(2, 7.0),
+        last_norms=np.full(3, 7, np.float32),
+        unit=np.full(2, 7, np.float32),
     )
 
     np.testing.assert_array_equal(state.seen, seen)
@@ -935,7 +905,7 @@ class DeclaredStateTest(parameterized.TestCase):
     self.assertEqual(mu.shape, (num_shards * -(-5 // num_shards),))
 
   def test_nothing_begins_anew_on_as_many_shards(self):
-    state = self.resized(4, last_norms=jnp.full(3, 7.0))
+    state = self.resized(4, last_norms=np.full(3, 7, np.float32))
 
     np.testing.assert_array_equal(state.recent['last_norms'], [7] * 3)
 
@@ -957,7 +927,7 @@ class DeclaredStateTest(parameterized.TestCase):
       return State(shard_transforms.per_shard(jnp.zeros(1), AXIS))
 
     tx = optax.GradientTransformation(init, optax.identity().update)
-    state = init_state(tx, (), modes.mesh(4))
+    state = saved(tx, (), 4)
 
     with self.assertRaisesRegex(error, f'`rules` of `State` .*{message}'):
       resize_state(state, tx, (), modes.mesh(2), reduction='sum')

@@ -13,8 +13,6 @@ import one_device
 import shard_transforms
 
 STALENESS = 1
-LEARNING_RATE = 0.1
-DECAY = 0.9
 INT32 = np.iinfo(np.int32)
 
 # [shards, calls, features] and [shards, calls]
@@ -29,14 +27,6 @@ def _loss(params, x):
   return 0.5 * jnp.sum((params - x) ** 2)
 
 
-def _momentum(axis_name=modes.AXIS):
-  return optax.chain(
-      shard_transforms.cross_shard_mean(axis_name),
-      optax.trace(DECAY),
-      optax.scale(-LEARNING_RATE),
-  )
-
-
 def _train(data=DATA, weights=None, steps=STEPS, mode='shard_map', own=True):
   """Returns what each of 7 calls gave: updates, momentum and counts."""
   axis_name = modes.HOSTS if mode == 'hosts' else modes.AXIS
@@ -49,7 +39,9 @@ def _train(data=DATA, weights=None, steps=STEPS, mode='shard_map', own=True):
 
   trained = harness.train(
       shard_transforms.drop_stale(
-          STALENESS, _momentum(axis_name), axis_name=axis_name if own else None
+          STALENESS,
+          harness.momentum(axis_name),
+          axis_name=axis_name if own else None,
       ),
       np.zeros(5, np.float32),
       (data, steps) if weights is None else (data, steps, weights),
@@ -66,7 +58,7 @@ def _train(data=DATA, weights=None, steps=STEPS, mode='shard_map', own=True):
 
 def _expected(data, weights, steps, staleness=STALENESS):
   """Returns updates, momenta and exact counts of the same calls."""
-  device = one_device.Device(LEARNING_RATE, DECAY)
+  device = one_device.Device()
   global_step, dropped, left_out = 0, 0, 0
   calls = []
   for x, weight, step in zip(
@@ -118,15 +110,15 @@ class DropStaleTest(parameterized.TestCase):
     np.testing.assert_array_equal(calls[0][:, 4], np.zeros((8, 5)))
     np.testing.assert_array_equal(calls[1][:, 4], calls[1][:, 3])
 
-  @cases.parameters(*modes.NAMES, 'hosts')
+  @cases.parameters('shard_map', 'hosts')
   def test_counts_the_shards_in_time_by_their_weights(self, mode):
     data, weights = DATA.copy(), WEIGHTS.copy()
     weights[3] = 0
     weights[:, 1] = 0
-    # What is left out contributes nothing. Where no shard has any weight, one
-    # of them is late as well.
+    # What is left out contributes nothing. Where no shard has any weight, none
+    # of them is late, and one in another call.
     steps = STEPS.copy()
-    steps[6] = -9
+    steps[6], steps[:, 1] = -9, 9
     weights[:, 5] = 0
     data[[3, 6]] = np.nan
 
@@ -171,7 +163,9 @@ class DropStaleTest(parameterized.TestCase):
       shard_transforms.drop_stale(1, axis_name='data')
 
   def test_refuses_updates_whose_sum_is_pending(self):
-    tx = shard_transforms.drop_stale(1, _momentum(), axis_name=modes.AXIS)
+    tx = shard_transforms.drop_stale(
+        1, harness.momentum(), axis_name=modes.AXIS
+    )
 
     def shard(params, x):
       given = lax.pcast(params, modes.AXIS, to='reduced')
@@ -276,7 +270,7 @@ class HandedOnTest(parameterized.TestCase):
 
   def test_hands_on_a_weight_of_zero_where_a_shard_is_late(self):
     mean = shard_transforms.cross_shard_mean(modes.AXIS)
-    inner = optax.chain(mean, _recorder())
+    inner = optax.chain(mean, harness.recorder())
     tx = shard_transforms.drop_stale(1, inner, axis_name=modes.AXIS)
 
     def shard(params, own):
@@ -296,27 +290,14 @@ class HandedOnTest(parameterized.TestCase):
     expected = {
         'weight': in_time * WEIGHTS[:, 0],
         'local_step': steps,
+        'value': np.full(8, -1, np.float32),
     }
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
   @cases.parameters(({'weight': 2.5}, 2.5), ({}, -1.0))
   def test_hands_a_weight_on_as_it_is_without_axis_name(self, given, expected):
-    tx = shard_transforms.drop_stale(1, _recorder())
+    tx = shard_transforms.drop_stale(1, harness.recorder())
 
     _, state = tx.update(jnp.ones(3), tx.init(None), local_step=0, **given)
 
     self.assertEqual(state.inner_state['weight'], expected)
-
-
-def _recorder():
-  """An inner transformation whose state is what it was handed last."""
-
-  def init(params):
-    del params
-    return {'weight': jnp.float32(-1), 'local_step': jnp.int32(-1)}
-
-  def update(updates, state, params=None, **extra_args):
-    del params
-    return updates, state | extra_args
-
-  return optax.GradientTransformationExtraArgs(init, update)

@@ -97,37 +97,6 @@ class OnMeshTest(parameterized.TestCase):
       chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
     self.assertEqual(*map(shard_transforms.specs_of, (state, expected)))
 
-  def test_updates_as_the_transformation(self):
-    mesh = _mesh()
-    state = shard_transforms.init_state(_guard(), PARAMS, mesh)
-
-    bound = shard_transforms.on_mesh(_guard(), mesh)
-
-    chex.assert_trees_all_equal(
-        _update_on(mesh, bound, state),
-        _update_on(mesh, _guard(), state),
-        strict=True,
-    )
-
-  def test_a_resized_state_goes_on_with_the_new_mesh(self):
-    state = shard_transforms.on_mesh(_guard(), _mesh(8)).init(PARAMS)
-    bound = shard_transforms.on_mesh(_guard(), _mesh(4))
-
-    state = shard_transforms.resize_state(state, bound, PARAMS, _mesh(4))
-    _, state = _update_on(_mesh(4), bound, state)
-
-    self.assertEqual(state.last_bad_step.shape, (4,))
-    self.assertEqual(state.num_updates, 1)
-
-  def test_names_an_axis_that_the_mesh_lacks(self):
-    tx = shard_transforms.on_mesh(_guard(), _mesh(axis='rows'))
-
-    with self.assertRaisesRegex(
-        NameError,
-        r"`guard` needs the mapped axis 'data'.*mesh axes: \('rows',\)",
-    ):
-      tx.init(PARAMS)
-
   @cases.parameters('init', 'update')
   def test_refuses_a_step_of_another_mesh(self, method):
     bound = shard_transforms.on_mesh(_guard(), _mesh(8))

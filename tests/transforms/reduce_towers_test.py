@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import one_device
 import shard_transforms
@@ -30,7 +31,7 @@ def _like_params(w):
 
 
 @functools.cache
-def _reduce(mode, reduction='mean', weighted=False):
+def _reduce(reduction, weighted=False):
   """Maps the reduction of the gradients of 3 towers of each shard."""
   tx = shard_transforms.reduce_towers(
       NUM_TOWERS,
@@ -45,7 +46,7 @@ def _reduce(mode, reduction='mean', weighted=False):
     weight = weight if weighted else None
     return tx.update(grads, tx.init(params), params, weight=weight)[0]
 
-  mapped = modes.map_shards(mode, shard)
+  mapped = modes.map_shards('shard_map', shard)
   params = {'w': np.ones(5, np.float32), 'm': np.ones((4, 2), np.float32)}
   return lambda data, weights: mapped(params, (data, weights))
 
@@ -61,15 +62,13 @@ class ReduceTowersTest(parameterized.TestCase):
 
   @cases.parameters('mean', 'sum')
   def test_reduces_all_towers_of_all_shards(self, reduction):
-    updates = _reduce('shard_map', reduction)(DATA, WEIGHTS)
+    updates = _reduce(reduction)(DATA, WEIGHTS)
 
     expected = _expected(DATA, np.ones((8, 3)), reduction)
     chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
 
-  @cases.parameters(
-      *((mode, 'mean') for mode in modes.NAMES), ('shard_map', 'sum')
-  )
-  def test_counts_towers_by_their_weights(self, mode, reduction):
+  @cases.parameters('mean', 'sum')
+  def test_counts_towers_by_their_weights(self, reduction):
     # What has no weight contributes nothing.
     weights, data = WEIGHTS.copy(), DATA.copy()
     without = ([0, 0, 3, 4, 4, 4, 7], [0, 2, 1, 0, 1, 2, 2])
@@ -77,7 +76,7 @@ class ReduceTowersTest(parameterized.TestCase):
     data[without] = np.nan
 
     for counts in weights, np.zeros_like(weights):
-      updates = _reduce(mode, reduction, weighted=True)(data, counts)
+      updates = _reduce(reduction, weighted=True)(data, counts)
 
       expected = _expected(data, counts, reduction)
       chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
@@ -85,7 +84,7 @@ class ReduceTowersTest(parameterized.TestCase):
   @cases.parameters('mean', 'sum')
   def test_hands_on_weight_step_and_other_arguments(self, reduction):
     tx = shard_transforms.reduce_towers(
-        NUM_TOWERS, _recorder(), reduction=reduction
+        NUM_TOWERS, harness.recorder(), reduction=reduction
     )
     weights = WEIGHTS.copy()
     weights[3] = 0
@@ -107,7 +106,7 @@ class ReduceTowersTest(parameterized.TestCase):
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
   def test_one_local_step_stands_for_all_towers(self):
-    tx = shard_transforms.reduce_towers(2, _recorder())
+    tx = shard_transforms.reduce_towers(2, harness.recorder())
 
     _, recorded = tx.update(jnp.ones((2, 3)), tx.init(None), local_step=7)
 
@@ -167,21 +166,3 @@ class WeightTest(parameterized.TestCase):
     )
 
     np.testing.assert_array_equal(updates, np.full(8, 3, np.float32))
-
-
-def _recorder():
-  """An inner transformation whose state is what it was handed last."""
-
-  def init(params):
-    del params
-    return {
-        'weight': jnp.float32(-1),
-        'local_step': jnp.int32(-1),
-        'value': jnp.float32(-1),
-    }
-
-  def update(updates, state, params=None, **extra_args):
-    del params
-    return updates, state | extra_args
-
-  return optax.GradientTransformationExtraArgs(init, update)

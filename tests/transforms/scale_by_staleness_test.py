@@ -14,7 +14,7 @@ import shard_transforms
 from shard_transforms import scale_by_staleness
 
 AXIS = modes.AXIS
-LEARNING_RATE, DECAY, RATE = 0.1, 0.9, 0.4
+RATE = 0.4
 INT32 = np.iinfo(np.int32)
 
 # [shards, calls, features] and [shards, calls]
@@ -53,19 +53,15 @@ def _mean():
   return shard_transforms.cross_shard_mean(AXIS)
 
 
-def _momentum():
-  return optax.chain(optax.trace(DECAY), optax.scale(-LEARNING_RATE))
-
-
 def _weighted(kind, inner=None):
   args, kwargs, _ = KINDS[kind]
-  inner = optax.chain(_mean(), _momentum()) if inner is None else inner
+  inner = harness.momentum() if inner is None else inner
   return scale_by_staleness(*args, inner, axis_name=AXIS, **kwargs)
 
 
 def _expected(kind, data, weights, steps):
   """Returns updates, momenta and global steps."""
-  device, global_step = one_device.Device(LEARNING_RATE, DECAY), 0
+  device, global_step = one_device.Device(), 0
   calls = []
   for x, weight, step in zip(
       data.swapaxes(0, 1), weights.T, steps.T, strict=True
@@ -84,12 +80,12 @@ def _expected(kind, data, weights, steps):
   )
 
 
-def _train(kind, data=DATA, weights=None, steps=STEPS, mode='shard_map'):
+def _train(kind, data=DATA, weights=None, steps=STEPS):
   trained = harness.train(
       _weighted(kind),
       np.zeros(5, np.float32),
       (data, steps) if weights is None else (data, steps, weights),
-      mode,
+      'shard_map',
       grad=lambda params, own: _grads(params, own[0]),
       extra_args=lambda _, own: dict(
           zip(('local_step', 'weight'), own[1:], strict=False)
@@ -135,15 +131,14 @@ class WeightTest(parameterized.TestCase):
         updates[0], 1e-3 * DATA[:, 0].mean(axis=0), rtol=1e-5, atol=1e-9
     )
 
-  @cases.parameters(*modes.NAMES)
-  def test_ages_multiply_weights(self, mode):
+  def test_ages_multiply_weights(self):
     data, weights = DATA.copy(), WEIGHTS.copy()
     weights[3] = 0
     # In one call, no shard counts at all.
     weights[:, 4] = 0
     data[weights == 0] = np.nan
 
-    calls = _train('inverse', data, weights, mode=mode)
+    calls = _train('inverse', data, weights)
 
     self.assert_close(calls, _expected('inverse', data, weights, STEPS))
     updates, momenta, global_steps = calls
