@@ -257,7 +257,6 @@ def muon_of_decoder():
 
 GROUPS = [[0, 2], [1, 3]]
 CASES = {name: Case.of(inner()) for name, inner in INNERS.items()} | {
-    'weights': Case.of(optax.lars(0.1), weighted=True),
     'sum': Case(
         owned(optax.lars(0.1), reduction='sum'),
         optax.chain(shard_transforms.cross_shard_sum(AXIS), optax.lars(0.1)),
@@ -347,6 +346,11 @@ class EqualityTest(parameterized.TestCase):
   @cases.parameters(0, 1)
   def test_trains_as_the_replicated_optimizer(self, part):
     self.check({name: CASES[name] for name in list(CASES)[part::2]})
+
+  def test_trains_so_with_weights(self):
+    # Alone: of JAX 0.10.2, some programs of this and others, read from the
+    # compilation cache, end the process.
+    self.check({'weights': Case.of(optax.lars(0.1), weighted=True)})
 
   def test_trains_so_where_matrices_stand_in_stacks(self):
     numbers = {'adamw': 5, 'listed': 9, 'keys': 5, 'keys of XLA': 5}
