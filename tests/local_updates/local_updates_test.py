@@ -282,7 +282,8 @@ class MethodTest(parameterized.TestCase):
     tokens = np.random.default_rng(1).integers(0, 4, (SHARDS, 12))
     tokens[2, :3] = 0
     tokens[:, 6:9] = 0
-    own = np.float32(CENTRES.swapaxes(0, 1)).copy()
+    data = np.float32(CENTRES.swapaxes(0, 1))
+    own = data.copy()
     own[tokens == 0] = np.nan
     given = np.float32(tokens)
     given[tokens == 0] = np.resize([0, np.nan, -1], (tokens == 0).sum())
@@ -293,21 +294,7 @@ class MethodTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', shard)
     anchor, own = map(_joined, mapped(_params(), (own, given)))
 
-    params, velocity = np.linspace(-1, 1, 5), 0
-    x = np.stack([params] * SHARDS)
-    for i, (centres, weight) in enumerate(zip(CENTRES, tokens.T, strict=True)):
-      counts = weight[:, None] > 0
-      x = np.where(counts, x - 0.3 * (x - centres), x)
-      if i % 3 == 2:
-        total = tokens[:, i - 2 : i + 1].sum(1)
-        # A round without any leaves the momentum as it is, too.
-        if total.any():
-          velocity = 0.5 * velocity + params
-          velocity = velocity - np.average(x, axis=0, weights=total)
-          params = params - velocity
-        x = np.stack([params] * SHARDS)
-      np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
-      np.testing.assert_allclose(own[:, i], x, atol=1e-6)
+    check_weighed(anchor, own, tokens, data, 0.5)
 
   def test_takes_the_word_of_the_user_about_the_weight(self):
     def update(updates, state, params=None, *, weight, **extra_args):
@@ -498,18 +485,27 @@ class SickShardTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', shard)
     anchor, own = map(_joined, mapped(_params(), (data, tokens)))
 
-    params = np.linspace(-1, 1, 5)
-    x = np.stack([params] * SHARDS)
-    for i in range(12):
-      counts = tokens[:, i, None] > 0
-      x = np.where(counts, x - 0.3 * (x - data[:, i]), x)
-      if i % 3 == 2:
-        total = tokens[:, i - 2 : i + 1].sum(1)
-        well = np.isfinite(x).all(1)
-        params = np.average(x[well], axis=0, weights=total[well])
-        x = np.stack([params] * SHARDS)
-      np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
-      np.testing.assert_allclose(own[:, i], x, atol=1e-6)
+    check_weighed(anchor, own, tokens, data)
+
+
+def check_weighed(anchor, own, tokens, data, decay=0):
+  """Checks a training in rounds of three steps, whose outer rate is 1."""
+  params, velocity = np.linspace(-1, 1, 5), 0
+  x = np.stack([params] * SHARDS)
+  for i in range(12):
+    counts = tokens[:, i, None] > 0
+    x = np.where(counts, x - 0.3 * (x - data[:, i]), x)
+    if i % 3 == 2:
+      total = tokens[:, i - 2 : i + 1].sum(1)
+      well = np.isfinite(x).all(1)
+      # A round without any leaves the momentum as it is, too.
+      if total.any():
+        mean = np.average(x[well], axis=0, weights=total[well])
+        velocity = decay * velocity + params - mean
+        params = params - velocity
+      x = np.stack([params] * SHARDS)
+    np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
+    np.testing.assert_allclose(own[:, i], x, atol=1e-6)
 
 
 SGD = optax.sgd(0.1)

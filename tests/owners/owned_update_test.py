@@ -66,51 +66,6 @@ def gradients(steps, shapes=SHAPES):
   )
 
 
-class Statistics(NamedTuple):
-  """State of optimizers of these tests: arrays for each parameter, and more."""
-
-  num_updates: jax.Array
-  kept: Any
-
-
-def per_leaf(start, step):
-  """Makes a transformation of what it does to a leaf."""
-
-  def init(params):
-    return Statistics(jnp.int32(0), jax.tree.map(start, params))
-
-  def update(updates, state, params=None):
-    del params
-    leaves, treedef = jax.tree.flatten(updates)
-    kept = treedef.flatten_up_to(state.kept)
-    pairs = [
-        step(u, s, state.num_updates) for u, s in zip(leaves, kept, strict=True)
-    ]
-    updates, kept = (treedef.unflatten(x) for x in zip(*pairs, strict=True))
-    return updates, Statistics(state.num_updates + 1, kept)
-
-  return optax.GradientTransformation(init, update)
-
-
-def shampoo():
-  """Statistics of rows and columns, and their inverse fourth roots."""
-
-  def start(p):
-    return [jnp.eye(n) for n in p.shape] if p.ndim == 2 else []
-
-  def root(m):
-    values, vectors = jnp.linalg.eigh(m)
-    return vectors @ jnp.diag(values**-0.25) @ vectors.T
-
-  def step(u, kept, _):
-    if not kept:
-      return u, kept
-    left, right = kept[0] + u @ u.T, kept[1] + u.T @ u
-    return root(left) @ u @ root(right), [left, right]
-
-  return optax.chain(per_leaf(start, step), optax.scale(-0.1))
-
-
 def listed():
   """Momentum in a list, without the names of the parameters, the last first."""
 
@@ -136,7 +91,6 @@ def vectors(inner):
 INNERS = {
     'adafactor': lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
     'sm3': lambda: vectors(optax.sm3(0.1)),
-    'shampoo': shampoo,
     'noise': lambda: optax.chain(
         optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)
     ),
@@ -183,12 +137,6 @@ def data_of(x):
 STACKED = {
     'adamw': lambda: optax.adamw(0.1),
     'listed': listed,
-    'partition': lambda: optax.partition(
-        {'slow': optax.lars(0.01), 'fast': optax.lars(0.1)},
-        lambda params: {
-            name: 'slow' if name in '036' else 'fast' for name in params
-        },
-    ),
     'keys': one_key_a_leaf,
     'keys of XLA': lambda: one_key_a_leaf('rbg'),
     'callback': lambda: by_leaf(
