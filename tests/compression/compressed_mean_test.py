@@ -82,29 +82,40 @@ class NothingLostTest(parameterized.TestCase):
       if name == 'float32':
         np.testing.assert_array_equal(updates['w'][0], means)
 
-  def test_weights_and_shards_that_do_not_count(self):
+  @cases.parameters(('shard_map', AXIS), ('hosts', modes.HOSTS[::-1]))
+  def test_weights_and_shards_that_do_not_count(self, mode, axes):
     params = {'w': zeros(7, 19), 'b': zeros(5)}
     data = compressions.make_data(8, 12, params)
     rng = np.random.default_rng(1)
     weight = rng.choice([0, 0.5, 1, 7], (8, 12)).astype(np.float32)
     weight[:, 5] = 0  # No shard counts.
+    weight[:4, 7] = 0  # A host does not count.
     weight[2, 3] = 0
-    clean = jax.tree.map(np.copy, data)
+    clean = np.where(weight[..., None, None] > 0, data['w'], 0)
     for leaf in data.values():
       leaf[weight == 0] = np.nan
-    for leaf in clean.values():
-      leaf[weight == 0] = 0
+    some = {
+        'sign': compression.scaled_sign(8),
+        'random': compression.quantize(4, block=8, stochastic=True),
+    }
+    some = {
+        name: compression.compressed_mean(axes, x, min_elements=64)
+        for name, x in some.items()
+    }
 
-    some = {name: ALL[name] for name in ('sign', 'int8_stochastic')}
-    found = compressions.run(some, 'shard_map', data, params, weight)
+    found = compressions.run(some, mode, data, params, weight)
 
     w = weight.astype(np.float64)
     total = np.where(w.sum(0) > 0, w.sum(0), 1)
-    means = np.einsum('nt,ntij->tij', w / total, clean['w'])
+    means = np.einsum('nt,ntij->tij', w / total, clean)
     for name, (updates, state) in found.items():
       with self.subTest(name):
         compressions.assert_nothing_lost(updates, state, means, 'w')
         np.testing.assert_array_equal(updates['w'][:, 5], 0)
+        bits = updates['w'].view(np.uint8)
+        np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
+        server = state.server_residual['w'].ravel()
+        np.testing.assert_array_equal(server[7 * 19 :], 0)
 
 
 class OneShardTest(parameterized.TestCase):
@@ -162,72 +173,6 @@ class OptionsTest(parameterized.TestCase):
     updates, state = found['no feedback']
     self.assertEmpty(jax.tree.leaves((state.residual, state.server_residual)))
     np.testing.assert_array_equal(updates['w'][:, 5], updates['w'][:, 4])
-
-
-class SeveralAxesTest(parameterized.TestCase):
-
-  def run_on(self, axes, data, weight):
-    """Returns updates [steps, ...] and state of two compressors."""
-    params = {'w': zeros(7, 19), 'b': zeros(5)}
-    some = {
-        name: compression.compressed_mean(axes, compressor, min_elements=64)
-        for name, compressor in (
-            ('sign', compression.scaled_sign(8)),
-            ('random', compression.quantize(4, block=8, stochastic=True)),
-        )
-    }
-    mesh = jax.make_mesh((2, 4), ('host', 'core'))
-
-    def shard(data, weight):
-      def one(tx):
-        def step(state, inputs):
-          grads, weight = inputs
-          updates, state = tx.update(grads, state, weight=weight)
-          return state, updates
-
-        inputs = jax.tree.map(lambda x: x[0], (data, weight))
-        state, updates = lax.scan(step, tx.init(params), inputs)
-        return updates, state
-
-      found = {name: one(tx) for name, tx in some.items()}
-      return jax.tree.map(lambda x: x[None], found)
-
-    every = jax.P(('host', 'core'))
-    mapped = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=every,
-        out_specs=every,
-    )
-    placed = jax.device_put((data, weight), jax.NamedSharding(mesh, every))
-    return jax.device_get(jax.jit(mapped)(*placed))
-
-  def test_nothing_is_lost(self):
-    order = 'core', 'host'
-    params = {'w': zeros(7, 19), 'b': zeros(5)}
-    data = compressions.make_data(8, 12, params)
-    clean = jax.tree.map(np.copy, data)
-    rng = np.random.default_rng(1)
-    weight = rng.choice([0, 0.5, 1, 7], (8, 12)).astype(np.float32)
-    weight[:, 5] = 0  # No shard counts.
-    weight[:4, 7] = 0  # A host does not count.
-    weight[0, 11] = 0
-    data['w'][weight == 0] = np.nan
-    clean['w'][weight == 0] = 0
-
-    found = self.run_on(order, data, weight)
-
-    w = weight.astype(np.float64)
-    total = np.where(w.sum(0) > 0, w.sum(0), 1)
-    means = np.einsum('nt,ntij->tij', w / total, clean['w'])
-    for updates, state in found.values():
-      compressions.assert_nothing_lost(updates, state, means, 'w')
-      np.testing.assert_array_equal(updates['w'][:, 5], 0)
-      bits = updates['w'].view(np.uint8)
-      np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
-      np.testing.assert_array_equal(
-          state.server_residual['w'].ravel()[7 * 19 :], 0
-      )
 
 
 class ResizeTest(parameterized.TestCase):
