@@ -18,7 +18,7 @@ from shard_transforms import monitoring
 from shard_transforms import reproducible
 
 NUM_TOWERS = 16
-NUM_SHARDS = (2, 4, 8)
+NUM_SHARDS = (4, 8)
 NAN = np.nan
 
 _RNG = np.random.default_rng(0)
@@ -55,13 +55,10 @@ def _sharded(num_towers, inner=ADAM):
   return reproducible.sharded_towers(num_towers, inner, modes.AXIS)
 
 
-def _guarded(num_towers):
-  return _towers(num_towers, shard_transforms.guard(ADAM))
-
-
-def _clipped(num_towers):
+def _gated(num_towers):
   clip = shard_transforms.clip_by_global_norm(0.1)
-  return _towers(num_towers, optax.chain(clip, ADAM))
+  inner = shard_transforms.guard(optax.chain(clip, ADAM))
+  return _towers(num_towers, inner)
 
 
 def _in_any_order(num_towers):
@@ -71,63 +68,75 @@ def _in_any_order(num_towers):
   )
 
 
+# How to make the transformation, and whether it is given weights.
 WAYS = {
-    'towers': _towers,
-    'stacked': _stacked,
-    'sharded': _sharded,
-    'guarded': _guarded,
-    'clipped': _clipped,
+    'towers': (_towers, True),
+    'stacked': (_stacked, True),
+    'sharded': (_sharded, True),
+    'clipped in a gate': (_gated, True),
+    'towers alike': (_towers, False),
+    'stacked alike': (_stacked, False),
+    'sharded alike': (_sharded, False),
+    'in any order': (_in_any_order, False),
 }
+# Which of them give the same bits.
+SAME = ('towers', 'stacked', 'sharded'), (
+    'towers alike',
+    'stacked alike',
+    'sharded alike',
+)
 
 
-def _train(tx, params, x, weight, is_stacked=False):
+def _train(way, params, x, weight):
   """Trains a shard two steps on its towers."""
-  state = tx.init(params)
+  make, weighted = way
+  tx = make(len(x))
   grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-  given = {} if weight is None else {'weight': weight}
 
-  def tower(carry, given):
+  def update(carry, grads, weight):
     params, state = carry
-    x, *weight = given
-    _, grads = grad(params, x)
-    extra_args = {'weight': weight[0]} if weight else {}
-    updates, state = tx.update(grads, state, params, **extra_args)
-    return (optax.apply_updates(params, updates), state), None
+    given = {'weight': weight} if weighted else {}
+    updates, state = tx.update(grads, state, params, **given)
+    return optax.apply_updates(params, updates), state
 
-  for _ in range(2):
-    if is_stacked:
-      grads = lax.map(lambda x: grad(params, x)[1], x)  # noqa: B023
-      updates, state = tx.update(grads, state, params, **given)
-      params = optax.apply_updates(params, updates)
-    else:
-      towers = (x,) if weight is None else (x, weight)
-      (params, state), _ = lax.scan(tower, (params, state), towers)
-  return params
+  def tower(carry, own):
+    x, weight = own
+    return update(carry, grad(carry[0], x)[1], weight), None
+
+  def step(carry, _):
+    if make is not _stacked:
+      return lax.scan(tower, carry, (x, weight))[0], None
+    grads = lax.map(lambda x: grad(carry[0], x)[1], x)
+    return update(carry, grads, weight), None
+
+  return lax.scan(step, (params, tx.init(params)), length=2)[0][0]
 
 
 @functools.cache
-def _digest(mode, num_shards, make, weighted=False, bad=()):
-  """Returns the SHA-256 of parameters that are trained on so many shards."""
-  num_towers = NUM_TOWERS // num_shards
-  tx = make(num_towers)
+def _trainer(mode, num_shards, names):
+  def shard(params, own):
+    return {name: _train(WAYS[name], params, *own) for name in names}
+
+  return modes.map_shards(mode, shard, num_shards)
+
+
+@functools.cache
+def _digests(mode, num_shards, bad=()):
+  """Returns the SHA-256 of parameters that are trained on shards, by way."""
+  names = tuple(WAYS) if mode == 'shard_map' else ('towers',)
   x, weight = X.copy(), WEIGHT.copy()
   x[list(bad)], weight[list(bad)] = NAN, 0
-
-  def shard(params, own):
-    x, weight = own
-    weight = weight if weighted else None
-    return _train(tx, params, x, weight, make is _stacked)
-
-  lead = (num_shards, num_towers)
+  lead = (num_shards, NUM_TOWERS // num_shards)
   own = x.reshape(*lead, 3, 5), weight.reshape(lead)
-  params = modes.map_shards(mode, shard, num_shards)(PARAMS, own)
-  rows = [[np.asarray(x)[i] for x in jax.tree.leaves(params)] for i in (0, -1)]
-  first, last = (
-      hashlib.sha256(b''.join(x.tobytes() for x in row)).hexdigest()
-      for row in rows
-  )
-  assert first == last
-  return first
+  params = jax.device_get(_trainer(mode, num_shards, names)(PARAMS, own))
+
+  def digest(params, i):
+    rows = [x[i].tobytes() for x in jax.tree.leaves(params)]
+    return hashlib.sha256(b''.join(rows)).hexdigest()
+
+  found = {name: digest(params[name], 0) for name in names}
+  assert found == {name: digest(params[name], -1) for name in names}
+  return found
 
 
 def _in_pairs(rows):
@@ -135,17 +144,6 @@ def _in_pairs(rows):
   while len(rows) > 1:
     rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
   return rows[0]
-
-
-def _reduced(tx, x=X[:8], mode='shard_map', **own_args):
-  """Returns what a link makes of each shard's own updates."""
-
-  def shard(_, own):
-    x, own_args = own
-    return tx.update(x, tx.init(x), **own_args)[0]
-
-  num_shards = len(jax.tree.leaves(x)[0])
-  return modes.map_shards(mode, shard, num_shards)(PARAMS, (x, own_args))
 
 
 def _bytes_of(tx, num_shards, x):
@@ -160,43 +158,28 @@ def _bytes_of(tx, num_shards, x):
 
 class SameBitsTest(parameterized.TestCase):
 
-  @cases.parameters(
-      *((mode, 'towers') for mode in modes.NAMES),
-      *(('shard_map', way) for way in WAYS if way != 'towers'),
-  )
-  def test_trains_to_the_same_bits_on_any_number_of_shards(self, mode, way):
-    digests = {_digest(mode, n, WAYS[way], True) for n in NUM_SHARDS}
+  def test_trains_to_the_same_bits_on_any_number_of_shards(self):
+    by_number = [_digests('shard_map', n) for n in NUM_SHARDS]
 
-    self.assertLen(digests, 1)
-    if way != 'clipped':
-      # All ways give the same bits, in all modes.
-      self.assertIn(_digest('shard_map', 8, _towers, True), digests)
+    for name in WAYS:
+      with self.subTest(name):
+        digests = {found[name] for found in by_number}
+        self.assertEqual(len(digests) == 1, name != 'in any order')
+    for names in SAME:
+      self.assertLen({by_number[0][name] for name in names}, 1)
 
-  @cases.parameters(*WAYS)
-  def test_trains_to_the_same_bits_without_weights(self, way):
-    digests = {_digest('shard_map', n, WAYS[way]) for n in NUM_SHARDS}
+  @cases.parameters(*(mode for mode in modes.NAMES if mode != 'shard_map'))
+  def test_trains_to_the_same_bits_in_each_mode(self, mode):
+    found = _digests(mode, 8)['towers']
 
-    self.assertLen(digests, 1)
+    self.assertEqual(found, _digests('shard_map', 8)['towers'])
 
   def test_a_bad_tower_of_weight_0_is_left_out(self):
-    # Of two shards, both have a bad tower in the same call.
-    bad = (1, 9)
+    # Of four shards, two have a bad tower in the same call.
+    found = {_digests('shard_map', n, (1, 9))['towers'] for n in NUM_SHARDS}
 
-    digests = {_digest('shard_map', n, _towers, True, bad) for n in NUM_SHARDS}
-
-    self.assertLen(digests, 1)
-    self.assertNotIn(_digest('shard_map', 8, _towers, True), digests)
-
-  @cases.parameters(([0, 1], True), ([1, 2], False))
-  def test_one_addition_in_another_order_gives_other_bits(self, swap, is_same):
-    # A pair has the same sum in both orders; its neighbours do not.
-    x = X[:8].copy()
-    x[swap] = x[swap[::-1]]
-    mean = reproducible.mean(modes.AXIS)
-
-    digests = {monitoring.digest(_reduced(mean, x)) for x in (X[:8], x)}
-
-    self.assertEqual(len(digests) == 1, is_same)
+    self.assertLen(found, 1)
+    self.assertNotIn(_digests('shard_map', 8)['towers'], found)
 
   def test_sends_the_bytes_of_a_ring_all_reduce(self):
     x = X[0].ravel()[:8].repeat(100)
@@ -208,48 +191,44 @@ class SameBitsTest(parameterized.TestCase):
     # And the towers that count, a number.
     self.assertBetween(_bytes_of(_sharded(1), 8, x), sent, sent + 100)
 
-  def test_the_usual_order_gives_other_bits(self):
-    digests = {_digest('shard_map', n, _in_any_order) for n in NUM_SHARDS}
 
-    self.assertGreater(len(digests), 1)
+class SumsTest(parameterized.TestCase):
+  """Reductions against sums in pairs."""
 
-  @cases.product(mode=modes.NAMES, weighted=(False, True))
-  def test_adds_shards_in_pairs(self, mode, weighted):
-    x, weight = X[:8], WEIGHT[:8]
-    given = {'weight': weight} if weighted else {}
-
-    mean = _reduced(reproducible.mean(modes.AXIS), x, mode, **given)
-
-    scale = np.float32(1 / 8)
-    if weighted:
-      scale = np.float32(1) / _in_pairs(weight)
-      x = x * weight[:, None, None]
-    expected = np.broadcast_to(_in_pairs(x) * scale, x.shape)
-    np.testing.assert_array_equal(mean, expected)
-
-  def test_leaves_that_are_sent_together_keep_the_bits(self):
-    leaves = [X[:8, 0, 0], X[:8], X[:8].reshape(8, -1)[:, :7]]
+  @cases.parameters(*modes.NAMES)
+  def test_adds_shards_in_pairs(self, mode):
     mean = reproducible.mean(modes.AXIS)
 
-    together = _reduced(mean, leaves)
+    def shard(_, own):
+      x, weight = own
+      # A pair has the same sum in both orders; its neighbours do not.
+      leaves = {'all': x, 'one': x[0, 0], 'some': x.ravel()[:7]}
+      return (
+          mean.update(leaves, mean.init(leaves))[0],
+          mean.update(x, mean.init(x), weight=weight)[0],
+      )
 
-    for x, leaf in zip(together, leaves, strict=True):
-      np.testing.assert_array_equal(x, _reduced(mean, leaf))
+    x, weight = X[:8], WEIGHT[:8]
+    plain, weighted = modes.map_shards(mode, shard)(PARAMS, (x, weight))
+
+    # Leaves that are sent together keep their bits.
+    expected = _in_pairs(x) * np.float32(1 / 8)
+    np.testing.assert_array_equal(plain['all'], [expected] * 8)
+    np.testing.assert_array_equal(plain['one'], [expected[0, 0]] * 8)
+    np.testing.assert_array_equal(plain['some'], [expected.ravel()[:7]] * 8)
+    scale = np.float32(1) / _in_pairs(weight)
+    expected = _in_pairs(x * weight[:, None, None]) * scale
+    np.testing.assert_array_equal(weighted, [expected] * 8)
 
   def test_several_axes_are_one_row_of_shards(self):
-    mesh = jax.make_mesh((2, 4), ('host', 'core'))
-    tx = reproducible.mean(('host', 'core'))
+    tx = reproducible.mean(modes.HOSTS)
 
-    mean = jax.jit(
-        jax.shard_map(
-            lambda x: tx.update(x[0], tx.init(x))[0],
-            mesh=mesh,
-            in_specs=P(('host', 'core')),
-            out_specs=P(),
-        )
-    )(jax.device_put(X[:8], jax.NamedSharding(mesh, P(('host', 'core')))))
+    mean = modes.map_over_hosts(lambda _, x: tx.update(x, tx.init(x))[0])(
+        PARAMS, X[:8]
+    )
 
-    np.testing.assert_array_equal(mean, _in_pairs(X[:8]) * np.float32(1 / 8))
+    expected = _in_pairs(X[:8]) * np.float32(1 / 8)
+    np.testing.assert_array_equal(mean, [expected] * 8)
 
   def test_products_are_rounded_before_they_are_added(self):
     # XLA would round the product and the sum once, in one operation.
@@ -265,74 +244,66 @@ class SameBitsTest(parameterized.TestCase):
     np.testing.assert_array_equal(total[0], expected)
 
   def test_a_sum_over_towers_and_shards_is_one_tree(self):
-    tx = _towers(2, optax.identity(), reduction='sum')
-
-    def shard(_, towers):
-      state = tx.init(towers[0])
-      for tower in towers:
-        updates, state = tx.update(tower, state)
-      return updates
-
-    x = X.reshape(8, 2, 3, 5)
-    total = modes.map_shards('shard_map', shard)(PARAMS, x)
-
-    np.testing.assert_array_equal(total[0], _in_pairs(X))
+    towers = _towers(2, optax.identity(), reduction='sum')
     stacked = reproducible.sum(modes.AXIS, num_towers=2)
-    np.testing.assert_array_equal(total, _reduced(stacked, x))
+
+    def shard(_, x):
+      return _window(towers, x)[0], stacked.update(x, stacked.init(x))[0]
+
+    found = modes.map_shards('shard_map', shard)(PARAMS, X.reshape(8, 2, 3, 5))
+
+    for total in found:
+      np.testing.assert_array_equal(total, [_in_pairs(X)] * 8)
 
   @cases.parameters(_towers, _sharded)
-  def test_leaves_of_16_bits_are_added_in_float32(self, make):
-    x = X.astype(jnp.bfloat16).reshape(8, 2, 3, 5)
-    tx = make(2, optax.identity())
+  def test_towers_of_16_bits_without_a_gradient_and_without_a_weight(
+      self, make
+  ):
+    plain, adam = make(2, optax.identity()), make(2)
+    x = X.reshape(8, 2, 3, 5)
 
-    def shard(_, towers):
-      state = tx.init(towers[0])
-      for tower in towers:
-        updates, state = tx.update(tower, state)
-      return updates
+    def shard(params, own):
+      x, half = own
+      state = plain.init({'x': x[0], 'id': jnp.int32(0)})
+      for tower in (x[0], None):
+        missing, state = plain.update({'x': tower, 'id': None}, state)
+      assert missing['id'] is None
+      nothing, state = _window(adam, x, params, weight=0.0)
+      count = optax.tree_utils.tree_get(state, 'count')
+      return _window(plain, half)[0], missing['x'], nothing, count
 
-    mean = modes.map_shards('shard_map', shard)(PARAMS, x)
-
-    wide = np.asarray(x, np.float32).reshape(16, 3, 5)
-    expected = (_in_pairs(wide) / 16).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(mean[0], expected)
-
-  @cases.parameters(_towers, _sharded)
-  def test_a_tower_without_a_gradient_counts_as_zero(self, make):
-    tx = make(2, optax.identity())
-
-    def shard(_, towers):
-      state = tx.init({'x': towers[0], 'id': jnp.int32(0)})
-      for tower in (towers[0], None):
-        updates, state = tx.update({'x': tower, 'id': None}, state)
-      return updates
-
-    mean = modes.map_shards('shard_map', shard)(PARAMS, X.reshape(8, 2, 3, 5))
-
-    expected = _in_pairs(X[::2]) / np.float32(16)
-    np.testing.assert_array_equal(mean['x'][0], expected)
-    self.assertIsNone(mean['id'])
-
-  @cases.parameters(_towers, _sharded)
-  def test_inner_does_not_run_if_no_tower_counts(self, make):
-    tx = make(2)
-
-    def shard(params, towers):
-      state = tx.init(params)
-      for tower in towers:
-        updates, state = tx.update(tower, state, params, weight=0.0)
-      return updates, optax.tree_utils.tree_get(state, 'count')
-
-    updates, count = modes.map_shards('shard_map', shard)(
-        X[0], X.reshape(8, 2, 3, 5)
+    own = x, x.astype(jnp.bfloat16)
+    half, missing, nothing, count = modes.map_shards('shard_map', shard)(
+        X[0], own
     )
 
-    np.testing.assert_array_equal(updates, np.zeros((8, 3, 5), np.float32))
+    # They are added in float32.
+    wide = np.asarray(own[1], np.float32).reshape(16, 3, 5)
+    expected = (_in_pairs(wide) / 16).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(half[0], expected)
+    # A tower without a gradient counts as zero.
+    expected = _in_pairs(X[::2]) / np.float32(16)
+    np.testing.assert_array_equal(missing[0], expected)
+    # `inner` does not run if no tower counts.
+    np.testing.assert_array_equal(nothing, np.zeros((8, 3, 5), np.float32))
     self.assertEqual(count[0], 0)
 
 
+def _window(tx, towers, params=None, **given):
+  """Returns the updates of the last tower, and the state."""
+
+  def call(state, tower):
+    updates, state = tx.update(tower, state, params, **given)
+    return state, updates
+
+  start = tx.init(towers[0] if params is None else params)
+  state, updates = lax.scan(call, start, towers)
+  return updates[-1], state
+
+
+@functools.cache
 def _step_on(num_shards, make=_towers):
-  """Returns a mesh, a transformation, and a function that trains a window."""
+  """Returns a mesh, a transformation, and a function that takes a tower."""
   mesh = modes.mesh(num_shards)
   tx = make(NUM_TOWERS // num_shards)
   specs = shard_transforms.state_specs(tx, PARAMS, mesh)
@@ -344,72 +315,70 @@ def _step_on(num_shards, make=_towers):
       out_specs=(P(), specs),
   )
   def step(params, state, x):
-    grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
-
-    def tower(carry, x):
-      params, state = carry
-      updates, state = tx.update(grad(params, x)[1], state, params)
-      return (optax.apply_updates(params, updates), state), None
-
-    return lax.scan(tower, (params, state), x)[0]
+    _, grads = shard_transforms.value_and_grad(_loss, modes.AXIS)(params, x[0])
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
   return mesh, tx, jax.jit(step)
+
+
+def _towers_of(num_shards):
+  """Returns what all shards get for each of their towers."""
+  return X.reshape(num_shards, -1, 3, 5).swapaxes(0, 1)
 
 
 def _restored(tree):
   return jax.tree.map(np.asarray, tree)
 
 
+def _trained(*plan, make=_towers):
+  """Returns parameters and state after steps on numbers of shards."""
+  params = state = None
+  for num_shards in plan:
+    mesh, tx, step = _step_on(num_shards, make)
+    if state is None:
+      params, state = PARAMS, shard_transforms.init_state(tx, PARAMS, mesh)
+    else:
+      state = shard_transforms.resize_state(state, tx, PARAMS, mesh)
+    for x in _towers_of(num_shards):
+      params, state = step(params, state, x)
+    params, state = _restored((params, state))
+  return params, state
+
+
 class ResizedTest(parameterized.TestCase):
 
-  def _trained(self, *plan, make=_towers):
-    params = state = None
-    for num_shards in plan:
-      mesh, tx, step = _step_on(num_shards, make)
-      if state is None:
-        params, state = PARAMS, shard_transforms.init_state(tx, PARAMS, mesh)
-      else:
-        params = _restored(params)
-        state = shard_transforms.resize_state(
-            _restored(state), tx, PARAMS, mesh
-        )
-      params, state = step(params, state, X)
-    inner_state = _restored(state.inner_state)
-    return jax.tree.leaves((_restored(params), inner_state))
-
-  @cases.parameters(
-      ((8, 4, 2, 8), _towers),
-      ((8, 4, 2, 8), _sharded),
-  )
-  def test_goes_on_with_the_same_bits(self, plan, make):
-    expected = self._trained(8, 8, 8, 8, make=make)
-
-    found = self._trained(*plan, make=make)
-
+  def assert_same_bits(self, found, expected):
+    found, expected = map(jax.tree.leaves, (found, expected))
     for x, y in zip(found, expected, strict=True):
-      self.assertEqual(x.tobytes(), y.tobytes())
+      self.assertEqual(np.asarray(x).tobytes(), y.tobytes())
+
+  @cases.parameters(_towers, _sharded)
+  def test_goes_on_with_the_same_bits(self, make):
+    params, state = _trained(4, 4, 4, make=make)
+
+    found, found_state = _trained(8, 2, 4, make=make)
+
+    self.assert_same_bits(found, params)
+    self.assert_same_bits(found_state.inner_state, state.inner_state)
 
   def _unfinished(self):
     """Returns a window with the first tower of each of four shards."""
     mesh, tx, step = _step_on(4)
     state = shard_transforms.init_state(tx, PARAMS, mesh)
-    first = X.reshape(4, 4, 3, 5)[:, 0]
-    params, state = step(PARAMS, state, first)
+    params, state = step(PARAMS, state, _towers_of(4)[0])
     self.assertEqual(state.tower, 1)
-    return _restored(params), _restored(state)
+    return _restored((params, state))
 
   def test_goes_on_in_a_window_on_as_many_shards(self):
     params, state = self._unfinished()
     mesh, tx, step = _step_on(4)
 
     state = shard_transforms.resize_state(state, tx, PARAMS, mesh)
-    rest = X.reshape(4, 4, 3, 5)[:, 1:].reshape(12, 3, 5)
-    params, _ = step(params, state, rest)
+    for x in _towers_of(4)[1:]:
+      params, state = step(params, state, x)
 
-    for x, y in zip(
-        jax.tree.leaves(params), self._trained(4)[: len(PARAMS)], strict=True
-    ):
-      self.assertEqual(np.asarray(x).tobytes(), y.tobytes())
+    self.assert_same_bits(params, _trained(4)[0])
 
   def test_begins_a_window_again_on_fewer_shards(self):
     params, state = self._unfinished()
@@ -419,63 +388,54 @@ class ResizedTest(parameterized.TestCase):
       shard_transforms.resize_state(state, tx, PARAMS, mesh)
     state = optax.tree_utils.tree_set(state, tower=0)
     state = shard_transforms.resize_state(state, tx, PARAMS, mesh)
-    params, _ = step(params, state, X)
+    for x in _towers_of(2):
+      params, state = step(params, state, x)
 
-    for x, y in zip(
-        jax.tree.leaves(params), self._trained(4)[: len(PARAMS)], strict=True
-    ):
-      self.assertEqual(np.asarray(x).tobytes(), y.tobytes())
+    self.assert_same_bits(params, _trained(4)[0])
 
-  @cases.parameters((4, 2), (8, 4))
-  def test_refuses_a_step_of_another_number_of_towers(
-      self, num_towers, num_shards
-  ):
+  def test_refuses_a_step_of_another_number_of_towers(self):
     mesh, tx, _ = _step_on(4)
     state = shard_transforms.init_state(tx, PARAMS, mesh)
 
     with self.assertRaisesRegex(ValueError, '.4, 5. at .total_weight, which'):
-      shard_transforms.resize_state(
-          state, _towers(num_towers), PARAMS, modes.mesh(num_shards)
-      )
+      shard_transforms.resize_state(state, _towers(4), PARAMS, modes.mesh(2))
 
 
-def _updates_of_parameters(tx):
-  """Gives a transformation what is the same on all shards."""
+def _traced(tx, x=X[:8], made=None, of_params=False):
+  """Traces what `tx` does with each shard's own updates, or with those of all.
 
-  def shard(params, _):
-    return tx.update(params, tx.init(params))[0]
+  Args:
+    tx: The transformation.
+    x: The updates [shards, ...].
+    made: What makes the state, if it is another.
+    of_params: Whether updates are the same on all shards.
+  """
 
-  return modes.map_shards('shard_map', shard)(X[0], X[:8])
+  def shard(params, x):
+    state = (made or tx).init(params)
+    return tx.update(params if of_params else x, state, params)[0]
 
-
-def _state_of_another_window():
-  def shard(_, x):
-    return _towers(2).update(x, _towers(4).init(x))[0]
-
-  return modes.map_shards('shard_map', shard)(PARAMS, X[:8])
+  jax.eval_shape(modes.map_shards('shard_map', shard, len(x)), X[0], x)
 
 
 NO_POWER, REDUCED = 'power of two.* Take 4 or 8', 'already reduced'
-STACKED_SUM = functools.partial(reproducible.sum, modes.AXIS)
 MEAN = reproducible.mean(modes.AXIS)
 REFUSALS = {
     'towers': (lambda: _towers(6), NO_POWER),
-    'sharded towers': (lambda: _sharded(6), NO_POWER),
-    'stacked towers': (lambda: STACKED_SUM(num_towers=6), NO_POWER),
-    'shards': (lambda: _reduced(MEAN, X[:6]), 'number of shards .* power of'),
+    'stacked towers': (lambda: _stacked(6), NO_POWER),
+    'shards': (lambda: _traced(MEAN, X[:6]), 'number of shards .* power of'),
     'shards of towers': (
-        lambda: _reduced(_towers(2), X[:6]),
+        lambda: _traced(_towers(2), X[:6]),
         'number of shards .* power of two',
     ),
     'updates that are no stack': (
-        lambda: _reduced(reproducible.mean(modes.AXIS, num_towers=2)),
+        lambda: _traced(reproducible.mean(modes.AXIS, num_towers=2)),
         'leading axis of 2 towers, got .*3',
     ),
-    'reduced updates': (lambda: _updates_of_parameters(MEAN), REDUCED),
-    'reduced towers': (lambda: _updates_of_parameters(_towers(2)), REDUCED),
-    'reduced slices': (lambda: _updates_of_parameters(_sharded(2)), REDUCED),
+    'reduced updates': (lambda: _traced(MEAN, of_params=True), REDUCED),
+    'reduced towers': (lambda: _traced(_towers(2), of_params=True), REDUCED),
     'state of another window': (
-        _state_of_another_window,
+        lambda: _traced(_towers(2), made=_towers(4)),
         'of all shards, got 32 instead of 16',
     ),
 }
@@ -494,15 +454,9 @@ class RefusalTest(parameterized.TestCase):
     clip = shard_transforms.clip_by_global_norm(1.0, modes.AXIS)
     inner = optax.chain(clip, ADAM)
 
-    def clipped(tx):
-      def shard(params, x):
-        return tx.update(x, tx.init(params), params)[0]
-
-      return modes.map_shards('shard_map', shard)(X[0], X[:8])
-
-    clipped(shard_transforms.shard_update(inner, modes.AXIS))
+    _traced(shard_transforms.shard_update(inner, modes.AXIS))
     with self.assertRaisesRegex(ValueError, '`reduce_sum` takes') as caught:
-      clipped(_sharded(1, inner))
+      _traced(_sharded(1, inner))
 
     # It does not advise what it refuses.
     self.assertNotIn('To clip by the global norm', str(caught.exception))

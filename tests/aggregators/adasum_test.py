@@ -174,51 +174,29 @@ class HorovodTest(parameterized.TestCase):
   mean; and matrices with a known result of a tree of pairs.
   """
 
-  @cases.product(num_shards=(8,), dtype=('float32', 'float16'))
-  def test_orthogonal_vectors_add(self, num_shards, dtype):
-    def draw(rng, dtype):
-      for length in self.lengths(num_shards, 17):
-        columns = rng.normal(0, 1, (length, num_shards))
-        yield np.linalg.qr(columns)[0].astype(dtype)
+  @cases.parameters('float32', 'float16')
+  def test_sums_and_means_of_its_vectors(self, dtype):
+    expected = {}
+    for draw, divisor in (
+        (_orthogonal, 1),
+        (_parallel, SHARDS),
+        (_least_numbers, SHARDS),
+        (_least_to_largest, SHARDS),
+    ):
+      rng = np.random.RandomState(2)
+      drawn = {name: list(draw(rng, name)) for name in ('float32', 'float16')}
+      for i, columns in enumerate(drawn[dtype]):
+        total = columns.astype('float64').sum(1) / divisor
+        expected[f'{draw.__name__} {i}'] = columns.T, total
 
-    self.check(draw, dtype, 1)
+    found = aggregated({name: rows for name, (rows, _) in expected.items()})
 
-  @cases.product(num_shards=(8,), dtype=('float32', 'float16'))
-  def test_parallel_vectors_average(self, num_shards, dtype):
-    def draw(rng, dtype):
-      for length in self.lengths(num_shards, 13):
-        direction = rng.normal(0, 1, (length, 1))
-        sizes = rng.normal(0, 1, (num_shards, 1))
-        yield (direction @ sizes.T).astype(dtype)
-
-    self.check(draw, dtype, num_shards)
-
-  @cases.product(num_shards=(8,), dtype=('float32', 'float16'))
-  def test_is_stable_near_the_least_numbers(self, num_shards, dtype):
-    def draw(rng, dtype):
-      least = float(np.finfo(dtype).tiny)
-      if dtype == 'float32':
-        # Half of Horovod's numbers are subnormal, which XLA on CPU flushes to
-        # zero.
-        least *= 2**24
-      direction = rng.normal(0, least, (1024, 1))
-      sizes = rng.normal(0, 1, (num_shards, 1))
-      yield (direction @ sizes.T).astype(dtype)
-
-    self.check(draw, dtype, num_shards)
-
-  @cases.product(num_shards=(8,), dtype=('float32', 'float16'))
-  def test_is_stable_from_the_least_to_the_largest(self, num_shards, dtype):
-    def draw(rng, dtype):
-      least = float(np.finfo(dtype).tiny)
-      largest = np.sqrt(float(np.finfo(dtype).max))
-      direction = rng.normal(0, 1, (1024, 1))
-      share = np.arange(1, num_shards + 1) / num_shards
-      sizes = (largest**share * least ** (1 - share))[:, None]
-      rng.shuffle(sizes)
-      yield (direction @ sizes.T).astype(dtype)
-
-    self.check(draw, dtype, num_shards)
+    bound = 100 * float(np.finfo(dtype).eps)
+    for name, (_, total) in expected.items():
+      with self.subTest(name):
+        self.assertEqual(found[name].dtype, dtype)
+        distance = np.linalg.norm(found[name].astype('float64') - total)
+        self.assertLess(distance, bound * np.linalg.norm(total))
 
   @cases.parameters('float16', 'float64')
   def test_is_the_tree_of_each_matrix(self, dtype):
@@ -236,18 +214,41 @@ class HorovodTest(parameterized.TestCase):
           x.astype('float64'), adasum(y), rtol=tolerance, atol=tolerance
       )
 
-  def lengths(self, num_shards, less):
-    return num_shards * 20 - less, num_shards * 2 + 1, num_shards + 2, 2**12
 
-  def check(self, draw, dtype, divisor):
-    rng = np.random.RandomState(2)
-    drawn = {name: list(draw(rng, name)) for name in ('float32', 'float16')}
+SHARDS = 8
 
-    found = aggregated([columns.T for columns in drawn[dtype]])
 
-    bound = 100 * float(np.finfo(dtype).eps)
-    for x, columns in zip(found, drawn[dtype], strict=True):
-      self.assertEqual(x.dtype, dtype)
-      expected = columns.astype('float64').sum(1) / divisor
-      distance = np.linalg.norm(x.astype('float64') - expected)
-      self.assertLess(distance, bound * np.linalg.norm(expected))
+def _lengths(less):
+  return SHARDS * 20 - less, SHARDS * 2 + 1, SHARDS + 2, 2**12
+
+
+def _orthogonal(rng, dtype):
+  for length in _lengths(17):
+    yield np.linalg.qr(rng.normal(0, 1, (length, SHARDS)))[0].astype(dtype)
+
+
+def _parallel(rng, dtype):
+  for length in _lengths(13):
+    direction = rng.normal(0, 1, (length, 1))
+    sizes = rng.normal(0, 1, (SHARDS, 1))
+    yield (direction @ sizes.T).astype(dtype)
+
+
+def _least_numbers(rng, dtype):
+  least = float(np.finfo(dtype).tiny)
+  if dtype == 'float32':
+    # Half of Horovod's numbers are subnormal, which XLA on CPU flushes to zero.
+    least *= 2**24
+  direction = rng.normal(0, least, (1024, 1))
+  sizes = rng.normal(0, 1, (SHARDS, 1))
+  yield (direction @ sizes.T).astype(dtype)
+
+
+def _least_to_largest(rng, dtype):
+  least = float(np.finfo(dtype).tiny)
+  largest = np.sqrt(float(np.finfo(dtype).max))
+  direction = rng.normal(0, 1, (1024, 1))
+  share = np.arange(1, SHARDS + 1) / SHARDS
+  sizes = (largest**share * least ** (1 - share))[:, None]
+  rng.shuffle(sizes)
+  yield (direction @ sizes.T).astype(dtype)

@@ -25,23 +25,11 @@ AGGREGATORS = {
 
 def alone(name, updates):
   """Returns the aggregate of some updates, of as many shards."""
+  num_shards = len(jax.tree.leaves(updates)[0])
   found = lying_shards.aggregated(
-      AGGREGATORS[name](), 'vmap', updates, None, len(updates)
+      AGGREGATORS[name](), 'vmap', updates, None, num_shards
   )
-  return found[0]
-
-
-def run(tx, updates, **extra_args):
-  """Returns the updates of one call behind all gates, of the first shard."""
-
-  def fn(params, own):
-    update, extra = own
-    update = shard_transforms.per_shard(update, AXIS)
-    return tx.update(update, tx.init(params), params, **extra)[0]
-
-  mapped = modes.map_shards('shard_map', fn)
-  params = jnp.zeros(updates.shape[-1])
-  return np.asarray(mapped(params, (updates, extra_args)))[0]
+  return jax.tree.map(lambda x: x[0], found)
 
 
 def two_level_mesh():
@@ -51,90 +39,80 @@ def two_level_mesh():
 class AggregatorTest(parameterized.TestCase):
 
   @cases.parameters(*AGGREGATORS)
-  def test_gates_leave_out_what_is_late_or_not_finite(self, name):
-    updates = lying_shards.tree()['w']
-    updates[2, 5] = np.nan
-    tx = shard_transforms.guard(
-        AGGREGATORS[name](), AXIS, on_bad='exclude', min_shards=5
+  def test_stands_in_gates_towers_and_rounds_and_before_slices(self, name):
+    make = AGGREGATORS[name]
+    gated = shard_transforms.guard(make(), AXIS, on_bad='exclude', min_shards=5)
+    gated = shard_transforms.drop_stale(0, gated, axis_name=AXIS)
+    towers = shard_transforms.tower_reduce(2, make(), axis_name=AXIS)
+    outer = optax.chain(make(), optax.sgd(1.0))
+    rounds = shard_transforms.local_updates(
+        optax.sgd(0.5), outer, AXIS, every=2
     )
-    tx = shard_transforms.drop_stale(0, tx, axis_name=AXIS)
+    sliced = optax.chain(
+        make(),
+        shard_transforms.shard_update(
+            optax.sgd(1.0), AXIS, on_invariant='averaged'
+        ),
+    )
+
+    def run(tx, params, *calls):
+      state = tx.init(params)
+      for update, extra_args in calls:
+        found, state = tx.update(update, state, params, **extra_args)
+      return found
+
+    def fn(params, own):
+      (first, second), bad, local_step, weight = own
+      return {
+          'gates': run(gated, params, (bad, {'local_step': local_step})),
+          'towers': run(
+              towers,
+              params,
+              (first, {'weight': 3 * weight}),
+              (second, {'weight': weight}),
+          ),
+          'rounds': run(rounds, params, (first, {}), (second, {})),
+          'slices': run(sliced, params, (first, {})),
+      }
+
+    updates = np.random.default_rng(0).normal(size=(8, 2, 29)).astype('float32')
+    bad = updates[:, 0].copy()
+    bad[2, 5] = np.nan
     local_step = np.where(np.arange(8) == 3, -5, 0).astype(np.int32)
+    found = modes.map_shards('shard_map', fn)(
+        np.zeros(29, np.float32),
+        (updates, bad, local_step, np.ones(8, np.float32)),
+    )
 
-    found = run(tx, updates, local_step=local_step)
-
+    expected = {
+        'towers': (3 * updates[:, 0] + updates[:, 1]) / 4,
+        'rounds': 0.5 * updates.sum(1),
+        'slices': updates[:, 0],
+    }
+    expected = alone(name, expected)
     if name == 'adasum':
-      updates[[2, 3]] = 0
+      bad[[2, 3]] = 0
     else:
-      updates = np.delete(updates, [2, 3], axis=0)
-    np.testing.assert_allclose(
-        found, alone(name, updates), rtol=2e-5, atol=1e-6
-    )
-
-  @cases.parameters(*AGGREGATORS)
-  def test_towers_are_averaged_first_by_their_weights(self, name):
-    updates = np.random.default_rng(0).normal(size=(8, 2, 6)).astype('float32')
-    weight = np.float32([[3, 1]] * 8)
-    tx = shard_transforms.tower_reduce(2, AGGREGATORS[name](), axis_name=AXIS)
-
-    def fn(params, own):
-      state = tx.init(params)
-      for tower in range(2):
-        update = shard_transforms.per_shard(own[0][tower], AXIS)
-        found, state = tx.update(update, state, params, weight=own[1][tower])
-      return found
-
-    found = modes.map_shards('shard_map', fn)(jnp.zeros(6), (updates, weight))
-
-    of_shards = (3 * updates[:, 0] + updates[:, 1]) / 4
-    np.testing.assert_allclose(
-        found[0], alone(name, of_shards), rtol=3e-5, atol=1e-6
-    )
-
-  @cases.parameters(*AGGREGATORS)
-  def test_reduces_the_ways_of_shards_that_train_alone(self, name):
-    updates = np.random.default_rng(0).normal(size=(8, 2, 6)).astype('float32')
-    outer = optax.chain(AGGREGATORS[name](), optax.sgd(1.0))
-    tx = shard_transforms.local_updates(optax.sgd(0.5), outer, AXIS, every=2)
-
-    def fn(params, own):
-      state = tx.init(params)
-      for step in range(2):
-        update = shard_transforms.per_shard(own[step], AXIS)
-        found, state = tx.update(update, state, params)
-      return found
-
-    found = modes.map_shards('shard_map', fn)(jnp.zeros(6), updates)
-
-    np.testing.assert_allclose(
-        found[0], -alone(name, 0.5 * updates.sum(1)), rtol=3e-5, atol=1e-6
-    )
-
-  @cases.parameters(*AGGREGATORS)
-  def test_comes_before_a_sharded_optimizer(self, name):
-    updates = lying_shards.tree()['w']
-    inner = optax.sgd(1.0)
-    tx = optax.chain(
-        AGGREGATORS[name](),
-        shard_transforms.shard_update(inner, AXIS, on_invariant='averaged'),
-    )
-
-    found = run(tx, updates)
-
-    np.testing.assert_allclose(
-        found, -alone(name, updates), rtol=2e-5, atol=1e-6
-    )
+      bad = np.delete(bad, [2, 3], axis=0)
+    expected['gates'] = alone(name, bad)
+    for key, x in expected.items():
+      with self.subTest(key):
+        x = -x if key in ('rounds', 'slices') else x
+        np.testing.assert_allclose(found[key][0], x, rtol=3e-5, atol=1e-6)
 
   @cases.parameters(*AGGREGATORS)
   def test_a_sharded_optimizer_refuses_it_and_says_what_to_do(self, name):
     tx = shard_transforms.shard_update(AGGREGATORS[name](), AXIS)
-    updates = lying_shards.tree()['w']
+
+    def fn(params, update):
+      return tx.update(update, tx.init(params), params)[0]
 
     with self.assertRaisesRegex(
         ValueError,
         r"`inner` of `shard_update` must .*chain\(.*on_invariant='averaged'.*"
         'aggregators`, in the place of',
     ):
-      run(tx, updates)
+      modes.map_shards('shard_map', fn)(np.zeros(3), np.ones((8, 3)))
 
   @cases.parameters(*AGGREGATORS)
   def test_keeps_kinds_of_leaves(self, name):

@@ -70,15 +70,6 @@ class MajorityVoteTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(found[0], [1, 1, 1, -1])
 
-  def test_three_liars_of_eight_change_nothing_unanimous(self):
-    updates = np.float32([[1, -1, 2, -3]] * 8)
-    lies = updates.copy()
-    lies[[1, 4, 6]] = [-np.inf, 1e38, np.nan, np.inf]
-
-    found = lying_shards.aggregated(VOTE, 'shard_map', {'x': lies})['x']
-
-    np.testing.assert_array_equal(found, np.sign(updates))
-
   def test_sends_a_bit_an_element_both_ways(self):
     grads = jax.ShapeDtypeStruct((8 * 8 * 1000,), jnp.float32)
 

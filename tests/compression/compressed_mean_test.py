@@ -13,6 +13,7 @@ import shard_transforms
 from shard_transforms import compression
 
 AXIS = modes.AXIS
+zeros = compressions.zeros
 
 
 def build(compressor, **options):
@@ -60,7 +61,7 @@ class NothingLostTest(parameterized.TestCase):
         'top_k': ALL['top_k'],
         'float32': build(compression.cast('float32')),
     }
-    params = {'w': jnp.zeros((7, 19))}
+    params = {'w': zeros(7, 19)}
     rng = np.random.default_rng(0)
     data = {'w': rng.integers(-99, 99, (8, 15, 7, 19)).astype(np.float32)}
     # Means over 8, 4, 2 and 1 shards are exact; in the last steps none counts.
@@ -81,45 +82,40 @@ class NothingLostTest(parameterized.TestCase):
       if name == 'float32':
         np.testing.assert_array_equal(updates['w'][0], means)
 
-  def test_weights_and_shards_that_do_not_count(self):
-    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
+  @cases.parameters(('shard_map', AXIS), ('hosts', modes.HOSTS[::-1]))
+  def test_weights_and_shards_that_do_not_count(self, mode, axes):
+    params = {'w': zeros(7, 19), 'b': zeros(5)}
     data = compressions.make_data(8, 12, params)
     rng = np.random.default_rng(1)
     weight = rng.choice([0, 0.5, 1, 7], (8, 12)).astype(np.float32)
     weight[:, 5] = 0  # No shard counts.
+    weight[:4, 7] = 0  # A host does not count.
     weight[2, 3] = 0
-    clean = jax.tree.map(np.copy, data)
+    clean = np.where(weight[..., None, None] > 0, data['w'], 0)
     for leaf in data.values():
       leaf[weight == 0] = np.nan
-    for leaf in clean.values():
-      leaf[weight == 0] = 0
+    some = {
+        'sign': compression.scaled_sign(8),
+        'random': compression.quantize(4, block=8, stochastic=True),
+    }
+    some = {
+        name: compression.compressed_mean(axes, x, min_elements=64)
+        for name, x in some.items()
+    }
 
-    some = {name: ALL[name] for name in ('sign', 'int8_stochastic')}
-    found = compressions.run(some, 'shard_map', data, params, weight)
+    found = compressions.run(some, mode, data, params, weight)
 
     w = weight.astype(np.float64)
     total = np.where(w.sum(0) > 0, w.sum(0), 1)
-    means = np.einsum('nt,ntij->tij', w / total, clean['w'])
+    means = np.einsum('nt,ntij->tij', w / total, clean)
     for name, (updates, state) in found.items():
       with self.subTest(name):
         compressions.assert_nothing_lost(updates, state, means, 'w')
         np.testing.assert_array_equal(updates['w'][:, 5], 0)
-
-  def test_a_shard_of_weight_zero_keeps_what_it_holds_back(self):
-    params = {'w': jnp.zeros((7, 19))}
-    data = compressions.make_data(8, 2, params)
-    weight = np.ones((8, 2), np.float32)
-    weight[3, 1] = 0
-
-    def residual(steps):
-      first = jax.tree.map(lambda x: x[:, :steps], data)
-      some = {'sign': ALL['sign']}
-      found = compressions.run(some, 'vmap', first, params, weight[:, :steps])
-      return found['sign'][1].residual['w']
-
-    before, after = residual(1), residual(2)
-    np.testing.assert_array_equal(after[3], before[3])
-    self.assertTrue((after[[0, 1, 2, 4, 5, 6, 7]] != before[:1]).any())
+        bits = updates['w'].view(np.uint8)
+        np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
+        server = state.server_residual['w'].ravel()
+        np.testing.assert_array_equal(server[7 * 19 :], 0)
 
 
 class OneShardTest(parameterized.TestCase):
@@ -140,124 +136,50 @@ class OneShardTest(parameterized.TestCase):
 
 class OptionsTest(parameterized.TestCase):
 
-  def test_padding_holds_nothing_back(self):
+  def test_options(self):
     # 8 slices of 9 elements hold 65, in blocks of 16.
-    params = {'w': jnp.zeros(65)}
+    params = {'w': zeros(65), 'b': zeros(5)}
     data = compressions.make_data(8, 6, params)
-    some = {name: ALL[name] for name in ('sign', 'int4')}
-
-    found = compressions.run(some, 'shard_map', data, params)
-
-    for _, state in found.values():
-      server = state.server_residual['w']
-      self.assertEqual(server.shape, (8, 1, 9))
-      np.testing.assert_array_equal(server.ravel()[65:], 0)
-
-  def test_warmup_is_the_plain_mean_and_holds_nothing_back(self):
-    params = compressions.make_params()
-    data = compressions.make_data(8, 5, params)
+    data['w'][:, 5] = data['w'][:, 4]
+    sign = compression.scaled_sign(16)
     transformations = {
         'mean': shard_transforms.cross_shard_mean(AXIS),
-        'all': build(compression.scaled_sign(16), warmup_steps=5),
-        'part': build(compression.scaled_sign(16), warmup_steps=3),
+        'sign': ALL['sign'],
+        'int4': ALL['int4'],
+        'warmup': build(sign, warmup_steps=6),
+        'short warmup': build(sign, warmup_steps=3),
+        'no feedback': build(sign, feedback=None),
     }
 
     found = compressions.run(transformations, 'shard_map', data, params)
 
+    # Padding holds nothing back.
+    for name in 'sign', 'int4':
+      server = found[name][1].server_residual['w']
+      self.assertEqual(server.shape, (8, 1, 9))
+      np.testing.assert_array_equal(server.ravel()[65:], 0)
+    # A warmup is the plain mean, and holds nothing back.
     mean, _ = found['mean']
-    updates, state = found['all']
+    updates, state = found['warmup']
     chex.assert_trees_all_equal(updates, mean, strict=True)
     np.testing.assert_array_equal(state.residual['w'], 0)
     np.testing.assert_array_equal(state.server_residual['w'], 0)
-    updates, state = found['part']
+    updates, state = found['short warmup']
     np.testing.assert_array_equal(updates['w'][:, :3], mean['w'][:, :3])
     self.assertTrue((updates['w'][:, 3] != mean['w'][:, 3]).any())
     means = data['w'].astype(np.float64).mean(0)
     compressions.assert_nothing_lost(updates, state, means, 'w')
-
-  def test_without_feedback_each_step_is_alone(self):
-    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
-    data = compressions.make_data(8, 1, params)
-    data = jax.tree.map(lambda x: np.repeat(x, 3, axis=1), data)
-    some = {'sign': build(compression.scaled_sign(16), feedback=None)}
-
-    updates, state = compressions.run(some, 'shard_map', data, params)['sign']
-
+    # Without feedback each step is alone.
+    updates, state = found['no feedback']
     self.assertEmpty(jax.tree.leaves((state.residual, state.server_residual)))
-    np.testing.assert_array_equal(updates['w'][:, 1:], updates['w'][:, :2])
-
-
-class SeveralAxesTest(parameterized.TestCase):
-
-  def run_on(self, axes, data, weight):
-    """Returns updates [steps, ...] and state of two compressors."""
-    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
-    some = {
-        name: compression.compressed_mean(axes, compressor, min_elements=64)
-        for name, compressor in (
-            ('sign', compression.scaled_sign(8)),
-            ('random', compression.quantize(4, block=8, stochastic=True)),
-        )
-    }
-    mesh = jax.make_mesh((2, 4), ('host', 'core'))
-
-    def shard(data, weight):
-      def one(tx):
-        def step(state, inputs):
-          grads, weight = inputs
-          updates, state = tx.update(grads, state, weight=weight)
-          return state, updates
-
-        inputs = jax.tree.map(lambda x: x[0], (data, weight))
-        state, updates = lax.scan(step, tx.init(params), inputs)
-        return updates, state
-
-      found = {name: one(tx) for name, tx in some.items()}
-      return jax.tree.map(lambda x: x[None], found)
-
-    every = jax.P(('host', 'core'))
-    mapped = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=every,
-        out_specs=every,
-    )
-    placed = jax.device_put((data, weight), jax.NamedSharding(mesh, every))
-    return jax.device_get(jax.jit(mapped)(*placed))
-
-  def test_nothing_is_lost(self):
-    order = 'core', 'host'
-    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
-    data = compressions.make_data(8, 12, params)
-    clean = jax.tree.map(np.copy, data)
-    rng = np.random.default_rng(1)
-    weight = rng.choice([0, 0.5, 1, 7], (8, 12)).astype(np.float32)
-    weight[:, 5] = 0  # No shard counts.
-    weight[:4, 7] = 0  # A host does not count.
-    weight[0, 11] = 0
-    data['w'][weight == 0] = np.nan
-    clean['w'][weight == 0] = 0
-
-    found = self.run_on(order, data, weight)
-
-    w = weight.astype(np.float64)
-    total = np.where(w.sum(0) > 0, w.sum(0), 1)
-    means = np.einsum('nt,ntij->tij', w / total, clean['w'])
-    for updates, state in found.values():
-      compressions.assert_nothing_lost(updates, state, means, 'w')
-      np.testing.assert_array_equal(updates['w'][:, 5], 0)
-      bits = updates['w'].view(np.uint8)
-      np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
-      np.testing.assert_array_equal(
-          state.server_residual['w'].ravel()[7 * 19 :], 0
-      )
+    np.testing.assert_array_equal(updates['w'][:, 5], updates['w'][:, 4])
 
 
 class ResizeTest(parameterized.TestCase):
 
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = optax.chain(build(compression.scaled_sign(16)))
-    params = {'w': jnp.zeros((7, 19)), 'b': jnp.zeros(5)}
+    params = {'w': zeros(7, 19), 'b': zeros(5)}
     state = shard_transforms.init_state(tx, params, modes.mesh(8))
     results, means = 0, []
 
@@ -279,7 +201,7 @@ class ResizeTest(parameterized.TestCase):
 
   def test_refuses_the_state_of_another_number_of_shards(self):
     tx = build(compression.scaled_sign(16))
-    params = {'w': jnp.zeros((7, 19))}
+    params = {'w': zeros(7, 19)}
     state = shard_transforms.init_state(tx, params, modes.mesh(4))
     half = jax.tree.map(lambda x: np.concatenate([x, x]), state.residual)
     state = state._replace(
@@ -405,7 +327,7 @@ class ErrorTest(parameterized.TestCase):
 
   @cases.parameters(*WRONG_UPDATES)
   def test_refuses_update(self, options, change, error, words):
-    params = {'w': jnp.zeros(80), 'b': jnp.zeros(5)}
+    params = {'w': zeros(80), 'b': zeros(5)}
     made = build(SIGN, **options)
 
     def shard(params, grads):

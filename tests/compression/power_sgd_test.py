@@ -15,6 +15,7 @@ import shard_transforms
 from shard_transforms import compression
 
 AXIS = modes.AXIS
+zeros = compressions.zeros
 TAPE = pathlib.Path(__file__).with_name('power_sgd_hook.json')
 
 
@@ -46,65 +47,60 @@ def in_numpy(data, sketch, weight=None):
   return np.stack(results), residual
 
 
-def first_sketch(tx, params, name):
-  mapped = jax.jit(jax.vmap(lambda _: tx.init(params), axis_name=AXIS))
-  return np.asarray(mapped(jnp.zeros(2)).sketch[name])[0, 0]
+def first_sketches(params, *txs):
+  """Returns the sketches that shards begin with, by transformation."""
+  init = jax.vmap(
+      lambda _: [tx.init(params).sketch for tx in txs], axis_name=AXIS
+  )
+  return jax.tree.map(lambda x: np.asarray(x)[0, 0], jax.jit(init)(zeros(2)))
 
 
 class PowerSGDTest(parameterized.TestCase):
 
-  @cases.parameters(8, 3)
-  def test_is_the_model_in_numpy(self, num_shards):
+  @cases.parameters((8, False), (3, True))
+  def test_is_the_model_in_numpy(self, num_shards, weighted):
     tx = compression.power_sgd(AXIS, 2)
     params = {
-        'w': jnp.zeros((12, 20)),
-        'conv': jnp.zeros((3, 4, 10), jnp.bfloat16),
-        'b': jnp.zeros(20),
-        'small': jnp.zeros((2, 2)),
-        'complex': jnp.zeros((12, 20), jnp.complex64),
-        'empty': jnp.zeros((0, 3)),
+        'w': zeros(12, 20),
+        'conv': zeros(3, 4, 10, dtype=jnp.bfloat16),
+        'b': zeros(20),
+        'small': zeros(2, 2),
+        'complex': zeros(12, 20, dtype=np.complex64),
+        'empty': zeros(0, 3),
     }
     data = compressions.make_data(num_shards, 9, params)
-    weight = (
-        np.random.default_rng(1)
-        .choice([0, 0.5, 1, 7], (num_shards, 9))
-        .astype(np.float32)
-    )
-    weight[0] = 1
-    transformations = {'power_sgd': tx}
+    w = None
+    if weighted:
+      w = np.random.default_rng(1).choice([0, 0.5, 1, 7], (num_shards, 9))
+      w = w.astype(np.float32)
+      w[0] = 1
 
-    found = [
-        compressions.run(transformations, 'shard_map', data, params, w)[
-            'power_sgd'
-        ]
-        for w in (None, weight)
-    ]
+    updates, state = compressions.run(
+        {'power_sgd': tx}, 'shard_map', data, params, w
+    )['power_sgd']
 
-    for (updates, state), w in zip(found, (None, weight), strict=True):
-      sketch = first_sketch(tx, params, 'w').astype(np.float64)
-      results, residual = in_numpy(data['w'], sketch, w)
-      np.testing.assert_allclose(updates['w'][0], results, atol=3e-5)
-      np.testing.assert_allclose(state.residual['w'][:, 0], residual, atol=3e-4)
-      if w is None:
-        norms = np.linalg.norm(data['w'][:, -1], axis=(1, 2))
-        np.testing.assert_allclose(
-            state.update_norm['w'][:, 0], norms, rtol=1e-5
-        )
-      for leaf, values in updates.items():
-        self.assertEqual(values.dtype, data[leaf].dtype)
-        bits = values.view(np.uint8)
-        np.testing.assert_array_equal(bits, np.stack([bits[0]] * num_shards))
-      share = np.ones((num_shards, 9)) if w is None else w
-      share = share / share.sum(0)
-      for leaf in ('b', 'small', 'complex'):
-        mean = np.einsum('nt,nt...->t...', share, data[leaf])
-        np.testing.assert_allclose(updates[leaf][0], mean, atol=1e-5)
-      # Nothing is lost of leaves of three axes and of 16 bits.
-      conv = np.asarray(data['conv'], np.float64)
-      means = np.einsum('nt,nt...->t...', share, conv)
-      total = np.asarray(updates['conv'][0], np.float64).sum(0)
-      total += np.asarray(state.residual['conv'], np.float64)[:, 0].mean(0)
-      np.testing.assert_allclose(total, means.sum(0), atol=0.1)
+    sketch = first_sketches(params, tx)[0]['w'].astype(np.float64)
+    results, residual = in_numpy(data['w'], sketch, w)
+    np.testing.assert_allclose(updates['w'][0], results, atol=3e-5)
+    np.testing.assert_allclose(state.residual['w'][:, 0], residual, atol=3e-4)
+    if w is None:
+      norms = np.linalg.norm(data['w'][:, -1], axis=(1, 2))
+      np.testing.assert_allclose(state.update_norm['w'][:, 0], norms, rtol=1e-5)
+    for leaf, values in updates.items():
+      self.assertEqual(values.dtype, data[leaf].dtype)
+      bits = values.view(np.uint8)
+      np.testing.assert_array_equal(bits, np.stack([bits[0]] * num_shards))
+    share = np.ones((num_shards, 9)) if w is None else w
+    share = share / share.sum(0)
+    for leaf in ('b', 'small', 'complex'):
+      mean = np.einsum('nt,nt...->t...', share, data[leaf])
+      np.testing.assert_allclose(updates[leaf][0], mean, atol=1e-5)
+    # Nothing is lost of leaves of three axes and of 16 bits.
+    conv = np.asarray(data['conv'], np.float64)
+    means = np.einsum('nt,nt...->t...', share, conv)
+    total = np.asarray(updates['conv'][0], np.float64).sum(0)
+    total += np.asarray(state.residual['conv'], np.float64)[:, 0].mean(0)
+    np.testing.assert_allclose(total, means.sum(0), atol=0.1)
 
   @cases.parameters(8, 9)
   def test_a_mean_of_the_rank_is_exact_and_leaves_nothing(self, rank):
@@ -145,7 +141,7 @@ class PowerSGDTest(parameterized.TestCase):
 
     def shard(residual, grads):
       # The hook holds back its errors of leaves that it sends whole, too.
-      state = tx.init({k: jnp.zeros(shape) for k, shape in shapes.items()})
+      state = tx.init({k: zeros(*shape) for k, shape in shapes.items()})
       state = state._replace(
           residual=residual | {'vector': None}, sketch=sketch
       )
@@ -171,7 +167,7 @@ class PowerSGDTest(parameterized.TestCase):
     left, right = rng.normal(size=(8, 12, 3)), rng.normal(size=(3, 20))
     fixed = (scale * left @ right).astype(np.float32)
     data = {'w': np.repeat(fixed[:, None], 4, axis=1)}
-    params = {'w': jnp.zeros((12, 20))}
+    params = {'w': zeros(12, 20)}
     some = {'power_sgd': compression.power_sgd(AXIS, 3, min_ratio=1)}
 
     updates, state = compressions.run(some, 'vmap', data, params)['power_sgd']
@@ -185,7 +181,7 @@ class PowerSGDTest(parameterized.TestCase):
     self.assertLess(np.abs(held).max(), 1e-4 * scale)
 
   def test_zeros_are_safe_and_forgotten(self):
-    params = {'w': jnp.zeros((12, 20))}
+    params = {'w': zeros(12, 20)}
     data = compressions.make_data(8, 6, params)
     data['w'][:, :3] = 0
     some = {'power_sgd': compression.power_sgd(AXIS, 2)}
@@ -197,7 +193,7 @@ class PowerSGDTest(parameterized.TestCase):
     self.assertGreater(np.linalg.norm(updates['w'][0, 5]), 0.1)
 
   def test_one_shard_is_the_identity_to_the_bit(self):
-    params = {'w': jnp.zeros((12, 20)), 'b': jnp.zeros(20)}
+    params = {'w': zeros(12, 20), 'b': zeros(20)}
     data = compressions.make_data(1, 3, params)
     data['w'][0, 0, 0, 0] = -0.0
     weight = np.array([[3.0, 0.7, 1e-3]], np.float32)
@@ -211,7 +207,7 @@ class PowerSGDTest(parameterized.TestCase):
     )
 
   def test_a_warmup_and_a_rank_above_the_matrix_are_the_plain_mean(self):
-    params = {'w': jnp.zeros((12, 20)), 'b': jnp.zeros(20)}
+    params = {'w': zeros(12, 20), 'b': zeros(20)}
     data = compressions.make_data(8, 3, params)
     transformations = {
         'mean': shard_transforms.cross_shard_mean(AXIS),
@@ -228,28 +224,26 @@ class PowerSGDTest(parameterized.TestCase):
 
   def test_compresses_what_two_factors_make_small_enough(self):
     shapes = {'least': (8, 8), 'less': (8, 7), 'row': (64,), 'empty': (0, 0)}
-    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    params = {name: zeros(*shape) for name, shape in shapes.items()}
     tx = compression.power_sgd(AXIS, 2, min_ratio=2)
 
     init = jax.vmap(lambda _: tx.init(params), axis_name=AXIS)
-    state = jax.eval_shape(init, jnp.zeros(2))
+    state = jax.eval_shape(init, zeros(2))
 
     held = {name for name, x in state.residual.items() if x is not None}
     self.assertEqual(held, {'least'})
 
   def test_sketches_differ_between_leaves_and_seeds(self):
-    params = {'a': jnp.zeros((12, 20)), 'b': jnp.zeros((12, 20))}
-    found = [
-        first_sketch(compression.power_sgd(AXIS, 2, seed=seed), params, name)
-        for seed in (0, 1)
-        for name in params
-    ]
+    params = {'a': zeros(12, 20), 'b': zeros(12, 20)}
+    txs = [compression.power_sgd(AXIS, 2, seed=seed) for seed in (0, 1)]
+
+    found = jax.tree.leaves(first_sketches(params, *txs))
 
     self.assertLen({sketch.tobytes() for sketch in found}, 4)
 
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = compression.power_sgd(AXIS, 2)
-    params = {'w': jnp.zeros((12, 20)), 'b': jnp.zeros(20)}
+    params = {'w': zeros(12, 20), 'b': zeros(20)}
     state = shard_transforms.init_state(tx, params, modes.mesh(8))
     results, means = 0, 0
 
@@ -277,7 +271,7 @@ class PowerSGDTest(parameterized.TestCase):
       compression.power_sgd(AXIS, **options)
 
   def test_refuses_the_state_of_another_rank(self):
-    params = {'w': jnp.zeros((12, 20))}
+    params = {'w': zeros(12, 20)}
 
     def shard(params, grads):
       state = compression.power_sgd(AXIS, 1).init(params)

@@ -32,7 +32,7 @@ def _mean(*rest):
 
 
 def _params():
-  whole = jnp.linspace(-1, 1, 5)
+  whole = np.linspace(-1, 1, 5, dtype=np.float32)
   return {'a': whole[:2], 'b': whole[2:]}
 
 
@@ -41,18 +41,26 @@ def _loss(params, centre):
   return 0.5 * jnp.sum((whole - centre) ** 2)
 
 
+def _grad(params, centre):
+  """Returns that of half of the squared distance."""
+  return {'a': params['a'] - centre[:2], 'b': params['b'] - centre[2:]}
+
+
 def _joined(tree):
   return np.concatenate([tree['a'], tree['b']], axis=-1)
 
 
-def _train(tx, params, own, loss=_loss, weights=None, **kwargs):
+def _train(tx, params, own, loss=None, weights=None, **kwargs):
   """Returns parameters and own parameters [steps, ...] of a shard."""
 
   def step(carry, inputs):
     params, state = carry
     data, weight = inputs
     own = local_params(params, state)
-    _, grads = shard_transforms.value_and_grad(loss, AXIS)(own, data)
+    if loss is None:
+      grads = _grad(own, data)
+    else:
+      _, grads = shard_transforms.value_and_grad(loss, AXIS)(own, data)
     given = {} if weight is None else {'weight': weight}
     updates, state = tx.update(grads, state, params, **given)
     params = optax.apply_updates(params, updates)
@@ -92,8 +100,7 @@ class DerivativeTest(parameterized.TestCase):
 
 class StepTest(parameterized.TestCase):
 
-  @cases.parameters((None, 1), (0.5, 1), (0.0, 0))
-  def test_counts_if_it_has_a_weight(self, weight, counts):
+  def test_counts_if_it_has_a_weight(self):
     # Each update is minus twice the gradient; the state is the last parameters.
     def update(updates, state, params, *, value, weight=None, **extra_args):
       del state, extra_args
@@ -105,31 +112,36 @@ class StepTest(parameterized.TestCase):
     )
     tx = local_updates(inner, _mean(optax.sgd(1.0)), AXIS, every=9)
     params = {
-        'w': jnp.arange(3.0),
-        'half': jnp.ones(2, jnp.bfloat16),
-        'n': jnp.arange(3),
+        'w': np.arange(3, dtype=np.float32),
+        'half': np.ones(2, jnp.bfloat16),
+        'n': np.arange(3),
     }
     grads = {
         'w': np.ones((SHARDS, 3), np.float32),
         'half': np.ones((SHARDS, 2), np.float32),
     }
-    given = {'value': 2} if weight is None else {'value': 2, 'weight': weight}
+    weights = {None: 1, 0.5: 1, 0.0: 0}
 
     def shard(params, grads):
       grads = {**grads, 'n': np.zeros(3, jax.dtypes.float0)}
-      state = tx.init(params)
-      _, state = tx.update(grads, state, params, **given)
-      seen = jax.tree.map(lambda x: x[0], state.inner_state)
-      return local_params(params, state), seen
+      found = []
+      for weight in weights:
+        given = {} if weight is None else {'weight': weight}
+        state = tx.init(params)
+        _, state = tx.update(grads, state, params, value=2, **given)
+        seen = jax.tree.map(lambda x: x[0], state.inner_state)
+        found.append((local_params(params, state), seen))
+      return found
 
-    moved, seen = modes.map_shards('shard_map', shard)(params, grads)
+    found = modes.map_shards('shard_map', shard)(params, grads)
 
-    for i in range(SHARDS):
-      np.testing.assert_array_equal(moved['w'][i], params['w'] - 2 * counts)
-      np.testing.assert_array_equal(seen['w'][i], params['w'] * counts)
-      np.testing.assert_array_equal(moved['n'][i], params['n'])
-    self.assertEqual(moved['half'].dtype, jnp.bfloat16)
-    np.testing.assert_array_equal(moved['half'], 1 - 2 * counts)
+    for counts, (moved, seen) in zip(weights.values(), found, strict=True):
+      for i in range(SHARDS):
+        np.testing.assert_array_equal(moved['w'][i], params['w'] - 2 * counts)
+        np.testing.assert_array_equal(seen['w'][i], params['w'] * counts)
+        np.testing.assert_array_equal(moved['n'][i], params['n'])
+      self.assertEqual(moved['half'].dtype, jnp.bfloat16)
+      np.testing.assert_array_equal(moved['half'], 1 - 2 * counts)
 
 
 class MethodTest(parameterized.TestCase):
@@ -160,42 +172,41 @@ class MethodTest(parameterized.TestCase):
               own[:, is_end].view(np.uint32), bits[:, is_end]
           )
 
-  @cases.product(delay=(0, 1), mixing=(0.0, 0.5))
-  def test_gives_the_histories_of_torchft(self, delay, mixing):
-    tx = local_updates(
-        optax.sgd(1.0),
-        _mean(optax.sgd(2.0)),
-        AXIS,
-        every=6,
-        mixing=mixing,
-        fragments=2,
-        delay=delay,
-    )
+  def test_gives_the_histories_of_torchft(self):
+    recorded = json.loads(TORCHFT.read_text(encoding='utf-8'))['cases']
+    self.assertLen(recorded, 4)
+    txs = [
+        local_updates(
+            optax.sgd(1.0),
+            _mean(optax.sgd(2.0)),
+            AXIS,
+            every=6,
+            mixing=case['mixing'],
+            fragments=2,
+            delay=case['delay'],
+        )
+        for case in recorded
+    ]
 
     def loss(params, x):
       return 2 * sum(map(jnp.sum, params)) + 0 * x
 
     def shard(params, own):
-      return _train(tx, params, own, loss=loss)[:2]
+      return [_train(tx, params, own, loss=loss)[:2] for tx in txs]
 
-    ones = [jnp.ones((1, 1)), jnp.ones((1, 1))]
+    ones = [np.ones((1, 1), np.float32)] * 2
+    found = modes.map_shards('shard_map', shard)(ones, np.zeros((SHARDS, 15)))
 
-    mapped = modes.map_shards('shard_map', shard)
-    anchor, own = mapped(ones, np.zeros((SHARDS, 15)))
-
-    anchor, own = (np.stack(tree, -1)[..., 0, 0, :] for tree in (anchor, own))
-    (recorded,) = (
-        x
-        for x in json.loads(TORCHFT.read_text(encoding='utf-8'))['cases']
-        if (x['delay'], x['mixing']) == (delay, mixing)
-    )
-    history = [recorded['history'][str(i)] for i in range(1, 16)]
-    np.testing.assert_array_equal(own, [history] * SHARDS)
-    for step, layers in recorded['global_parameter_history'].items():
-      if step != '0':
-        np.testing.assert_array_equal(
-            anchor[:, int(step) - 1], [layers] * SHARDS
-        )
+    for case, pair in zip(recorded, found, strict=True):
+      with self.subTest(delay=case['delay'], mixing=case['mixing']):
+        anchor, own = (np.stack(tree, -1)[..., 0, 0, :] for tree in pair)
+        history = [case['history'][str(i)] for i in range(1, 16)]
+        np.testing.assert_array_equal(own, [history] * SHARDS)
+        for step, layers in case['global_parameter_history'].items():
+          if step != '0':
+            np.testing.assert_array_equal(
+                anchor[:, int(step) - 1], [layers] * SHARDS
+            )
 
   def test_gives_the_numbers_of_maxtext(self):
     x = np.float32([[[0, 1], [1, 0]], [[1, 0], [0, 1]]])
@@ -226,25 +237,27 @@ class MethodTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(anchor['b'][0, -1], [0.5839], atol=5e-5)
 
-  # All fragments share the steps of a round of fewer steps.
-  @cases.parameters(1, 2)
-  def test_is_data_parallel_with_rounds_of_one_step(self, fragments):
-    outer = _mean(optax.sgd(1.0))
-    tx = local_updates(
-        optax.sgd(0.3), outer, AXIS, every=1, fragments=fragments
-    )
+  def test_is_data_parallel_with_rounds_of_one_step(self):
+    # All fragments share the steps of a round of fewer steps.
+    txs = [
+        local_updates(
+            optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=1, fragments=n
+        )
+        for n in (1, 2)
+    ]
 
     def shard(params, own):
-      return _train(tx, params, own)[0]
+      return [_train(tx, params, own)[0] for tx in txs]
 
     own = np.float32(CENTRES.swapaxes(0, 1))
-    found = _joined(modes.map_shards('shard_map', shard)(_params(), own))
+    found = modes.map_shards('shard_map', shard)(_params(), own)
 
     params, want = np.linspace(-1, 1, 5), []
     for centres in CENTRES:
       params = params - 0.3 * (params - centres.mean(0))
       want.append(params)
-    np.testing.assert_allclose(found, [want] * SHARDS, atol=1e-6)
+    for anchor in map(_joined, found):
+      np.testing.assert_allclose(anchor, [want] * SHARDS, atol=1e-6)
 
   def test_a_round_that_became_shorter_still_ends_with_a_meeting(self):
     tx = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=5)
@@ -269,7 +282,8 @@ class MethodTest(parameterized.TestCase):
     tokens = np.random.default_rng(1).integers(0, 4, (SHARDS, 12))
     tokens[2, :3] = 0
     tokens[:, 6:9] = 0
-    own = np.float32(CENTRES.swapaxes(0, 1)).copy()
+    data = np.float32(CENTRES.swapaxes(0, 1))
+    own = data.copy()
     own[tokens == 0] = np.nan
     given = np.float32(tokens)
     given[tokens == 0] = np.resize([0, np.nan, -1], (tokens == 0).sum())
@@ -280,21 +294,7 @@ class MethodTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', shard)
     anchor, own = map(_joined, mapped(_params(), (own, given)))
 
-    params, velocity = np.linspace(-1, 1, 5), 0
-    x = np.stack([params] * SHARDS)
-    for i, (centres, weight) in enumerate(zip(CENTRES, tokens.T, strict=True)):
-      counts = weight[:, None] > 0
-      x = np.where(counts, x - 0.3 * (x - centres), x)
-      if i % 3 == 2:
-        total = tokens[:, i - 2 : i + 1].sum(1)
-        # A round without any leaves the momentum as it is, too.
-        if total.any():
-          velocity = 0.5 * velocity + params
-          velocity = velocity - np.average(x, axis=0, weights=total)
-          params = params - velocity
-        x = np.stack([params] * SHARDS)
-      np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
-      np.testing.assert_allclose(own[:, i], x, atol=1e-6)
+    check_weighed(anchor, own, tokens, data, 0.5)
 
   def test_takes_the_word_of_the_user_about_the_weight(self):
     def update(updates, state, params=None, *, weight, **extra_args):
@@ -310,27 +310,24 @@ class MethodTest(parameterized.TestCase):
     outer = optax.GradientTransformationExtraArgs(lambda _: (), update)
     data = np.float32(CENTRES.swapaxes(0, 1)), np.ones((SHARDS, 12), np.float32)
 
-    def train(**kwargs):
-      tx = local_updates(optax.sgd(0.3), outer, AXIS, every=2, **kwargs)
-      mapped = modes.map_shards(
-          'shard_map',
-          lambda params, own: _train(tx, params, own[0], weights=own[1])[0],
-      )
-      return _joined(mapped(_params(), data))
+    def train(*outers, **kwargs):
+      txs = [
+          local_updates(optax.sgd(0.3), x, AXIS, every=2, **kwargs)
+          for x in outers
+      ]
+
+      def shard(params, own):
+        return [_train(tx, params, own[0], weights=own[1])[0] for tx in txs]
+
+      return map(_joined, modes.map_shards('shard_map', shard)(_params(), data))
 
     with self.assertRaisesRegex(
         ValueError, '`local_updates` with `assume_weighted=True`'
     ):
-      train()
-    anchor = train(assume_weighted=True)
+      train(outer)
+    anchor, want = train(outer, _mean(optax.sgd(1.0)), assume_weighted=True)
 
-    mean = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=2)
-    mapped = modes.map_shards(
-        'shard_map', lambda params, own: _train(mean, params, own[0])[0]
-    )
-    np.testing.assert_allclose(
-        anchor, _joined(mapped(_params(), data)), rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(anchor, want, rtol=1e-5, atol=1e-5)
 
   def test_weighs_each_fragment_by_the_steps_since_it_was_sent(self):
     tx = local_updates(
@@ -448,30 +445,30 @@ class MethodTest(parameterized.TestCase):
 
 class SickShardTest(parameterized.TestCase):
 
-  @cases.parameters(1, 2)
-  def test_leaves_out_a_shard_that_is_not_finite_and_renews_it(self, fragments):
+  def test_leaves_out_a_shard_that_is_not_finite_and_renews_it(self):
     outer = guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=2)
-    tx = local_updates(
-        optax.adam(0.1), outer, AXIS, every=4, fragments=fragments
-    )
+    txs = [
+        local_updates(optax.adam(0.1), outer, AXIS, every=4, fragments=n)
+        for n in (1, 2)
+    ]
     data = np.float32(CENTRES.swapaxes(0, 1)).copy()
     data[5, 0] = np.nan
 
     def shard(params, own):
-      return _train(tx, params, own)
+      return [_train(tx, params, own) for tx in txs]
 
-    mapped = modes.map_shards('shard_map', shard)
-    anchor, own, state = mapped(_params(), data)
+    found = modes.map_shards('shard_map', shard)(_params(), data)
 
-    self.assertTrue(np.isfinite(_joined(anchor)).all())
-    finite = np.isfinite(_joined(own)).all(-1)
-    self.assertFalse(finite[5, 0])
-    self.assertTrue(finite[5, 4:].all())
-    self.assertTrue(finite[np.arange(SHARDS) != 5].all())
-    # Its moments have begun again.
-    num_steps = optax.tree_utils.tree_get(state.inner_state, 'count')
-    want = np.where(np.arange(SHARDS) == 5, 12 - 4 // fragments, 12)
-    np.testing.assert_array_equal(np.ravel(num_steps), want)
+    for fragments, (anchor, own, state) in enumerate(found, 1):
+      self.assertTrue(np.isfinite(_joined(anchor)).all())
+      finite = np.isfinite(_joined(own)).all(-1)
+      self.assertFalse(finite[5, 0])
+      self.assertTrue(finite[5, 4:].all())
+      self.assertTrue(finite[np.arange(SHARDS) != 5].all())
+      # Its moments have begun again.
+      num_steps = optax.tree_utils.tree_get(state.inner_state, 'count')
+      want = np.where(np.arange(SHARDS) == 5, 12 - 4 // fragments, 12)
+      np.testing.assert_array_equal(np.ravel(num_steps), want)
 
   def test_weighs_the_others_by_their_tokens(self):
     outer = guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude')
@@ -488,18 +485,27 @@ class SickShardTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', shard)
     anchor, own = map(_joined, mapped(_params(), (data, tokens)))
 
-    params = np.linspace(-1, 1, 5)
-    x = np.stack([params] * SHARDS)
-    for i in range(12):
-      counts = tokens[:, i, None] > 0
-      x = np.where(counts, x - 0.3 * (x - data[:, i]), x)
-      if i % 3 == 2:
-        total = tokens[:, i - 2 : i + 1].sum(1)
-        well = np.isfinite(x).all(1)
-        params = np.average(x[well], axis=0, weights=total[well])
-        x = np.stack([params] * SHARDS)
-      np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
-      np.testing.assert_allclose(own[:, i], x, atol=1e-6)
+    check_weighed(anchor, own, tokens, data)
+
+
+def check_weighed(anchor, own, tokens, data, decay=0):
+  """Checks a training in rounds of three steps, whose outer rate is 1."""
+  params, velocity = np.linspace(-1, 1, 5), 0
+  x = np.stack([params] * SHARDS)
+  for i in range(12):
+    counts = tokens[:, i, None] > 0
+    x = np.where(counts, x - 0.3 * (x - data[:, i]), x)
+    if i % 3 == 2:
+      total = tokens[:, i - 2 : i + 1].sum(1)
+      well = np.isfinite(x).all(1)
+      # A round without any leaves the momentum as it is, too.
+      if total.any():
+        mean = np.average(x[well], axis=0, weights=total[well])
+        velocity = decay * velocity + params - mean
+        params = params - velocity
+      x = np.stack([params] * SHARDS)
+    np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
+    np.testing.assert_allclose(own[:, i], x, atol=1e-6)
 
 
 SGD = optax.sgd(0.1)

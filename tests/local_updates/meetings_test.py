@@ -24,13 +24,13 @@ CENTRES = np.float32(np.random.default_rng(0).normal(size=(8, STEPS, 5)))
 
 
 def _params():
-  whole = jnp.linspace(-1, 1, 5)
+  whole = np.linspace(-1, 1, 5, dtype=np.float32)
   return {'a': whole[:2], 'b': whole[2:]}
 
 
-def _loss(params, centre):
-  whole = jnp.concatenate([params['a'], params['b']])
-  return 0.5 * jnp.sum((whole - centre) ** 2)
+def _grad(params, centre):
+  """Returns that of half of the squared distance."""
+  return {'a': params['a'] - centre[:2], 'b': params['b'] - centre[2:]}
 
 
 def _outer(*rest):
@@ -46,8 +46,7 @@ def _run(tx, params, own, **extra_args):
 
   def step(carry, data):
     params, state = carry
-    at = local_params(params, state)
-    _, grads = shard_transforms.value_and_grad(_loss, AXIS)(at, data)
+    grads = _grad(local_params(params, state), data)
     given = {k: fn(state) for k, fn in extra_args.items()}
     updates, state = tx.update(grads, state, params, **given)
     params = optax.apply_updates(params, updates)
@@ -115,33 +114,30 @@ class OuterTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(_joined(updates), np.full((8, 5), -0.25))
 
-  @cases.parameters(1, 2)
-  def test_keeps_the_momentum_in_slices(self, fragments):
+  def test_keeps_the_momentum_in_slices_and_sends_compressed(self):
     momentum = optax.sgd(0.7, 0.9, nesterov=True)
     sliced = shard_transforms.shard_update(momentum, AXIS)
 
-    found = _anchors(
-        whole=_local(_outer(momentum), fragments=fragments),
-        sliced=_local(sliced, fragments=fragments),
-    )
-
-    np.testing.assert_allclose(found['sliced'], found['whole'], rtol=1e-6)
-
-  def test_sends_the_way_compressed(self):
-    def outer(dtype):
+    def compressed(dtype):
       compressor = compression.cast(dtype)
       mean = compression.compressed_mean(AXIS, compressor, min_elements=1)
-      return optax.chain(mean, optax.sgd(0.7, 0.9))
+      return optax.chain(mean, momentum)
 
     found = _anchors(
-        plain=_local(_outer(optax.sgd(0.7, 0.9))),
-        exact=_local(outer('float32')),
-        half=_local(outer('bfloat16')),
+        whole=_local(_outer(momentum)),
+        sliced=_local(sliced),
+        exact=_local(compressed('float32')),
+        half=_local(compressed('bfloat16')),
+        whole_2=_local(_outer(momentum), fragments=2),
+        sliced_2=_local(sliced, fragments=2),
     )
 
-    np.testing.assert_allclose(found['exact'], found['plain'], rtol=1e-5)
-    np.testing.assert_allclose(found['half'], found['plain'], atol=0.02)
-    self.assertFalse(np.array_equal(found['half'], found['plain']))
+    whole = found['whole']
+    np.testing.assert_allclose(found['sliced'], whole, rtol=1e-6)
+    np.testing.assert_allclose(found['sliced_2'], found['whole_2'], rtol=1e-6)
+    np.testing.assert_allclose(found['exact'], whole, rtol=1e-5)
+    np.testing.assert_allclose(found['half'], whole, atol=0.02)
+    self.assertFalse(np.array_equal(found['half'], whole))
     self.assertEqual(np.ptp(found['half'], axis=0).max(), 0)
 
   def test_skips_a_round_without_a_quorum(self):
@@ -221,47 +217,52 @@ class SurroundingsTest(parameterized.TestCase):
 
 class LeafTest(parameterized.TestCase):
 
-  @cases.parameters(1, 4)
-  def test_keeps_leaves_of_all_kinds(self, fragments):
+  def test_keeps_leaves_of_all_kinds(self):
     params = {
-        'scalar': jnp.float32(1),
-        'matrix': jnp.ones((2, 5)),
-        'half': jnp.ones(3, jnp.bfloat16),
-        'complex': jnp.ones(2, jnp.complex64),
-        'zero-sized': jnp.ones((0, 4)),
+        'scalar': np.float32(1),
+        'matrix': np.ones((2, 5), np.float32),
+        'half': np.ones(3, jnp.bfloat16),
+        'complex': np.ones(2, np.complex64),
+        'zero-sized': np.ones((0, 4), np.float32),
         'empty': {},
         'none': None,
         'masked': optax.MaskedNode(),
     }
-    tx = local_updates(
-        optax.sgd(0.5, 0.5),
-        _outer(optax.sgd(1.0, 0.5)),
-        AXIS,
-        every=4,
-        fragments=fragments,
-    )
-    steps = np.arange(8, dtype=np.float32)
-
-    def shard(params, own):
-      state = tx.init(params)
-      for i in range(4):
-        grads = jax.tree.map(
-            lambda x, i=i: (x * (own + i)).astype(x.dtype), params
+    txs = [
+        local_updates(
+            optax.sgd(0.5, 0.5),
+            _outer(optax.sgd(1.0, 0.5)),
+            AXIS,
+            every=4,
+            fragments=n,
         )
-        grads = shard_transforms.per_shard(grads, AXIS)
+        for n in (1, 4)
+    ]
+
+    def train(tx, params, own):
+      def step(carry, i):
+        params, state = carry
+        grads = jax.tree.map(lambda x: (x * (own + i)).astype(x.dtype), params)
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return (optax.apply_updates(params, updates), state), None
+
+      start = params, tx.init(params)
+      params, state = lax.scan(step, start, jnp.arange(4.0))[0]
       return params, local_params(params, state)
 
-    found, own = modes.map_shards('shard_map', shard)(params, steps)
+    def shard(params, own):
+      return [train(tx, params, own) for tx in txs]
+
+    steps = np.arange(8, dtype=np.float32)
+    trained = modes.map_shards('shard_map', shard)(params, steps)
 
     kinds = jax.eval_shape(lambda: params)
-    of_first = jax.tree.map(lambda x: jax.typeof(x[0]), found)
-    chex.assert_trees_all_equal_shapes_and_dtypes(of_first, kinds)
-    # The last fragment is taken over in the last step.
-    if fragments == 1:
-      chex.assert_trees_all_equal(found, own, strict=True)
-    self.assertTrue((found['matrix'] < 0).all())
+    for found, _ in trained:
+      of_first = jax.tree.map(lambda x: jax.typeof(x[0]), found)
+      chex.assert_trees_all_equal_shapes_and_dtypes(of_first, kinds)
+      self.assertTrue((found['matrix'] < 0).all())
+    # Of one fragment, which is taken over in the last step.
+    chex.assert_trees_all_equal(*trained[0], strict=True)
 
   def test_keeps_the_dtype_of_parameters(self):
     rate = jnp.float32(0.5)
@@ -311,9 +312,7 @@ class MeshTest(parameterized.TestCase):
 
     def step(params, state, data):
       own = local_params(params, state)
-      axes = ('host', 'core')
-      grad = shard_transforms.value_and_grad(_loss, axes)
-      _, grads = grad(own, data[0])
+      grads = _grad(own, data[0])
       updates, state = tx.update(grads, state, params)
       return optax.apply_updates(params, updates), state
 
