@@ -785,11 +785,16 @@ class MappedTest(parameterized.TestCase):
 
     def run_all(params, own):
       updates, weight = own
+      stacked = jax.tree.map(lambda x: x[None], updates)
       found = {}
       for name, tx in txs.items():
-        extra_args = extra_args_of(ROWS[name], np.int32(0))
+        row = ROWS[name]
         found[name], _ = tx.update(
-            updates, tx.init(params), params, weight=weight, **extra_args
+            stacked if row.towers == 'stacked' else updates,
+            tx.init(params),
+            params,
+            weight=weight[None] if row.towers == 'stacked' else weight,
+            **extra_args_of(row, np.int32(0)),
         )
       return found
 

@@ -84,7 +84,7 @@ class ReplayTest(parameterized.TestCase):
     )
     asynchronous_cases.train(task, optax.sgd(0.1), folder=self.folder)
 
-    with self.assertRaisesRegex(ValueError, 'its functions are not pure'):
+    with self.assertRaisesRegex(ValueError, 'a function is not pure'):
       asynchronous.replay(self.folder, task, optax.sgd(0.1))
 
   def test_workers_get_their_options(self):

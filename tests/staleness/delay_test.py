@@ -246,7 +246,7 @@ class StateTest(parameterized.TestCase):
     state = shard_transforms.init_state(tx, jnp.zeros(3), modes.mesh())
 
     with self.assertRaisesRegex(
-        ValueError, r"`reduction` .* must be 'mean' or 'sum'.* at \.pending"
+        ValueError, r"`reduction` must be 'mean' or 'sum'.* at \.pending"
     ):
       shard_transforms.resize_state(
           state, tx, jnp.zeros(3), modes.mesh(4), reduction=how

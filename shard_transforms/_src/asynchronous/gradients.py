@@ -281,7 +281,8 @@ class RecordedGradients(Gradients):
           f'The gradient at batch {record["batch"]} must have the bits that it'
           f' had in record {record["sequence"]} of the journal (local step'
           f' {record["local_step"]}), got others. The task, its data or a'
-          f' device has changed, or a function is not pure. {outcomes.WAY_ON}'
+          ' device has changed, or a function is not pure. Use those of the'
+          f' start. {outcomes.WAY_ON}'
       )
 
   def accept(self, assigned: Assignment, reply: Any, grads: Any) -> None:

@@ -70,7 +70,8 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
           f' (mapped mesh axes: {mapped}). Call it, and `tx.init`, inside'
           ' `jax.shard_map`, `jax.pmap` or `jax.vmap`; or bind `tx` by'
           ' `shard_transforms.on_mesh(tx, mesh)`. Under plain `jax.jit`, leave'
-          f' `{caller}` out.'
+          f' `{caller}` out, or accumulate gradients by'
+          ' `shard_transforms.accumulated_value_and_grad`.'
       ) from error
   return math.prod(map(lax.axis_size, axes))
 
