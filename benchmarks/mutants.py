@@ -139,8 +139,6 @@ def _checkout(folder, tests_from):
   shutil.rmtree(folder / PACKAGE)
   shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=skip)
   shutil.copytree(tests_from / '.ci', folder / '.ci', dirs_exist_ok=True)
-  (ROOT / '.jax_cache').mkdir(exist_ok=True)
-  (folder / '.jax_cache').symlink_to(ROOT / '.jax_cache')
 
 
 def _pytest(folder, *arguments):

@@ -3,18 +3,12 @@
 import collections
 import gc
 import os
-import pathlib
-import shutil
 
 import jax
 
-# Compiled programs are cached from run to run, up to a gigabyte.
-CACHE = pathlib.Path(__file__).parents[1] / '.jax_cache'
-CACHE_LIMIT = 2**30
 # Flags with which XLA compiles faster, but not as for users: the contract in
-# `jax.shard_map` took 16 s of a processor instead of 41 s, from the cache 10 s
-# with and without. With an empty `XLA_FLAGS` in the environment, the tests run
-# what users run.
+# `jax.shard_map` took 16 s of a processor instead of 41 s. With an empty
+# `XLA_FLAGS` in the environment, the tests run what users run.
 FAST_COMPILATION = [
     '--xla_backend_optimization_level=0',
     '--xla_cpu_parallel_codegen_split_count=1',
@@ -35,10 +29,9 @@ os.environ['MPLBACKEND'] = 'Agg'
 for name, value in {
     # Whatever accelerator there is.
     'jax_platforms': 'cpu',
-    # Of all programs, however small and fast to compile.
-    'jax_compilation_cache_dir': str(CACHE),
-    'jax_persistent_cache_min_compile_time_secs': 0,
-    'jax_persistent_cache_min_entry_size_bytes': -1,
+    # Where XLA for CPUs reads a program from the cache, independent collectives
+    # no longer have one order on all devices: the process aborts or hangs.
+    'jax_enable_compilation_cache': False,
 }.items():
   os.environ[name.upper()] = str(value)
   jax.config.update(name, value)
@@ -46,14 +39,6 @@ for name, value in {
 jax.config.update('jax_num_cpu_devices', 8)
 # An error in place of a wrong result where shapes differ by accident.
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-
-
-def pytest_configure(config):
-  # The workers of pytest-xdist share what their controller has left.
-  if not hasattr(config, 'workerinput'):
-    size = sum(path.stat().st_size for path in CACHE.glob('*'))
-    if size > CACHE_LIMIT:
-      shutil.rmtree(CACHE)
 
 
 def pytest_collection_modifyitems(items):

@@ -133,7 +133,7 @@ def after(done: Any, tree: Any) -> Any:
   """Returns a tree that the compiler has only after what is done.
 
   Devices that start independent collectives in different orders wait for each
-  other for ever, as they may with a program from the compilation cache.
+  other for ever, as they may with a program from JAX's compilation cache.
   """
   first = jax.tree.leaves(done)[0]
   # Not zero for all that the compiler knows.

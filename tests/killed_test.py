@@ -43,24 +43,11 @@ def start(folder, *flags, full=False):
           *flags,
       ],
       cwd=folder,
-      env={
-          **{k: v for k, v in os.environ.items() if 'JAX_' not in k},
-          'JAX_COMPILATION_CACHE_DIR': cache(),
-          'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-          'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-      },
+      env={k: v for k, v in os.environ.items() if 'JAX_' not in k},
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
   )
-
-
-@functools.cache
-def cache():
-  """Returns a folder in which programs stay compiled."""
-  folder = tempfile.TemporaryDirectory()
-  unittest.addModuleCleanup(folder.cleanup)
-  return folder.name
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import python_command
 
 PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'wire_report.md'
 BLOCK = re.compile(r'^```(python|text)\n(.*?)^```', re.M | re.S)
-# Not those of the page, and of old ones where JAX finds a program in its cache.
+# Not those of the page.
 LINE = re.compile(r'(?:, )?[\w.<>]+:\d+| +source$|(?<=`) \(\)', re.M)
 
 # Runs the blocks in one namespace, and prints what each has printed.

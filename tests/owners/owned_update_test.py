@@ -296,8 +296,6 @@ class EqualityTest(parameterized.TestCase):
     self.check({name: CASES[name] for name in list(CASES)[part::2]})
 
   def test_trains_so_with_weights(self):
-    # Alone: of JAX 0.10.2, some programs of this and others, read from the
-    # compilation cache, end the process.
     self.check({'weights': Case.of(optax.lars(0.1), weighted=True)})
 
   def test_trains_so_where_matrices_stand_in_stacks(self):
