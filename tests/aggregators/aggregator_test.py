@@ -109,7 +109,7 @@ class AggregatorTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        r"`inner` of `shard_update` must .*chain\(.*before `shard_update`, with"
+        r'`inner` of `shard_update` must .*chain\(.*before `shard_update`, with'
         " `on_invariant='averaged'`",
     ):
       modes.map_shards('shard_map', fn)(np.zeros(3), np.ones((8, 3)))
