@@ -114,9 +114,12 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
       {'shards': num_shards, 'batch_size': _BATCH_SIZE.value},
   )
   try:
-    (params, state), metrics = saved.resume(
-        'train', _STEPS.value, (params, state)
+    # What is saved has the shapes of Adam's own state.
+    full = st.full_state(state, tx, params, mesh)
+    (params, full), metrics = saved.resume(
+        'train', _STEPS.value, (params, full)
     )
+    state = st.place_state(full, tx, params, mesh)
     deadline = st.launch.StepDeadline(_STEP_DEADLINE.value)
     for i in range(len(metrics), _STEPS.value):
       batch = batch_of(i, _BATCH_SIZE.value, data, mesh)
@@ -126,7 +129,8 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
       if is_first and (i + 1) % 50 == 0:
         print(f'step {i + 1}: loss {metrics[-1]["loss"]:.4f}', flush=True)
       if saved.is_due():
-        saved.save((params, state), metrics)
+        full = st.full_state(state, tx, params, mesh)
+        saved.save((params, full), metrics)
   except checkpoints.CheckpointError as error:
     return f'FAILED: {error}'
   if is_first:

@@ -79,7 +79,8 @@ def train(config: Mapping[str, Any]) -> None:
       metrics = {'step': i + 1, 'loss': float(np.asarray(loss))}
     if (i + 1) % config['checkpoint_every'] and i + 1 < config['steps']:
       continue
-    saved = checkpoints.gather({'params': params, 'state': state})
+    full = st.full_state(state, tx, params, mesh)
+    saved = checkpoints.gather({'params': params, 'state': full})
     if i + 1 == config['steps']:
       accuracy = digits.accuracy(saved['params'], *test_data)
       metrics['accuracy'] = float(accuracy)
@@ -121,16 +122,15 @@ def resume(tx: Any, mesh: jax.sharding.Mesh) -> tuple[int, Any, Any]:
   params = digits.init_params(0)
   saved = {'step': 0, 'params': params, 'state': None}
   if checkpoint := ray.train.get_checkpoint():
-    # Its leaves may have other shapes, of another number of devices.
     state = jax.eval_shape(lambda: st.init_state(tx, params, mesh))
-    like = saved | {'state': state}
+    like = saved | {'state': st.full_state(state, tx, params, mesh)}
     with checkpoint.as_directory() as folder:
       path = pathlib.Path(folder) / 'train'
       saved = serialization.from_bytes(like, path.read_bytes())
   place = train_on_cluster.place
   params = jax.tree.map(lambda x: place(x, mesh, P()), saved['params'])
   if checkpoint:
-    state = st.resize_state(saved['state'], tx, params, mesh)
+    state = st.place_state(saved['state'], tx, params, mesh)
   else:
     state = st.init_state(tx, params, mesh)
   return saved['step'], params, state

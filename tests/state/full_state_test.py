@@ -407,6 +407,15 @@ class RefusalTest(parameterized.TestCase):
     ):
       place_state(state, sliced, params, mesh)
 
+  def test_refuses_state_that_groups_divide(self):
+    params, mesh = jnp.zeros(16), modes.mesh()
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    sliced = shard_update(optax.trace(0.9), AXIS, groups=groups)
+    state = init_state(sliced, params, mesh)
+
+    with self.assertRaisesRegex(ValueError, '`groups` divide has no full form'):
+      full_state(state, sliced, params, mesh)
+
   def test_names_what_a_raw_tree_of_a_checkpoint_lacks(self):
     params, mesh = jnp.zeros(16), modes.mesh()
     sliced = shard_update(optax.trace(0.9), AXIS)

@@ -69,7 +69,14 @@ class OneShard:
     """The types of the parts on one shard, as kept and full."""
     names, found = self.mesh.axis_names, {}
     mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
-    for path, (rule, field) in self._parts_on(mesh).items():
+    try:
+      parts = self._parts_on(mesh)
+    except ValueError as error:
+      raise ValueError(
+          '`tx` must have a state on one shard, whose shapes a full state has,'
+          f' got an error: {error} State that `groups` divide has no full form.'
+      ) from error
+    for path, (rule, field) in parts.items():
       name = leaves_lib.name_of(path)
       full = jax.eval_shape(
           lambda part, rule=rule, field=field, name=name: rule.full(
