@@ -72,6 +72,8 @@ class OneShard:
     try:
       parts = self._parts_on(mesh)
     except ValueError as error:
+      # What is wrong on its own mesh as well raises in its own words.
+      self._parts_on(self.mesh)
       raise ValueError(
           '`tx` must have a state on one shard, whose shapes a full state has,'
           f' got an error: {error} State that `groups` divide has no full form.'

@@ -183,8 +183,8 @@ class SlicedInner:
           f'`inner` of `{caller}` must treat each element of the parameters'
           ' alone, because each shard holds a slice of them, but'
           f' {problem}. Use `optax.chain(cross_shard_mean(axis_name), inner)`,'
-          ' for some parameters with `optax.partition`; or chain what looks'
-          f' across elements before `{caller}`, with'
+          ' for some parameters with `optax.partition`; or chain the mean and'
+          f' what looks across elements before `{caller}`, with'
           " `on_invariant='averaged'`."
           f'{clip if self._reduction.axes_of_sums() else ""}'
           ' If it does treat each alone, say'
