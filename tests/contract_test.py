@@ -789,13 +789,17 @@ class MappedTest(parameterized.TestCase):
       found = {}
       for name, tx in txs.items():
         row = ROWS[name]
-        found[name], _ = tx.update(
-            stacked if row.towers == 'stacked' else updates,
-            tx.init(params),
-            params,
-            weight=weight[None] if row.towers == 'stacked' else weight,
-            **extra_args_of(row, np.int32(0)),
-        )
+        try:
+          found[name], _ = tx.update(
+              stacked if row.towers == 'stacked' else updates,
+              tx.init(params),
+              params,
+              weight=weight[None] if row.towers == 'stacked' else weight,
+              **extra_args_of(row, np.int32(0)),
+          )
+        except Exception as error:
+          error.add_note(f'In the row {name!r}.')
+          raise
       return found
 
     def of_first(number):
