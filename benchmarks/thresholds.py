@@ -1,7 +1,8 @@
 """Measures each threshold of the library here, and prints what it would set.
 
-`shard_transforms/_src/base/thresholds.py` is the table. Where a platform has no
-figures in it, nothing is packed: run this there. It takes all
+`shard_transforms/_src/base/thresholds.py` is the table of buffers. Where a
+platform has no figures in it, nothing is packed: run this there. Two others
+stand where they are used, in `aggregators` and `exchanges`. It takes all
 devices, or virtual ones of a CPU, and on two idle cores less than ten minutes.
 
 Each line compares ways to compute the same: the median time of calls in turn,
@@ -13,7 +14,6 @@ then measure what is between processes.
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import functools
 import os
 import sys
@@ -32,8 +32,10 @@ import timing
 import shard_transforms
 from shard_transforms import aggregators
 from shard_transforms import compression
+from shard_transforms._src.aggregators import aggregator
 from shard_transforms._src.aggregators import order_statistics
 from shard_transforms._src.base import thresholds
+from shard_transforms._src.exchanges import exchanges
 
 AXIS = 'data'
 GAIN = 0.95
@@ -50,24 +52,33 @@ _REDUCTIONS = flags.DEFINE_integer(
     'reductions', 5, 'Updates in a call, one after the other.', lower_bound=1
 )
 
-# By the label that is printed.
-Ways = Mapping[Any, thresholds.Thresholds]
+# The functions that tell what was measured, with their modules.
+BUFFERS = thresholds, 'measured'
+FEW_ROWS = aggregator, 'are_few_rows'
+PIECE_BYTES = exchanges, 'piece_bytes'
 
 
-def fastest(name: str, make: Callable[[], Callable], ways: Ways) -> Any:
+def fastest(
+    name: str,
+    make: Callable[[], Callable],
+    measured: tuple[Any, str],
+    ways: Mapping[Any, Any],
+) -> Any:
   """Times the program that `make` traces with each of some thresholds.
 
   Args:
     name: What is measured, for the printed line.
     make: Returns a compiled function without arguments.
-    ways: The thresholds; the first ones are the way that needs no figures.
+    measured: The function that tells it, by its module and name.
+    ways: What that returns, by the label that is printed; the first is the way
+      that needs no figures.
 
   Returns:
     The label of the fastest way, or of the first if none saves enough.
   """
   calls = []
   for way in ways.values():
-    with mock.patch.object(thresholds, 'measured', return_value=way):
+    with mock.patch.object(*measured, return_value=way):
       calls.append(make())
   for call in calls:
     jax.block_until_ready(call())
@@ -133,7 +144,7 @@ def buffers(
         limit // KIB: (thresholds.Level(limit, limit, 64),) for limit in limits
     }
     return {
-        label: dataclasses.replace(NOTHING, **{field: steps})
+        label: NOTHING._replace(**{field: steps})
         for label, steps in {'alone': (), **levels}.items()
     }
 
@@ -141,6 +152,7 @@ def buffers(
   best = fastest(
       f'{field} [KiB]',
       lambda: updates_of(tx, [(1_000,)] * 200),
+      BUFFERS,
       ways(limits),
   )
   if best == 'alone':
@@ -151,6 +163,7 @@ def buffers(
     found = fastest(
         f'  60 leaves of {4 * size:,} B',
         lambda size=size: updates_of(tx, [(size,)] * 60),
+        BUFFERS,
         ways([limit]),
     )
     if found == 'alone':
@@ -159,19 +172,13 @@ def buffers(
   return (thresholds.Level(leaf_bytes, max(KIB * best, leaf_bytes)),)
 
 
-def largest(
-    field: str, make: Callable[[int], Callable], sizes: Sequence[int]
-) -> int:
-  """Returns the largest of some sizes at which a field gains, or 0."""
-  gained = 0
+def few_rows(
+    name: str, make: Callable[[int], Callable], sizes: Sequence[int]
+) -> None:
+  """Times rows that are handled one by one, for some numbers of them."""
+  ways = {'together': False, 'one by one': True}
   for size in sizes:
-    ways = {
-        'not': NOTHING,
-        field: dataclasses.replace(NOTHING, **{field: size}),
-    }
-    found = fastest(f'{field} {size}', lambda size=size: make(size), ways)
-    gained = gained if found == 'not' else size
-  return gained
+    fastest(f'{name} {size}', lambda size=size: make(size), FEW_ROWS, ways)
 
 
 def sorted_rows(num_rows: int) -> Callable[[], Any]:
@@ -186,17 +193,14 @@ def sorted_rows(num_rows: int) -> Callable[[], Any]:
 
 
 def in_one_process() -> thresholds.Thresholds:
-  """Returns what the devices of this process gain by."""
-  num_shards = jax.device_count()
-  return dataclasses.replace(
-      in_buffers(),
-      network_rows=largest('network_rows', sorted_rows, (4, 8, 16, 32)),
-      unrolled_rows=largest(
-          'unrolled_rows',
-          lambda _: updates_of(aggregators.adasum(AXIS), [(200_000,)]),
-          (num_shards,),
-      ),
+  """Returns the buffers by which the devices of this process gain."""
+  few_rows('sorted rows', sorted_rows, (4, 8, 16, 32))
+  few_rows(
+      'rows of adasum',
+      lambda _: updates_of(aggregators.adasum(AXIS), [(200_000,)]),
+      (jax.device_count(),),
   )
+  return in_buffers()
 
 
 def in_buffers() -> thresholds.Thresholds:
@@ -211,16 +215,15 @@ def in_buffers() -> thresholds.Thresholds:
 
 
 def between_processes() -> thresholds.Thresholds:
-  """Returns what two processes gain by."""
+  """Returns the buffers by which two processes gain."""
   tx = compression.compressed_mean(AXIS, compression.quantize(8))
-  ways = {
-      n: dataclasses.replace(NOTHING, piece_bytes=n and KIB * n)
-      for n in (None, 64, 256, 1_024)
-  }
-  pieces = fastest(
-      'piece_bytes [KiB]', lambda: updates_of(tx, [(4_000_000,)]), ways
+  fastest(
+      'piece_bytes [KiB]',
+      lambda: updates_of(tx, [(4_000_000,)]),
+      PIECE_BYTES,
+      {n: n and KIB * n for n in (None, 64, 256, 1_024)},
   )
-  return dataclasses.replace(in_buffers(), piece_bytes=pieces and KIB * pieces)
+  return in_buffers()
 
 
 def main(argv: Sequence[str]) -> None:

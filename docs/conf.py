@@ -63,18 +63,12 @@ napoleon_attr_annotations = False
 maximum_signature_line_length = 60
 add_module_names = False
 
-# What `resize_state`, `check_health` and `metrics` ask a state for.
-_FOR_THE_LIBRARY = {
-    'health_problem',
-    'rules',
-}
-
 
 def _skip(app, what, name, obj, skip, options):
   del app, options
   # Fields are among the attributes that the docstring of a class lists.
   is_field = type(obj).__name__ == '_tuplegetter'
-  return skip or is_field or (what == 'class' and name in _FOR_THE_LIBRARY)
+  return skip or is_field or (what == 'class' and name == 'rules')
 
 
 def _write_plurals(app, what, name, obj, options, lines):

@@ -13,6 +13,7 @@ from shard_transforms import tf1 as tf1
 from shard_transforms._src.local_updates.local_state import LocalUpdatesState
 from shard_transforms._src.local_updates.local_state import local_params
 from shard_transforms._src.local_updates.local_updates import local_updates
+from shard_transforms._src.monitoring.model_state import unless_skipped
 from shard_transforms._src.reduction.norms import global_norm
 from shard_transforms._src.staleness.compensation import CompensateDelayState
 from shard_transforms._src.staleness.compensation import compensate_delay
@@ -38,7 +39,6 @@ from shard_transforms._src.transforms.gradients import per_shard
 from shard_transforms._src.transforms.gradients import value_and_grad
 from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
-from shard_transforms._src.transforms.model_state import unless_skipped
 from shard_transforms._src.transforms.on_mesh import on_mesh
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.scale_by_staleness import (

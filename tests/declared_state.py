@@ -10,6 +10,11 @@ import shard_transforms
 from shard_transforms import state_rules
 
 
+def _lost(state):
+  lost = jnp.min(state.seen) < 0
+  return f'Updates were lost: {state.seen}.' if lost else None
+
+
 class TallyState(NamedTuple):
   """Of each shard, [1] each; all but `unit`, `frozen_sum` and `inner_state`.
 
@@ -32,17 +37,12 @@ class TallyState(NamedTuple):
   inner_state: optax.OptState
 
   rules = {
-      'seen': state_rules.Rule(resize='sum', metric='sum'),
+      'seen': state_rules.Rule(resize='sum', metric='sum', problem=_lost),
       'rate': state_rules.Rule(resize='mean', metric='mean'),
       'least': state_rules.Rule(resize='minimum', empty=100, metric='minimum'),
       'most': state_rules.Rule(resize='maximum', metric='maximum'),
       'recent': state_rules.Rule(resize='begin_anew', empty=-1),
   }
-
-  def health_problem(self):
-    if jnp.min(self.seen) < 0:
-      return f'Updates were lost: {self.seen}.'
-    return None
 
 
 def tally(inner, axis_name):

@@ -12,9 +12,8 @@ import cases
 import modes
 import python_command
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import thresholds
+from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import exchanges
 
 AXIS = modes.AXIS
 ROWS = np.random.default_rng(0).integers(-99, 99, (8, 8, 3)).astype(np.float32)
@@ -132,11 +131,7 @@ class BetweenProcessesTest(parameterized.TestCase):
       return own, axes_lib.to_varying(whole, (AXIS,))
 
     with (
-        mock.patch.object(
-            thresholds,
-            'measured',
-            return_value=thresholds.Thresholds(piece_bytes=9),
-        ),
+        mock.patch.object(exchanges, 'piece_bytes', return_value=9),
         mock.patch.object(lax, 'all_to_all', wraps=lax.all_to_all) as exchange,
         mock.patch.object(lax, 'all_gather', wraps=lax.all_gather) as gather,
     ):

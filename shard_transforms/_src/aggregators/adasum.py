@@ -11,9 +11,8 @@ import optax
 from shard_transforms._src.aggregators import aggregator
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import thresholds
+from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import exchanges
 
 _CALLER = 'adasum'
 
@@ -161,7 +160,8 @@ def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
   num_nodes = nodes.sizes.shape[1]
   end = num_nodes - num_nodes % 2
   rows = nodes.rows
-  if num_nodes <= thresholds.measured().unrolled_rows:
+  # That is faster, and more to compile.
+  if aggregator.are_few_rows(num_nodes):
     rows = list(map(list, rows))
   pairs = [(row[:end:2], row[1:end:2]) for row in rows]
   dots = jnp.stack([jnp.asarray(_each(_dots, *pair)) for pair in pairs])

@@ -17,9 +17,9 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.base import weights
+from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import exchanges
 
 Axes = tuple[Hashable, ...]
 # Takes this shard's real arrays; whether this shard counts, bool [], or `None`
@@ -98,6 +98,12 @@ def rows_of(x: jax.Array, axes: Axes) -> jax.Array:
   """Returns the slices of an array, [number of shards, elements]."""
   num_shards = axes_lib.size(axes, '')
   return leaves_lib.cut(x, num_shards).reshape(num_shards, -1)
+
+
+def are_few_rows(num_rows: int) -> bool:
+  """Whether rows are handled one by one, and not as one array."""
+  # Measured on CPUs alone: python benchmarks/thresholds.py
+  return num_rows <= 32 and axes_lib.platform() == 'cpu'
 
 
 def map_packed(

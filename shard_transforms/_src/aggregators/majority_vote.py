@@ -6,8 +6,8 @@ import optax
 from shard_transforms._src.aggregators import aggregator
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import exchanges
 
 _CALLER = 'majority_vote'
 _BITS = 8

@@ -18,7 +18,6 @@ import optax
 from shard_transforms._src.aggregators import aggregator
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import thresholds
 
 _CALLER = 'trimmed_mean'
 
@@ -192,7 +191,8 @@ def sort(rows: Sequence[jax.Array]) -> list[jax.Array]:
   XLA's sort moves one element at a time on a CPU. A sorting network compares
   whole rows, and comparisons whose results are not used are not computed.
   """
-  if len(rows) > thresholds.measured().network_rows:
+  # The network of n rows has about n log(n)**2 / 4 comparisons to compile.
+  if not aggregator.are_few_rows(len(rows)):
     return list(jnp.sort(jnp.stack(rows), axis=0))
   rows = list(rows)
   for i, j in comparisons(len(rows)):

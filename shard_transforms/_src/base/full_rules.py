@@ -1,9 +1,9 @@
 """How a sharded part of a state gets the shapes of the replicated state."""
 
-import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import divisions
@@ -18,7 +18,9 @@ def made_for_others(got: str, name: str) -> str:
   )
 
 
-def _rule(join, place):
+def rule(
+    join: Callable[[Any, Any], Any], place: Callable[[Any, Any], Any]
+) -> states.Rule:
   """Returns the rule of a part whose leaves are joined, and placed again.
 
   Args:
@@ -59,35 +61,6 @@ def _crop(leaf, like):
   return divisions.cropped(leaf, like.shape)
 
 
-def _unflatten(leaf, like):
-  """Returns the leaf of flat slices; padding after its end never counts."""
-  if not _are_slices(jnp.shape(leaf), like.shape):
-    return None
-  return leaf.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
-
-
-def _are_slices(shape, whole):
-  """Whether a shape is [slices, 1, ..., 1, elements] of such a leaf."""
-  if not whole or not math.prod(shape):
-    return False
-  # What has a leading axis of shards on one shard has no further one.
-  ranks = {len(whole), len(whole) + 1} if whole[0] == 1 else {len(whole) + 1}
-  elements = -(-math.prod(whole) // shape[0])
-  kept = (shape[0], *(1,) * (len(shape) - 2), elements)[: len(shape)]
-  return len(shape) in ranks and shape == kept
-
-
-def _flatten(leaf, like):
-  if leaf.shape == like.shape:
-    return leaf
-  flat = jnp.pad(leaf.ravel(), (0, math.prod(like.shape) - leaf.size))
-  return lax.reshape(flat, like.shape)
-
-
 # Each leaf is divided as by `shard_update`: along its dimensions, or as a row
 # of its elements.
-DIVIDED = _rule(_crop, lambda leaf, like: divisions.padded(leaf, like.shape))
-
-# Each shard has a flat slice of each leaf, [slices, 1, ..., 1, elements]; zeros
-# are at its end.
-SLICES = _rule(_unflatten, _flatten)
+DIVIDED = rule(_crop, lambda leaf, like: divisions.padded(leaf, like.shape))

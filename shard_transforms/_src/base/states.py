@@ -1,7 +1,8 @@
 """The fields of states: counters, those of each shard, and rules for all.
 
-`resize_state`, `full_state` and `metrics` know no state of this library by
-name. They read the `rules` of each node of a state, which any class may have.
+`resize_state`, `full_state`, `metrics` and `check_health` know no state of this
+library by name. They read the `rules` of each node of a state, which any class
+may have.
 
 A field that differs between shards has a leading axis, whose length is 1 inside
 the mapped function, and the number of shards outside. A counter saturates at
@@ -46,11 +47,12 @@ Summary = Literal['same', 'sum', 'mean', 'minimum', 'maximum']
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-  """How a part of a state is resized, measured and saved.
+  """How a part of a state is resized, measured, checked and saved.
 
   A state declares `rules`, an attribute of its class: a `Rule` by name for each
-  field that is resized, joined or measured. A property may be a metric,
-  too. A field that is not resized is kept, or asked itself if it is a state.
+  field that is resized, joined, measured or checked. A property may be a
+  metric, too. A field that is not resized is kept, or asked itself if it is a
+  state.
 
   To be resized, each shard has a row: the leading axis that differs between
   shards, of length 1 inside the mapped function. Neighbouring shards are
@@ -71,6 +73,9 @@ class Rule:
       `'maximum'` where each has its own: a leading axis, of length 1 inside the
       mapped function. A mapping gives a metric for each of its values. `None`
       for what is no metric.
+    problem: What `check_health` raises: a function of the state that returns
+      what is wrong, in sentences, or `None`. Of an array that is spread over
+      several processes, it may read the addressable shards only.
     empty: To resize, the value of a shard that is added, and of a part that
       starts again. `None` is 0; for `'minimum'` and `'maximum'` it is the
       extreme of all shards so far.
@@ -124,6 +129,7 @@ class Rule:
 
   resize: Kind | Callable[[Any, Reduction | None], 'Rule'] = 'keep'
   metric: Summary | None = None
+  problem: Callable[[Any], str | None] | None = None
   empty: chex.Numeric | None = None
   reason: str = ''
   # Arrays cannot be compared as a whole.

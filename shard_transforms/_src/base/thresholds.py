@@ -1,12 +1,10 @@
-"""Thresholds that were measured: one table of all of them, by platform.
+"""Which leaves share a buffer: thresholds that were measured, by platform.
 
 What pays on one platform costs on another. Where nobody has measured, nothing
-is packed, unrolled or sent in pieces. For TPUs and GPUs, programs were compiled
-and counted, but never run. `python benchmarks/thresholds.py` measures the table
-on a machine.
+is packed. For TPUs and GPUs, programs were compiled and counted, but never run.
+`python benchmarks/thresholds.py` measures the table on a machine.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 from shard_transforms._src.base import axes as axes_lib
@@ -27,25 +25,16 @@ class Level(NamedTuple):
   num_leaves: int = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Thresholds:
-  """From which size on the library takes which of two ways.
+class Thresholds(NamedTuple):
+  """Up to which size leaves are packed.
 
   Attributes:
     buffers: The steps in which leaves are packed for an all-reduce.
     slice_buffers: The same for a reduce-scatter or an all-gather.
-    piece_bytes: The most that an exchange sends at once, or `None`.
-    network_rows: Up to so many rows are sorted by a network of comparisons, and
-      not by XLA's sort.
-    unrolled_rows: Up to so many rows `adasum` handles one by one, which is
-      faster and more to compile, and not as one array.
   """
 
   buffers: tuple[Level, ...] = ()
   slice_buffers: tuple[Level, ...] = ()
-  piece_bytes: int | None = None
-  network_rows: int = 0
-  unrolled_rows: int = 0
 
 
 # One process with XLA for CPUs, by `python benchmarks/thresholds.py`.
@@ -58,10 +47,6 @@ _CPU = Thresholds(
     # A leaf in slices costs two collectives, which XLA does not combine:
     # python benchmarks/sharded.py --params=200x1_000,100x12_000,100x30_000
     slice_buffers=(Level(128 * 1024, 4 * 1024**2, 64),),
-    # XLA's sort moves one element at a time. The network of n rows has about
-    # n log(n)**2 / 4 comparisons to compile: python benchmarks/aggregators.py
-    network_rows=32,
-    unrolled_rows=32,
 )
 
 # Between processes with gloo: python benchmarks/processes.py
@@ -70,13 +55,7 @@ _CPU = Thresholds(
 # matters, packed in several steps of few arrays each.
 _ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2)
 _PACKED_IN_STEPS = (Level(128 * 1024, 4 * 1024**2), *2 * (_ALL_TOGETHER,))
-_CPU_PROCESSES = dataclasses.replace(
-    _CPU,
-    buffers=_PACKED_IN_STEPS,
-    slice_buffers=_PACKED_IN_STEPS,
-    # With larger ones, receiving hardly overlaps with sending.
-    piece_bytes=256 * 1024,
-)
+_CPU_PROCESSES = Thresholds(_PACKED_IN_STEPS, _PACKED_IN_STEPS)
 
 # XLA joins all-reduces by itself, where buffers cost temporary memory, but not
 # permutes: in `reproducible`, 50 leaves of 400 B send 3 in place of 150. With

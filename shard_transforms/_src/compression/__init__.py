@@ -1,5 +1,5 @@
-"""Floor 3: compressed reductions with error feedback.
+"""Floor 4: compressed reductions with error feedback.
 
 Compressors, the exchange of their payloads, and the feedback of their errors.
-`reduction` sends everything. Imports `base` and `reduction`.
+Imports `base`, `reduction` and `exchanges`, which send everything.
 """

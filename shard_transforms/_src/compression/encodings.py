@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.compression import compressor as compressor_lib
-from shard_transforms._src.reduction import exchanges
+from shard_transforms._src.exchanges import exchanges
 
 
 def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:

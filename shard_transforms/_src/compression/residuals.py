@@ -1,14 +1,65 @@
 """States with residuals, whether these are finite, and how large they are."""
 
+import math
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import states
+
+
+def _unflatten(leaf, like):
+  """Returns the leaf of flat slices; padding after its end never counts."""
+  if not _are_slices(jnp.shape(leaf), like.shape):
+    return None
+  return leaf.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
+
+
+def _are_slices(shape, whole):
+  """Whether a shape is [slices, 1, ..., 1, elements] of such a leaf."""
+  if not whole or not math.prod(shape):
+    return False
+  # What has a leading axis of shards on one shard has no further one.
+  ranks = {len(whole), len(whole) + 1} if whole[0] == 1 else {len(whole) + 1}
+  elements = -(-math.prod(whole) // shape[0])
+  kept = (shape[0], *(1,) * (len(shape) - 2), elements)[: len(shape)]
+  return len(shape) in ranks and shape == kept
+
+
+def _flatten(leaf, like):
+  if leaf.shape == like.shape:
+    return leaf
+  flat = jnp.pad(leaf.ravel(), (0, math.prod(like.shape) - leaf.size))
+  return lax.reshape(flat, like.shape)
+
+
+# Each shard has a flat slice of each leaf, [slices, 1, ..., 1, elements]; zeros
+# are at its end.
+_SLICES = full_rules.rule(_unflatten, _flatten)
+
+
+def _problem(state: Any) -> str | None:
+  """Returns what is wrong if a residual of a shard here is not finite."""
+  residuals = state.residual, getattr(state, 'server_residual', None)
+  bad = {
+      start + i
+      for leaf in jax.tree.leaves(residuals)
+      for start, piece in states.parts_here(leaf)
+      for i, row in enumerate(piece)
+      if not np.all(np.isfinite(row))
+  }
+  if not bad:
+    return None
+  return (
+      f'The residuals of the shards {sorted(bad)} are not finite: a bad update'
+      ' has reached them, and stays in all later ones. Go back to a checkpoint,'
+      ' and put `shard_transforms.guard` around the compression.'
+  )
 
 
 class CompressedMeanState(NamedTuple):
@@ -51,15 +102,10 @@ class CompressedMeanState(NamedTuple):
   rules = {
       'step': states.Rule(metric='same'),
       # The mean of all residuals stays as it is.
-      'residual': states.Rule(resize='mean'),
-      'server_residual': full_rules.SLICES,
+      'residual': states.Rule(resize='mean', problem=_problem),
+      'server_residual': _SLICES,
       'update_norm': states.Rule(resize='maximum'),
   }
-
-  def health_problem(self) -> str | None:
-    """Returns what `check_health` raises, if a residual is not finite."""
-    held = self.residual, self.server_residual
-    return _health_problem(held)
 
 
 class PowerSGDState(NamedTuple):
@@ -98,13 +144,9 @@ class PowerSGDState(NamedTuple):
 
   rules = {
       'step': states.Rule(metric='same'),
-      'residual': states.Rule(resize='mean'),
+      'residual': states.Rule(resize='mean', problem=_problem),
       'update_norm': states.Rule(resize='maximum'),
   }
-
-  def health_problem(self) -> str | None:
-    """Returns what `check_health` raises, if a residual is not finite."""
-    return _health_problem(self.residual)
 
 
 def compression_error(state: optax.OptState) -> jax.Array:
@@ -199,25 +241,3 @@ def _lead(sharding):
   """Returns the axes over which the first dimension is sharded."""
   entry = sharding.spec[0]
   return entry if isinstance(entry, tuple) else (entry,)
-
-
-def _health_problem(residuals: Any) -> str | None:
-  """Returns what is wrong if a residual of a shard here is not finite.
-
-  Args:
-    residuals: Arrays with a leading axis of shards.
-  """
-  bad = {
-      start + i
-      for leaf in jax.tree.leaves(residuals)
-      for start, piece in states.parts_here(leaf)
-      for i, row in enumerate(piece)
-      if not np.all(np.isfinite(row))
-  }
-  if not bad:
-    return None
-  return (
-      f'The residuals of the shards {sorted(bad)} are not finite: a bad update'
-      ' has reached them, and stays in all later ones. Go back to a checkpoint,'
-      ' and put `shard_transforms.guard` around the compression.'
-  )

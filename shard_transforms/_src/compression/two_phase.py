@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.compression import compressor as compressor_lib
+from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import exchanges
 
 Shape = tuple[int, ...]
 

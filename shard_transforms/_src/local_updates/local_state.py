@@ -41,6 +41,25 @@ def _are_finite(state):
   return are_finite
 
 
+def _problem(state: Any) -> str | None:
+  """Returns what `check_health` raises, if no shard here is finite."""
+  leaves = jax.tree.leaves(state.own_params)
+  finite: dict[int, bool] = {}
+  for leaf in leaves:
+    for start, rows in states.parts_here(leaf):
+      for i, row in enumerate(rows, start):
+        finite[i] = finite.get(i, True) and bool(jnp.all(jnp.isfinite(row)))
+  if not finite or any(finite.values()):
+    return None
+  return (
+      'The own parameters of a shard of `local_updates` must be finite, but'
+      f' those of all shards here, {sorted(finite)}, are not, in round'
+      f' {states.largest_here(state.num_rounds)}. Go back to a checkpoint'
+      ' from before it, and put `guard` into `outer`: it leaves out a shard'
+      ' that is not finite.'
+  )
+
+
 class LocalUpdatesState(NamedTuple):
   """State of `local_updates`.
 
@@ -83,28 +102,10 @@ class LocalUpdatesState(NamedTuple):
   rules = {
       'step': states.Rule(metric='same'),
       'num_rounds': states.Rule(metric='same'),
-      'own_params': states.Rule(resize=_own_rule),
+      'own_params': states.Rule(resize=_own_rule, problem=_problem),
       'inner_state': states.Rule(resize=_own_rule),
       'total_weight': states.Rule(resize=_share_rule),
   }
-
-  def health_problem(self) -> str | None:
-    """Returns what `check_health` raises, if no shard here is finite."""
-    leaves = jax.tree.leaves(self.own_params)
-    finite: dict[int, bool] = {}
-    for leaf in leaves:
-      for start, rows in states.parts_here(leaf):
-        for i, row in enumerate(rows, start):
-          finite[i] = finite.get(i, True) and bool(jnp.all(jnp.isfinite(row)))
-    if not finite or any(finite.values()):
-      return None
-    return (
-        'The own parameters of a shard of `local_updates` must be finite, but'
-        f' those of all shards here, {sorted(finite)}, are not, in round'
-        f' {states.largest_here(self.num_rounds)}. Go back to a checkpoint'
-        ' from before it, and put `guard` into `outer`: it leaves out a shard'
-        ' that is not finite.'
-    )
 
 
 def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:

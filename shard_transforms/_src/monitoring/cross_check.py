@@ -21,6 +21,34 @@ _CALLER = 'cross_check'
 _MAX_TURNS = 3
 
 
+def _differed(state: Any) -> str | None:
+  """Returns the message of `check_health`, if results have differed."""
+  num_checks = states.largest_here(state.num_checks)
+  # Under `jax.pmap`, each shard has a copy, which it keeps in a leading axis.
+  suspected = _one_copy(state.num_suspected)
+  if suspected.any():
+    shard = int(suspected.argmax())
+    leaf = _one_copy(state.last_leaf)[shard]
+    where = '' if leaf < 0 else f', last in leaf {leaf} of `jax.tree.leaves`'
+    return (
+        f'Shard {shard} computed another result than two others, which'
+        f' agreed, in {suspected[shard]} of {num_checks} checks of'
+        f' `{_CALLER}`{where}. Suspect its device: go back to'
+        ' a checkpoint, and train without it.'
+    )
+  if unexplained := states.largest_here(state.num_unexplained):
+    return (
+        f'Shards computed different results from the same batch in'
+        f' {unexplained} of {num_checks} checks of `{_CALLER}`, and no'
+        ' majority says which is right. If this is so from the first check'
+        ' on, these devices do not give the same bits for the same program,'
+        ' or `fun` is not a pure function of its arguments; else suspect'
+        ' the hardware of the shards'
+        f' {np.flatnonzero(_one_copy(state.num_differing)).tolist()}.'
+    )
+  return None
+
+
 class CrossCheckState(NamedTuple):
   """State of `cross_check`, the same on all shards.
 
@@ -56,38 +84,11 @@ class CrossCheckState(NamedTuple):
   trusted: jax.Array
 
   rules = {
-      'num_checks': states.Rule(metric='same'),
+      'num_checks': states.Rule(metric='same', problem=_differed),
       'num_unexplained': states.Rule(metric='same'),
       'num_differing': states.Rule(metric='maximum'),
       'num_suspected': states.Rule(metric='maximum'),
   }
-
-  def health_problem(self) -> str | None:
-    """Returns the message of `check_health`, if results have differed."""
-    num_checks = states.largest_here(self.num_checks)
-    # Under `jax.pmap`, each shard has a copy, which it keeps in a leading axis.
-    suspected = _one_copy(self.num_suspected)
-    if suspected.any():
-      shard = int(suspected.argmax())
-      leaf = _one_copy(self.last_leaf)[shard]
-      where = '' if leaf < 0 else f', last in leaf {leaf} of `jax.tree.leaves`'
-      return (
-          f'Shard {shard} computed another result than two others, which'
-          f' agreed, in {suspected[shard]} of {num_checks} checks of'
-          f' `{_CALLER}`{where}. Suspect its device: go back to'
-          ' a checkpoint, and train without it.'
-      )
-    if unexplained := states.largest_here(self.num_unexplained):
-      return (
-          f'Shards computed different results from the same batch in'
-          f' {unexplained} of {num_checks} checks of `{_CALLER}`, and no'
-          ' majority says which is right. If this is so from the first check'
-          ' on, these devices do not give the same bits for the same program,'
-          ' or `fun` is not a pure function of its arguments; else suspect'
-          ' the hardware of the shards'
-          f' {np.flatnonzero(_one_copy(self.num_differing)).tolist()}.'
-      )
-    return None
 
 
 def _one_copy(counts):

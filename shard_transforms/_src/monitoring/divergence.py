@@ -23,6 +23,21 @@ from shard_transforms._src.monitoring import digests
 from shard_transforms._src.reduction import collectives
 
 
+def _diverged(state: Any) -> str | None:
+  """Returns the message of `check_health`, if shards have diverged."""
+  if not states.largest_here(state.diverged_count):
+    return None
+  return (
+      'Shards must hold the same bits, but `track_divergence` found that they'
+      f' differ in {states.largest_here(state.diverged_count)} of its'
+      ' checks, first at update'
+      f' {states.largest_here(state.first_diverged_step)}. Go'
+      ' back to a checkpoint from before it. If it comes again, the'
+      ' parameters depend on something that differs between shards; else'
+      ' suspect the hardware.'
+  )
+
+
 class DivergenceState(NamedTuple):
   """State of `track_divergence`, the same on all shards.
 
@@ -49,23 +64,9 @@ class DivergenceState(NamedTuple):
   rules = {
       'num_updates': states.Rule(metric='same'),
       'divergence': states.Rule(metric='same'),
-      'diverged_count': states.Rule(metric='same'),
+      'diverged_count': states.Rule(metric='same', problem=_diverged),
       'first_diverged_step': states.Rule(metric='same'),
   }
-
-  def health_problem(self) -> str | None:
-    """Returns the message of `check_health`, if shards have diverged."""
-    if not states.largest_here(self.diverged_count):
-      return None
-    return (
-        'Shards must hold the same bits, but `track_divergence` found that they'
-        f' differ in {states.largest_here(self.diverged_count)} of its'
-        ' checks, first at update'
-        f' {states.largest_here(self.first_diverged_step)}. Go'
-        ' back to a checkpoint from before it. If it comes again, the'
-        ' parameters depend on something that differs between shards; else'
-        ' suspect the hardware.'
-    )
 
 
 def shard_divergence(

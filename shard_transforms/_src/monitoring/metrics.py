@@ -196,10 +196,8 @@ def check_health(state: optax.OptState) -> None:
   """Raises if training has stalled or shards have diverged.
 
   It asks the states of `guard` and `track_divergence` anywhere in `state`, and
-  states of your own that have a method `health_problem`, which returns what is
-  wrong, in sentences, or `None`. An array may be spread over several processes:
-  that method may read its addressable shards only. `check_health` waits for
-  counters, so call it now and then rather than in each step.
+  each other whose `rules` have a `problem`, as `state_rules.Rule` has it. It
+  waits for counters, so call it now and then rather than in each step.
 
   Args:
     state: State of an optimizer, as a step returns it.
@@ -225,13 +223,13 @@ def check_health(state: optax.OptState) -> None:
         ...
     RuntimeError: `guard` has skipped the last 2 updates, 1 to 2: ...
   """
-  found = list(states.nodes(state, _is_monitored))
+  found = list(states.nodes(state, lambda x: bool(_problems(x))))
   if not found:
     _refuse_without_classes(state, 'check_health')
     raise ValueError(
-        '`state` must hold a `GuardState`, a `DivergenceState` or another that'
-        f' has `health_problem`, got none in {type(state).__name__!r}. Give the'
-        ' state of an optimizer inside `guard`, or leave `check_health` out.'
+        '`state` must hold a `GuardState`, a `DivergenceState` or another whose'
+        f' `rules` have a `problem`, got none in {type(state).__name__!r}. Give'
+        ' the state of an optimizer in `guard`, or leave out `check_health`.'
     )
   for node in found:
     if any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(node)):
@@ -239,9 +237,12 @@ def check_health(state: optax.OptState) -> None:
           '`check_health` must be called outside of traced code, on the state'
           ' that a compiled step has returned.'
       )
-    if problem := node.health_problem():
-      raise RuntimeError(problem)
+    for problem_of in _problems(node):
+      if problem := problem_of(node):
+        raise RuntimeError(problem)
 
 
-def _is_monitored(node):
-  return hasattr(node, 'health_problem')
+def _problems(node):
+  """Returns the functions of a state that tell what is wrong with it."""
+  rules = states.rules_of(node).values()
+  return [rule.problem for rule in rules if rule.problem is not None]

@@ -1,7 +1,6 @@
-"""Collectives over shards.
+"""Collectives over shards; only this file and `exchanges` call those of JAX.
 
-This file and `exchanges` are the only ones that call those of JAX. Values vary
-over all axes where JAX tracks this.
+Values vary over all axes where JAX tracks this.
 """
 
 from collections.abc import Hashable

@@ -1,7 +1,7 @@
 """`guard`: skips updates that are NaN, infinite or spikes."""
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,23 @@ from shard_transforms._src.reduction import collectives
 from shard_transforms._src.transforms import spikes as spikes_lib
 
 _CALLER = 'guard'
+
+
+def _stalled(state: Any) -> str | None:
+  """Returns what `check_health` raises, if too many steps were skipped."""
+  num_skipped = states.largest_here(state.consecutive_skipped)
+  if num_skipped < states.largest_here(state.max_consecutive):
+    return None
+  num_updates = states.largest_here(state.num_updates)
+  first = num_updates - num_skipped
+  why = 'not finite' if state.spikes == () else 'not finite, or spikes'
+  bad = _bad_shards(state.last_bad_step, first, why)
+  return (
+      f'`guard` has skipped the last {num_skipped} updates, {first} to'
+      f' {num_updates - 1}: training does not go on.{bad}'
+      f'{spikes_lib.spikes_since(state.spikes, first)} Look at the data and'
+      ' the learning rate, and go back to a checkpoint from before them.'
+  )
 
 
 class GuardState(NamedTuple):
@@ -61,28 +78,12 @@ class GuardState(NamedTuple):
   rules = {
       'num_updates': states.Rule(metric='same'),
       'skipped_count': states.Rule(metric='same'),
-      'consecutive_skipped': states.Rule(metric='same'),
+      'consecutive_skipped': states.Rule(metric='same', problem=_stalled),
       'bad_shard_count': states.Rule(metric='same'),
       'last_bad_step': states.Rule(
           resize='maximum', empty=states.NEVER, metric='maximum'
       ),
   }
-
-  def health_problem(self) -> str | None:
-    """Returns what `check_health` raises, if too many steps were skipped."""
-    num_skipped = states.largest_here(self.consecutive_skipped)
-    if num_skipped < states.largest_here(self.max_consecutive):
-      return None
-    num_updates = states.largest_here(self.num_updates)
-    first = num_updates - num_skipped
-    why = 'not finite' if self.spikes == () else 'not finite, or spikes'
-    bad = _bad_shards(self.last_bad_step, first, why)
-    return (
-        f'`guard` has skipped the last {num_skipped} updates, {first} to'
-        f' {num_updates - 1}: training does not go on.{bad}'
-        f'{spikes_lib.spikes_since(self.spikes, first)} Look at the data and'
-        ' the learning rate, and go back to a checkpoint from before them.'
-    )
 
 
 def guard(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import states
+from shard_transforms._src.transforms import guard
 
 # The states of chains and of what runs `inner` in each step.
 _STEPPING = (
@@ -84,7 +85,7 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
 
 
 def _is_guard(node: Any) -> bool:
-  return hasattr(node, 'consecutive_skipped')
+  return isinstance(node, guard.GuardState)
 
 
 def _in_each_step(node: Any) -> Iterator[Any]:

@@ -8,8 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import collectives
+
+# Between processes with gloo; in larger pieces, receiving hardly overlaps with
+# sending. Measured by `python benchmarks/thresholds.py`.
+_PIECE_BYTES = 256 * 1024
+
+
+def piece_bytes() -> int | None:
+  """Returns the most that is sent at once where this is traced, or `None`."""
+  return _PIECE_BYTES if axes_lib.between_processes() else None
 
 
 def exchange(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
@@ -45,7 +53,7 @@ def _in_pieces(send, rows, num_leading):
   pieces there are.
   """
   lead, shape = rows.shape[:num_leading], rows.shape[num_leading:]
-  most = thresholds.measured().piece_bytes or rows.nbytes
+  most = piece_bytes() or rows.nbytes
   length = math.prod(shape)
   num_pieces = math.ceil(length / max(most // rows.dtype.itemsize, 1))
   if num_pieces <= 1:
