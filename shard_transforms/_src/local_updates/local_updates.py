@@ -223,10 +223,9 @@ def _step_alone(inner, updates, inner_state, own, weight, axes, extra_args):
     return (), after
 
   given = (own, inner_state), updates, weight
-  if axes_lib.fuses_up_to_barriers():
-    return step(*given)[1]
-  # Outside of a loop, XLA fuses a step with the change of shape around it. Then
-  # it copies the state and does not write in place: 2.9 times the CPU time.
+  # Outside of a loop, XLA for TPUs fuses a step with the changes of shape around
+  # it: 8 matrices of 1,024² with Adam take twice the time to compile on v5e 2×4,
+  # and 57 or 129 MB of temporary memory (JAX 0.10, 0.12) in place of 49 or 54.
   return gating.run_when_due(jnp.array(True), step, *given)[1]
 
 

@@ -141,12 +141,10 @@ def transformation(
       total = reduction.total(
           num_towers if weight is None else row(total_weight)
       )
-      run = functools.partial(finish, like=like, extra_args=extra_args)
-      given = window.inner_state, params, sums, total
-      if weight is None:
-        made, inner_state = run(*given)
-      else:
-        made, inner_state = gating.run_when_due(total > 0, run, *given)
+      before = window.inner_state
+      given = before, params, sums, total, like, extra_args
+      accept = None if weight is None else total > 0
+      made, inner_state = gating.select(accept, *finish(*given), before)
       tower = jnp.zeros_like(window.tower)
       return made, window._replace(tower=tower, inner_state=inner_state)
 
