@@ -35,6 +35,11 @@ _OWN_ARGS = ('local_step', 'weight')
 class Checked(NamedTuple):
   """What the gates around a gate have checked, and what it must check for them.
 
+  Only a gate that is itself the `inner` of another is told. A link of a chain
+  may change updates or the weight, so what stands behind one, or reduces, gets
+  other values, and checks these: a sum behind a mean would be N times too
+  large.
+
   Attributes:
     axes: Over which axes each shard is known to have its own updates; `None` if
       there is no gate around.
