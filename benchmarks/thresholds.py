@@ -40,7 +40,6 @@ from shard_transforms._src.exchanges import exchanges
 AXIS = 'data'
 GAIN = 0.95
 KIB = 1024
-NOTHING = thresholds.Thresholds()
 
 _SHARDS = flags.DEFINE_integer(
     'shards', 8, 'Virtual devices, where there are only CPUs.', lower_bound=2
@@ -53,7 +52,7 @@ _REDUCTIONS = flags.DEFINE_integer(
 )
 
 # The functions that tell what was measured, with their modules.
-BUFFERS = thresholds, 'measured'
+BUFFERS = thresholds, 'levels'
 FEW_ROWS = aggregator, 'are_few_rows'
 PIECE_BYTES = exchanges, 'piece_bytes'
 
@@ -135,7 +134,7 @@ def updates_of(
 
 
 def buffers(
-    field: str, tx: optax.GradientTransformation
+    name: str, tx: optax.GradientTransformation
 ) -> tuple[thresholds.Level, ...]:
   """Returns the buffers that gain: first how large, then for which leaves."""
 
@@ -143,14 +142,11 @@ def buffers(
     levels = {
         limit // KIB: (thresholds.Level(limit, limit, 64),) for limit in limits
     }
-    return {
-        label: NOTHING._replace(**{field: steps})
-        for label, steps in {'alone': (), **levels}.items()
-    }
+    return {'alone': (), **levels}
 
   limits = [KIB * n for n in (32, 128, 512, 4_096)]
   best = fastest(
-      f'{field} [KiB]',
+      f'{name} [KiB]',
       lambda: updates_of(tx, [(1_000,)] * 200),
       BUFFERS,
       ways(limits),
@@ -192,7 +188,7 @@ def sorted_rows(num_rows: int) -> Callable[[], Any]:
   return functools.partial(jax.jit(middle).lower(rows).compile(), rows)
 
 
-def in_one_process() -> thresholds.Thresholds:
+def in_one_process() -> dict[str, tuple[thresholds.Level, ...]]:
   """Returns the buffers by which the devices of this process gain."""
   few_rows('sorted rows', sorted_rows, (4, 8, 16, 32))
   few_rows(
@@ -203,18 +199,16 @@ def in_one_process() -> thresholds.Thresholds:
   return in_buffers()
 
 
-def in_buffers() -> thresholds.Thresholds:
+def in_buffers() -> dict[str, tuple[thresholds.Level, ...]]:
   """Returns by which buffers an all-reduce and slices gain."""
-  return thresholds.Thresholds(
-      buffers=buffers('buffers', shard_transforms.cross_shard_mean(AXIS)),
-      slice_buffers=buffers(
-          'slice_buffers',
-          shard_transforms.shard_update(optax.identity(), AXIS),
-      ),
-  )
+  txs = {
+      'buffers': shard_transforms.cross_shard_mean(AXIS),
+      'slice_buffers': shard_transforms.shard_update(optax.identity(), AXIS),
+  }
+  return {name: buffers(name, tx) for name, tx in txs.items()}
 
 
-def between_processes() -> thresholds.Thresholds:
+def between_processes() -> dict[str, tuple[thresholds.Level, ...]]:
   """Returns the buffers by which two processes gain."""
   tx = compression.compressed_mean(AXIS, compression.quantize(8))
   fastest(

@@ -49,7 +49,7 @@ def loss(params: Any, data: Any) -> jax.Array:
 
 def unpacked() -> contextlib.AbstractContextManager[Any]:
   """Returns a context in which each leaf is sent alone."""
-  return mock.patch.object(thresholds, 'measured', thresholds.Thresholds)
+  return mock.patch.object(thresholds, 'levels', return_value=())
 
 
 def count_sent(fn: Callable[..., Any], *args: Any) -> dict[str, int]:

@@ -137,6 +137,7 @@ def _rows(leaves, axes, is_cut):
   return aggregator.map_packed(
       lambda buffer: exchanges.exchange(buffer, axes),
       [aggregator.rows_of(leaf, axes) for leaf in leaves],
+      axes,
       num_rows=axes_lib.size(axes, _CALLER),
   )
 
@@ -230,6 +231,7 @@ def _whole(nodes, leaves, axes, is_cut):
   rows = aggregator.map_packed(
       lambda buffer: collectives.gather(buffer, axes),
       slices,
+      axes,
       growth=axes_lib.size(axes, _CALLER),
   )
   return [leaves_lib.join(x, y) for x, y in zip(rows, leaves, strict=True)]

@@ -84,7 +84,7 @@ def map_elements(
 
   if not is_cut(axes):
     return [combine(collectives.gather(leaf, axes)) for leaf in leaves]
-  return map_packed(send, leaves)
+  return map_packed(send, leaves, axes)
 
 
 def is_cut(axes: Axes) -> bool:
@@ -109,11 +109,12 @@ def are_few_rows(num_rows: int) -> bool:
 def map_packed(
     send: Callable[[jax.Array], jax.Array],
     leaves: Sequence[jax.Array],
+    axes: Axes,
     **sizes: int,
 ) -> list[jax.Array]:
   """Sends leaves of one kind in shared buffers; see `bucketing.map_packed`."""
   keys = [(leaf.dtype, axes_lib.varying_axes(leaf)) for leaf in leaves]
-  levels = thresholds.measured().buffers
+  levels = thresholds.levels(axes)
   return bucketing.map_packed(
       lambda buffer, _: send(buffer), leaves, keys, levels, **sizes
   )

@@ -73,7 +73,7 @@ def _aggregate(leaves, counts, axes):
   if not aggregator.is_cut(axes):
     return [_vote_in_bytes(leaf, counts, axes) for leaf in leaves]
   return aggregator.map_packed(
-      lambda buffer: _vote_in_bits(buffer, counts, axes), leaves
+      lambda buffer: _vote_in_bits(buffer, counts, axes), leaves, axes
   )
 
 

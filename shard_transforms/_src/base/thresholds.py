@@ -5,6 +5,8 @@ is packed. For TPUs and GPUs, programs were compiled and counted, but never run.
 `python benchmarks/thresholds.py` measures the table on a machine.
 """
 
+from collections.abc import Hashable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shard_transforms._src.base import axes as axes_lib
@@ -25,50 +27,47 @@ class Level(NamedTuple):
   num_leaves: int = 32
 
 
-class Thresholds(NamedTuple):
-  """Up to which size leaves are packed.
-
-  Attributes:
-    buffers: The steps in which leaves are packed for an all-reduce.
-    slice_buffers: The same for a reduce-scatter or an all-gather.
-  """
-
-  buffers: tuple[Level, ...] = ()
-  slice_buffers: tuple[Level, ...] = ()
-
-
-# One process with XLA for CPUs, by `python benchmarks/thresholds.py`.
-_CPU = Thresholds(
-    # Every operand of an all-reduce costs a barrier of all threads, a buffer
-    # two copies. Leaves of 16 kB gain, those of 48 kB lose, larger buffers gain
-    # no more: python benchmarks/reduce.py
-    #   --shapes=100x4_000,100x8_000,100x12_000
-    buffers=(Level(32 * 1024, 128 * 1024),),
-    # A leaf in slices costs two collectives, which XLA does not combine:
-    # python benchmarks/sharded.py --params=200x1_000,100x12_000,100x30_000
-    slice_buffers=(Level(128 * 1024, 4 * 1024**2, 64),),
-)
-
-# Between processes with gloo: python benchmarks/processes.py
-# Every operand costs a switch between threads, of up to a tick of the
-# scheduler. All leaves are sent together, up to a size at which that no longer
-# matters, packed in several steps of few arrays each.
+# Of several processes whose CPUs talk through gloo. Every operand costs a
+# switch between threads, of up to a tick of the scheduler. All leaves are sent
+# together, up to a size at which that no longer matters, packed in several
+# steps of few arrays each: python benchmarks/processes.py
 _ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2)
-_PACKED_IN_STEPS = (Level(128 * 1024, 4 * 1024**2), *2 * (_ALL_TOGETHER,))
-_CPU_PROCESSES = Thresholds(_PACKED_IN_STEPS, _PACKED_IN_STEPS)
+_BETWEEN_PROCESSES = (Level(128 * 1024, 4 * 1024**2), *2 * (_ALL_TOGETHER,))
 
-# XLA joins all-reduces by itself, where buffers cost temporary memory, but not
-# permutes: in `reproducible`, 50 leaves of 400 B send 3 in place of 150. With
-# leaves of 120 kB, buffers take 2.6 times as long to compile, with those of 32
-# kB 1.5 times. No command repeats these figures.
-_TPU = Thresholds(slice_buffers=(Level(32 * 1024, 4 * 1024**2, 64),))
+# For an all-reduce. Of one process with XLA for CPUs, every operand costs a
+# barrier of all threads, a buffer two copies. Leaves of 16 kB gain, those of 48
+# kB lose, larger buffers gain no more: python benchmarks/reduce.py
+#   --shapes=100x4_000,100x8_000,100x12_000
+_BUFFERS = {'cpu': (Level(32 * 1024, 128 * 1024),)}
 
-# For GPUs, XLA joins all collectives of these.
-_BY_PLATFORM = {'cpu': _CPU, 'tpu': _TPU}
+# For a reduce-scatter or an all-gather. On CPUs, a leaf in slices costs two
+# collectives, which XLA does not combine: python benchmarks/sharded.py
+#   --params=200x1_000,100x12_000,100x30_000
+# XLA for TPUs joins all-reduces by itself, where buffers cost temporary memory,
+# but not permutes: in `reproducible`, 50 leaves of 400 B send 3 in place of
+# 150. With leaves of 120 kB, buffers take 2.6 times as long to compile, with
+# those of 32 kB 1.5 times; no command repeats these figures. XLA for GPUs joins
+# all of them.
+_SLICE_BUFFERS = {
+    'cpu': (Level(128 * 1024, 4 * 1024**2, 64),),
+    'tpu': (Level(32 * 1024, 4 * 1024**2, 64),),
+}
 
 
-def measured() -> Thresholds:
-  """Returns the thresholds of the platform for which a program is traced."""
+def levels(
+    axes: Sequence[Hashable], in_slices: bool = False
+) -> tuple[Level, ...]:
+  """Returns the steps in which leaves are packed where this is traced.
+
+  Args:
+    axes: The axes over which they are sent.
+    in_slices: Whether they are scattered and gathered, in place of summed.
+  """
+  # A buffer would gather what is sharded over a mesh axis that is not mapped,
+  # and under `vmap` nothing is sent.
+  if not axes_lib.on_mapped_mesh(axes):
+    return ()
   if axes_lib.between_processes():
-    return _CPU_PROCESSES
-  return _BY_PLATFORM.get(axes_lib.platform(), Thresholds())
+    return _BETWEEN_PROCESSES
+  table = _SLICE_BUFFERS if in_slices else _BUFFERS
+  return table.get(axes_lib.platform(), ())

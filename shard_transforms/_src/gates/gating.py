@@ -178,7 +178,8 @@ class Gate:
           may_be_local=known.may_be_local,
           caller=known.caller,
       )
-    return select(accept, *run(inner_state, updates, weight), inner_state)
+    made, after = run(inner_state, updates, weight)
+    return select(accept, made, after, inner_state)
 
   def _known(self, checked, has_weight):
     """Returns what a gate inside this one need not check, and what it must."""

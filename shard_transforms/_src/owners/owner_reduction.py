@@ -14,6 +14,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import sharded_reduction
@@ -99,10 +100,9 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
       return parts.reshape(-1, *row.shape)
 
     keys = [(x.dtype, axes_lib.varying_axes(x)) for x in rows]
+    levels = thresholds.levels(self.axes, in_slices=True)
     growth = self.num_owners
-    return bucketing.map_packed(
-        gather, rows, keys, self.levels(), growth=growth
-    )
+    return bucketing.map_packed(gather, rows, keys, levels, growth=growth)
 
 
 def _scatter_beside(rows, axis, groups, num_owners):

@@ -123,15 +123,6 @@ class Reduction:
       num_shards = len(self.groups[0])
     return num_shards
 
-  def levels(self) -> tuple[thresholds.Level, ...]:
-    """Returns the steps in which leaves are packed where this is traced."""
-    # A buffer would gather what is sharded over a mesh axis that is not mapped,
-    # and under `vmap` nothing is sent.
-    if not axes_lib.on_mapped_mesh(self.axes):
-      return ()
-    measured = thresholds.measured()
-    return measured.slice_buffers if self.in_slices else measured.buffers
-
 
 def check(
     tree: optax.Updates, weight: chex.Numeric | None, options: Reduction
@@ -206,7 +197,9 @@ def reduce_by(
     # `/` takes several times as long to trace.
     return lax.div(summed, summed.dtype.type(size))
 
-  levels = options.levels() if any(key.axes for key in keys) else ()
+  levels = ()
+  if any(key.axes for key in keys):
+    levels = thresholds.levels(options.axes, options.in_slices)
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
   for i, x in zip(todo, reduced, strict=True):
     results[i] = leaves_lib.as_dtype(x, leaves_lib.dtype_of(leaves[i]))

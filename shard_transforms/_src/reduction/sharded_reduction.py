@@ -16,6 +16,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import slice_marks
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
@@ -105,8 +106,9 @@ class ShardedReduction(leaf_sums.Reduction):
     packed = [own.pop(i) for i in in_rows]
     keys = [(x.dtype, axes_lib.varying_axes(x)) for x in packed]
     with jax.named_scope(self.caller):
+      levels = thresholds.levels(self.axes, in_slices=True)
       rows = bucketing.map_packed(
-          gather, packed, keys, self.levels(), growth=self.num_shards()
+          gather, packed, keys, levels, growth=self.num_shards()
       )
       for i, row in zip(in_rows, rows, strict=True):
         leaves[i] = cut[i].join(row)
@@ -127,7 +129,8 @@ class ShardedReduction(leaf_sums.Reduction):
   def sends_in_rows(self, leaf: chex.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether slices are sent as rows, such as those that share a buffer."""
     size = math.prod(jnp.shape(leaf)) * leaves_lib.dtype_of(leaf).itemsize
-    is_small = any(size < level.leaf_bytes for level in self.levels())
+    levels = thresholds.levels(self.axes, in_slices=True)
+    is_small = any(size < level.leaf_bytes for level in levels)
     return is_small or self.groups is not None
 
   def num_slices(self) -> tuple[int, ...]:
