@@ -99,11 +99,10 @@ class LocalUpdatesState(NamedTuple):
     if not finite or any(finite.values()):
       return None
     return (
-        'The own parameters of a shard of `local_updates` must be finite, but'
+        'Own parameters in `local_updates` must be finite, but'
         f' those of all shards here, {sorted(finite)}, are not, in round'
-        f' {states.largest_here(self.num_rounds)}. Go back to a checkpoint'
-        ' from before it, and put `guard` into `outer`: it leaves out a shard'
-        ' that is not finite.'
+        f' {states.largest_here(self.num_rounds)}. Go back to an earlier'
+        ' checkpoint, and put `guard` into `outer`: it leaves out such shards.'
     )
 
 
