@@ -127,6 +127,18 @@ def _label_cells(body):
   return re.sub(r'<table\b.*?</table>', labelled, body, flags=re.S)
 
 
+def _wrap_sentences(body):
+  """Marks outputs with a sentence, which break their lines; tables scroll."""
+
+  def marked(block):
+    longest = max(len(_text(line)) for line in block[0].splitlines())
+    kind = 'highlight-text' + ' sentences' * (longest > 110)
+    return block[0].replace('highlight-text', kind, 1)
+
+  blocks = r'<div class="highlight-text .*?</pre>'
+  return re.sub(blocks, marked, body, flags=re.S)
+
+
 def _text(cell):
   return html.unescape(re.sub('<[^>]+>', '', cell)).strip()
 
@@ -163,7 +175,8 @@ def _finish(app, pagename, templatename, context, doctree):
   body = context.get('body', '')
   if pagename.startswith('_modules/'):
     body = _back(body)
-  context['body'] = _draw(_label_cells(_break_names(body)))
+  body = _wrap_sentences(_label_cells(_break_names(body)))
+  context['body'] = _draw(body)
 
 
 def setup(app):

@@ -99,7 +99,7 @@ class LocalUpdatesState(NamedTuple):
     if not finite or any(finite.values()):
       return None
     return (
-        'Own parameters in `local_updates` must be finite, but'
+        'The own parameters in `local_updates` must be finite, but'
         f' those of all shards here, {sorted(finite)}, are not, in round'
         f' {states.largest_here(self.num_rounds)}. Go back to an earlier'
         ' checkpoint, and put `guard` into `outer`: it leaves out such shards.'
