@@ -118,7 +118,7 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     params = optax.apply_updates(params, updates)
 
   A gradient at `params` has the same type, but then every step of a round is
-  taken from the same point, and no error tells. `monitoring.wire_report` of a
+  taken from the same point, and no error says so. `monitoring.wire_report` of a
   step warns of it: check a step once, in a test.
 
   Args:
