@@ -118,10 +118,12 @@ def _label_cells(body):
     # Numbers are compared in columns, where they stay.
     if not titles or all(len(_text(cell)) < 25 for cell in cells):
       return table[0]
-    label = itertools.cycle(titles)
-    rows = re.sub(
-        '<td', lambda _: f'<td data-label="{html.escape(next(label))}"', rows
-    )
+    labels = [
+        html.escape(title) if _text(cell) else ''
+        for title, cell in zip(itertools.cycle(titles), cells)
+    ]
+    label = iter(labels)
+    rows = re.sub('<td', lambda _: f'<td data-label="{next(label)}"', rows)
     return f'{head}</thead>{rows}'.replace('class="', 'class="stacked ', 1)
 
   return re.sub(r'<table\b.*?</table>', labelled, body, flags=re.S)
