@@ -112,13 +112,27 @@ def _label_cells(body):
     # Numbers are compared in columns, where they stay.
     if not titles or all(len(_text(cell)) < 25 for cell in cells):
       return table[0]
-    label = itertools.cycle(titles)
-    rows = re.sub(
-        '<td', lambda _: f'<td data-label="{html.escape(next(label))}"', rows
-    )
+    labels = [
+        html.escape(title) if _text(cell) else ''
+        for title, cell in zip(itertools.cycle(titles), cells)
+    ]
+    label = iter(labels)
+    rows = re.sub('<td', lambda _: f'<td data-label="{next(label)}"', rows)
     return f'{head}</thead>{rows}'.replace('class="', 'class="stacked ', 1)
 
   return re.sub(r'<table\b.*?</table>', labelled, body, flags=re.S)
+
+
+def _wrap_sentences(body):
+  """Marks outputs with a sentence, which break their lines; tables scroll."""
+
+  def marked(block):
+    longest = max(len(_text(line)) for line in block[0].splitlines())
+    kind = 'highlight-text' + ' sentences' * (longest > 110)
+    return block[0].replace('highlight-text', kind, 1)
+
+  blocks = r'<div class="highlight-text .*?</pre>'
+  return re.sub(blocks, marked, body, flags=re.S)
 
 
 def _text(cell):
@@ -157,7 +171,8 @@ def _finish(app, pagename, templatename, context, doctree):
   body = context.get('body', '')
   if pagename.startswith('_modules/'):
     body = _back(body)
-  context['body'] = _draw(_label_cells(_break_names(body)))
+  body = _wrap_sentences(_label_cells(_break_names(body)))
+  context['body'] = _draw(body)
 
 
 def setup(app):

@@ -107,7 +107,7 @@ SUMS = (
     lambda x: x * lax.pmax(jnp.float32(1), AXIS),
     lambda x: x * lax.psum(jnp.sum(jnp.ones(3)), 'model'),
 )
-NOT_ZERO = 'padding behind the last element may not be zero'
+NOT_ZERO = 'padding after the last element may not be zero'
 OF_A_SLICE = 'a sum over the slice of one shard is used as if over all'
 TWICE = '`psum` adds up what is the same on all shards'
 OWN = 'numbers of their own'

@@ -73,7 +73,7 @@ class BoundAxisTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         NameError,
         f"`{factory}` needs the mapped axis 'data', which is not bound here"
-        r' \(mapped mesh axes: \(\)\).*`tx.init`, inside `jax.shard_map`'
+        r' \(mapped axes: \(\)\).*`tx.init`, inside `jax.shard_map`'
         r'.*shard_transforms.on_mesh\(tx, mesh\)`'
         f'.*Under plain `jax.jit`.*leave `{factory}` out',
     ) as caught:
@@ -92,7 +92,7 @@ class BoundAxisTest(parameterized.TestCase):
         axis_names={'host'},
     )
 
-    with self.assertRaisesRegex(NameError, r"mapped mesh axes: \('host',\)\)"):
+    with self.assertRaisesRegex(NameError, r"mapped axes: \('host',\)\)"):
       jax.eval_shape(mapped, jnp.ones(2))
 
 

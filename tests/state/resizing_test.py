@@ -743,8 +743,7 @@ class CopyTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        r'`resize_state` must know .* \(8, 3\) instead of \(4, 3\) at'
-        r' \[0\]\.kept',
+        r'must have a rule.* \(8, 3\) instead of \(4, 3\) at \[0\]\.kept',
     ):
       resize_state(state, tx, jnp.zeros(3), modes.mesh(4))
 

@@ -30,7 +30,7 @@ def adasum(
   which is their sum where they are orthogonal, their mean where they are
   parallel, and b where a is zero. More than two are combined by a binary tree:
   neighbours first, then neighbouring pairs, and so on; where a level has an odd
-  number of nodes, the last one moves up alone. Belongs in the place of
+  number of nodes, the last one moves up alone. Takes the place of
   `cross_shard_mean`; the learning rate is that of one shard.
 
   A shard whose extra argument `weight` is zero is left out, as if its update

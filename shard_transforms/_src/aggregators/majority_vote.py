@@ -22,7 +22,7 @@ def majority_vote(
   NaN included. The result is -1 where more than half of the shards vote -1, and
   1 elsewhere, ties included. So an element whose gradients are all zero, such
   as an embedding that no shard has seen, is moved as well: leave such leaves
-  out with `optax.masked`. Belongs in the place of `cross_shard_mean`, before
+  out with `optax.masked`. Takes the place of `cross_shard_mean`, before
   `optax.sgd` with a learning rate as for Adam.
 
   While fewer than half of the shards lie, an element on which the others agree

@@ -30,7 +30,7 @@ def coordinate_median(
   With an even number of shards, it is the mean of the two in the middle. As
   long as fewer than half of the shards lie, each element stays between the
   minimum and the maximum of the honest shards, whatever the others send, NaN
-  and infinity included. Belongs in the place of `cross_shard_mean`.
+  and infinity included. Takes the place of `cross_shard_mean`.
 
   A shard whose extra argument `weight` is zero is left out; all others count
   the same, because a shard that lies may lie about its weight. NaN is left out
@@ -83,7 +83,7 @@ def trimmed_mean(
   For each element, the `num_trimmed` smallest and the `num_trimmed` largest
   values are left out. As long as at most `num_trimmed` shards lie, each element
   stays between the minimum and the maximum of the honest shards, whatever the
-  others send, NaN and infinity included. Belongs in the place of
+  others send, NaN and infinity included. Takes the place of
   `cross_shard_mean`.
 
   A shard whose extra argument `weight` is zero is left out first; all others

@@ -77,7 +77,7 @@ OWN_NUMBERS = Mixed(
     ' place of replicated ones'
 )
 _NOT_PADDED = Mixed(
-    '`reduce_sum` takes several of them together, and the padding behind the'
+    '`reduce_sum` takes several of them together, and the padding after the'
     ' last element may not be zero'
 )
 _USED_EARLY = Mixed('a sum over the slice of one shard is used as if over all')

@@ -280,9 +280,8 @@ class RecordedGradients(Gradients):
       raise ValueError(
           f'The gradient at batch {record["batch"]} must have the bits that it'
           f' had in record {record["sequence"]} of the journal (local step'
-          f' {record["local_step"]}), got others. The task, its data or a'
-          ' device has changed, or a function is not pure. Use those of the'
-          f' start. {outcomes.WAY_ON}'
+          f' {record["local_step"]}), got others. Use the task, data and'
+          f' devices of the start, and pure functions. {outcomes.WAY_ON}'
       )
 
   def accept(self, assigned: Assignment, reply: Any, grads: Any) -> None:

@@ -106,8 +106,8 @@ def as_local_step(
   name = f'`local_step` of `{caller}`'
   if local_step is None:
     raise TypeError(
-        f'{name} must be the global step at which the parameters behind the'
-        ' updates were read, got None. Call `tx.update(updates, state, params,'
+        f'{name} must be the global step at which the parameters of the updates'
+        ' were read, got None. Call `tx.update(updates, state, params,'
         ' local_step=...)`.'
     )
   dtype = leaves.dtype_of_number(local_step)

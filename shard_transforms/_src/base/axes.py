@@ -67,7 +67,7 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
       mapped = jax.sharding.get_abstract_mesh().manual_axes
       raise NameError(
           f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
-          f' (mapped mesh axes: {mapped}). Call it, and `tx.init`, inside'
+          f' (mapped axes: {mapped}). Call it, and `tx.init`, inside'
           ' `jax.shard_map`, `jax.pmap` or `jax.vmap`; or bind `tx` by'
           ' `shard_transforms.on_mesh(tx, mesh)`. Under plain `jax.jit`, leave'
           f' `{caller}` out, or accumulate gradients by'

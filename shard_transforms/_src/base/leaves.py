@@ -28,12 +28,9 @@ ParamTree = (
 
 _REMEDIES = {
     'invariant': (
-        'it is already reduced. `jax.grad` sums the gradient of replicated'
-        ' parameters under `jax.shard_map`, and an earlier reduction leaves the'
-        ' same type. Take the gradient of `shard_transforms.per_shard(params,'
-        ' {axis!r})`, as `shard_transforms.value_and_grad` does, and reduce it'
-        ' once. If it is a mean,'
-        " `cross_shard_mean(..., on_invariant='averaged')` leaves it as it is."
+        'it is already reduced; `jax.grad` of replicated parameters is a sum.'
+        ' Take `shard_transforms.value_and_grad`, and reduce once. If it is a'
+        " mean, say `cross_shard_mean(..., on_invariant='averaged')`."
     ),
     'unreduced': (
         'its sum over the shards is pending. Take the gradient of each shard:'

@@ -257,9 +257,9 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
       raise ValueError(
           f'State of `{caller}` with `axis_name` must have a leading axis of'
           f' length 1 on each shard, got the shape {leaf.shape}. Map it with'
-          ' the specs of `shard_transforms.state_specs`; for `jax.pmap`, make'
-          ' it by `jax.pmap(tx.init, axis_name=...)(replicated_params)`. If'
-          ' the number of shards is another, convert it by `resize_state`.'
+          ' the specs of `shard_transforms.state_specs`, or convert it by'
+          ' `resize_state`; for `jax.pmap`, make it by'
+          ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
       )
   return _apart(jax.tree.map(_own, tree))
 

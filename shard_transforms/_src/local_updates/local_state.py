@@ -52,11 +52,10 @@ def _problem(state: Any) -> str | None:
   if not finite or any(finite.values()):
     return None
   return (
-      'The own parameters of a shard of `local_updates` must be finite, but'
+      'The own parameters in `local_updates` must be finite, but'
       f' those of all shards here, {sorted(finite)}, are not, in round'
-      f' {states.largest_here(state.num_rounds)}. Go back to a checkpoint'
-      ' from before it, and put `guard` into `outer`: it leaves out a shard'
-      ' that is not finite.'
+      f' {states.largest_here(state.num_rounds)}. Go back to an earlier'
+      ' checkpoint, and put `guard` into `outer`: it leaves out such shards.'
   )
 
 
@@ -120,7 +119,7 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     params = optax.apply_updates(params, updates)
 
   A gradient at `params` has the same type, but then every step of a round is
-  taken from the same point, and no error tells. `monitoring.wire_report` of a
+  taken from the same point, and no error says so. `monitoring.wire_report` of a
   step warns of it: check a step once, in a test.
 
   Args:

@@ -38,13 +38,11 @@ def _differed(state: Any) -> str | None:
     )
   if unexplained := states.largest_here(state.num_unexplained):
     return (
-        f'Shards computed different results from the same batch in'
-        f' {unexplained} of {num_checks} checks of `{_CALLER}`, and no'
-        ' majority says which is right. If this is so from the first check'
-        ' on, these devices do not give the same bits for the same program,'
-        ' or `fun` is not a pure function of its arguments; else suspect'
-        ' the hardware of the shards'
-        f' {np.flatnonzero(_one_copy(state.num_differing)).tolist()}.'
+        f'Shards computed different results from one batch in'
+        f' {unexplained} of {num_checks} checks of `{_CALLER}`, with no'
+        ' majority. If this began with the first check, `fun` is not pure,'
+        ' or devices round differently; else suspect the hardware of the'
+        f' shards {np.flatnonzero(_one_copy(state.num_differing)).tolist()}.'
     )
   return None
 

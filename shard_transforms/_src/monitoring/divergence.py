@@ -32,9 +32,8 @@ def _diverged(state: Any) -> str | None:
       f' differ in {states.largest_here(state.diverged_count)} of its'
       ' checks, first at update'
       f' {states.largest_here(state.first_diverged_step)}. Go'
-      ' back to a checkpoint from before it. If it comes again, the'
-      ' parameters depend on something that differs between shards; else'
-      ' suspect the hardware.'
+      ' back to an earlier checkpoint. If it happens again, parameters depend'
+      ' on the shard; else suspect the hardware.'
   )
 
 

@@ -184,9 +184,9 @@ def _scalar(name, value, kind, axes):
   if not axes and (unknown := axes_lib.untracked_axes()):
     raise ValueError(
         f'`axis_name` of `metrics` must be given, because {name!r} differs'
-        ' between shards and JAX does not track over which of the axes'
-        f' {unknown!r}, got None. Name the axis that the state was made for, or'
-        ' call `metrics` outside of the mapped function.'
+        ' between shards, and JAX does not track over which of'
+        f' {unknown!r}, got None. Name the axis of the state, or call `metrics`'
+        ' outside of the mapped function.'
     )
   axes = axes or tuple(sorted(axes_lib.varying_axes(combined), key=str))
   return collectives.combine(combined, axes, kind)

@@ -28,8 +28,8 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
   else that a step computes from its batch.
 
   Call it with the state that `update` returns. With several guards, all must
-  have accepted the step. They stand around what may leave out a step, such as
-  `drop_stale` and `tower_reduce`; that does not count as skipped. If
+  have accepted the step. Put each `guard` around whatever may leave out a step,
+  such as `drop_stale` and `tower_reduce`; that does not count as skipped. If
   `on_bad='exclude'` accepts a step, what a bad shard has computed for itself is
   still bad: reduce it over all shards before the gradient, or weigh it.
 

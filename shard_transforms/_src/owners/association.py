@@ -188,10 +188,9 @@ def read_state(
   """
   made_for_others = (
       f'State of `{owners.reduction.caller}` must be made for these parameters,'
-      ' this number of shards and this `cost` by'
-      ' `shard_transforms.init_state`, mapped with the specs of'
-      ' `shard_transforms.state_specs`, and converted by'
-      ' `shard_transforms.resize_state`, or for `jax.pmap` be made by'
+      ' this number of shards and this `cost`, by'
+      ' `shard_transforms.init_state` and `shard_transforms.state_specs`, or'
+      ' for `jax.pmap` by'
       ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
   )
   if not isinstance(state, owned_leaves.OwnedLeaves):
@@ -257,13 +256,11 @@ def _types(tree, is_own, axes, ignored=()):
 def _refusal(caller, problem):
   """Returns what is said of a transformation that mixes leaves."""
   return (
-      f'`inner` of `{caller}` must treat each leaf of the parameters alone,'
-      ' because each shard updates those that it owns, but'
+      f'`inner` of `{caller}` must treat each leaf of the parameters alone, but'
       f' {problem}. Use `optax.chain(cross_shard_mean(axis_name), inner)`, for'
-      ' some parameters with `optax.partition`. To clip, put'
-      ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first in'
-      ' `inner`. If it does treat each alone, say'
-      f' `{caller}(..., assume_leafwise=True)`.'
+      ' some parameters by `optax.partition`. To clip, put'
+      ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first. If'
+      f' the check is wrong, say `{caller}(..., assume_leafwise=True)`.'
   )
 
 

@@ -82,9 +82,8 @@ def warn_of_one(
       '`owned_update` waits for the owner of one leaf,'
       f' {names[largest]} of {sizes[largest]:,} elements, which is'
       f' {100 * costs[largest] / total:.0f} % of the work of all'
-      f' {num_shards} shards. Treat it element by element where that fits, with'
-      ' `optax.partition` around `shard_update` and `owned_update`; or tell its'
-      ' `cost`, if it is less.',
+      f' {num_shards} shards. Give it to `shard_update`, by `optax.partition`,'
+      ' if that fits; or tell its `cost`, if it is less.',
       UserWarning,
       stacklevel=2,
   )

@@ -86,9 +86,9 @@ class Dependence:
       )
     if self.sent is not None:
       return (
-          f'`{self.sent}` in it waits for shards that update other leaves (only'
-          ' a `psum` over all axes of the shards, in no branch or loop, can be'
-          ' done for all of them)'
+          f'`{self.sent}` in it waits for shards that update other leaves (it'
+          ' may use only `psum`, over all axes of the shards, outside of'
+          ' branches and loops)'
       )
     if self.program.averaged:
       return '`pmean` divides a sum over leaves by the number of shards'
@@ -112,9 +112,9 @@ class Dependence:
         is_unknown = own == SHARED and len(self.belongs(output)) == 1
         if is_unknown and output >= self.num_updates:
           problem += (
-              ', and `init` could not see that it belongs to it, without the'
-              ' extra arguments that `update` requires: keep such state in a'
-              ' tree like the parameters, or give these arguments defaults'
+              ', which `init` could not see without the extra arguments that'
+              ' `update` requires: keep such state in a tree like the'
+              ' parameters, or give these arguments defaults'
           )
         return problem
     return None

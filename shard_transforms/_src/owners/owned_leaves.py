@@ -19,7 +19,7 @@ class OwnedLeaves(NamedTuple):
       by the owner of the parameter: a `Place` says where. All else, such as
       counters, is the same on all shards, and is here.
     rows: The leaves of a shard: matrices of one shape, of which all owners have
-      as many, in a stack [1, leaves, ...]; all others of a dtype one behind the
+      as many, in a stack [1, leaves, ...]; all others of a dtype one after the
       other, [1, elements]. The leading axis has length 1 inside the mapped
       function and that of the number of shards outside. Names depend on where
       all leaves are, so that rows of other owners are not taken for them.

@@ -41,12 +41,10 @@ def _refused(state):
       resize='refuse',
       reason=(
           '`state` must have no tower in its window, got'
-          f' {state.tower} at {{name}}: the partial sums of an unfinished'
-          ' window belong to other parts of the tree on another number of'
-          ' shards. Finish the window first, or begin it again: convert'
-          ' `optax.tree_utils.tree_set(state, tower=0)`, and repeat its'
-          ' towers from the first. The parameters are still those at its'
-          ' start, so that the result has the same bits.'
+          f' {state.tower} at {{name}}: its partial sums fit one number of'
+          ' shards alone. Finish the window first; or convert'
+          ' `optax.tree_utils.tree_set(state, tower=0)`, and repeat the window'
+          ' from its first tower.'
       ),
   )
 

@@ -70,10 +70,9 @@ def delay_updates(
     optax.chain(
         delay_updates(1, axis_name='data'), cross_shard_mean('data'), adam)
 
-  It is a link of a chain: the other links get the extra arguments of a call at
-  once, and a reduction after it would combine the `weight` of a shard with the
-  update of another step. So `weight` is refused before a reduction, that is,
-  with `axis_name`; after the reduction it has been used.
+  Before a reduction, that is, with `axis_name`, the extra argument `weight` is
+  refused: the reduction would combine it with the update of another step. After
+  the reduction, it has been used.
 
   Updates are kept in the dtypes of the parameters. A leaf without a gradient in
   a call (`None` in its place) has none in the result of that call, and counts

@@ -70,10 +70,10 @@ def _reason(rule, name, old, target):
   if rule.reason:
     return rule.reason.replace('{name}', name)
   return (
-      '`resize_state` must know what a leaf is that depends on the number of'
-      f' shards, got the shape {old.shape} instead of {target.shape} at {name},'
-      ' for which no rule is declared. Go on with as many shards as before, or'
-      ' start this part again with `init_state`.'
+      'A leaf that depends on the number of shards must have a rule, got none'
+      f' and the shape {old.shape} instead of {target.shape} at {name}. Go on'
+      ' with as many shards as before, or start this part again with'
+      ' `init_state`.'
   )
 
 

@@ -294,9 +294,8 @@ def _tell_gathered(tx, leaves, params, state, axis):
         f'The optimizer multiplies matrices that are divided over {axis!r},'
         f' {", ".join(found)}: the compiler gathers them,'
         f' {sum(map(_num_bytes, found.values())):,} bytes, for each product or'
-        ' two, as `monitoring.wire_report` of the compiled step shows. Keep'
-        ' matrices whole by `whole_dims=2`, with stacked layers [layers, m, n];'
-        ' or use `owners.owned_update` in `jax.shard_map`.',
+        ' two. Keep matrices whole by `whole_dims=2`, with stacked layers'
+        ' [layers, m, n]; or use `owners.owned_update` in `jax.shard_map`.',
         UserWarning,
         stacklevel=3,
     )

@@ -67,10 +67,10 @@ def adam(
   1 do; once a power underflows, no count can be recovered from it.
 
   Args:
-    learning_rate: The rate, a number or a scalar array.
-    beta1: The decay of the first moment, the same.
-    beta2: The decay of the second moment, the same.
-    epsilon: The number that keeps the divisor from zero, the same.
+    learning_rate: The rate. Each argument is a number or a scalar array.
+    beta1: The decay of the first moment.
+    beta2: The decay of the second moment.
+    epsilon: The number that keeps the divisor from zero.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `AdamState`.
@@ -247,15 +247,15 @@ def lars(
      (g + \lambda w)
 
   The norm of the gradient and that of the decay are added. In `optax.lars`, the
-  divisor is the norm of their sum; the two trained up to 3.4e-2 apart in 8
-  steps of a shrunk residual network. Momentum holds the rate.
+  divisor is the norm of their sum. Momentum contains the rate.
 
   Args:
-    learning_rate: The rate :math:`\eta`, a number or a scalar array.
-    momentum: The decay of the momentum, the same.
-    weight_decay: The decay :math:`\lambda` of the weights, the same.
-    eeta: The factor :math:`\epsilon_\eta` of the ratio, the same.
-    epsilon: The number that keeps the divisor from zero, the same.
+    learning_rate: The rate :math:`\eta`. This and the next four are numbers or
+      scalar arrays.
+    momentum: The decay of the momentum.
+    weight_decay: The decay :math:`\lambda` of the weights.
+    eeta: The factor :math:`\epsilon_\eta` of the ratio.
+    epsilon: The number that keeps the divisor from zero.
     mask: Which leaves have a rate of their own and decay, a tree of booleans
       or a function of the parameters that returns one; the others take
       `learning_rate` as it is.

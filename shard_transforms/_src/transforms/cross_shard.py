@@ -29,7 +29,7 @@ def cross_shard_mean(
   they are divided by their sum: in place of numbers near 1e-30 or 1e30, give
   them as multiples of their largest.
 
-  Belongs where per-shard gradients become one: before whatever keeps moments,
+  Put it where per-shard gradients become one: before whatever keeps moments,
   before clipping by the global norm, after clipping each shard by its own. The
   axis must be bound: call `update` inside `jax.shard_map`, `jax.pmap` or
   `jax.vmap`. Under `jax.shard_map`, take the gradient with

@@ -132,9 +132,9 @@ def value_and_grad(
       if axes_lib.state(loss, axis) == 'invariant':
         raise ValueError(
             f'The loss of `value_and_grad` must be per shard over {axis!r}, got'
-            ' one that is the same on all shards, whose gradient is N times too'
-            " large or too small. Return the shard's own loss, and average it"
-            ' for display with `shard_transforms.shard_mean`.'
+            ' one that is the same on all shards, with a gradient N times too'
+            " large or too small. Return the shard's own loss; for display, use"
+            ' `shard_transforms.shard_mean`.'
         )
     return out
 

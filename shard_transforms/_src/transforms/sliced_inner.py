@@ -131,9 +131,8 @@ class SlicedInner:
     """
     made_for_others = (
         f'State of `{self._reduction.caller}` must be made for these parameters'
-        ' and this number of shards by `shard_transforms.init_state`, and'
-        ' mapped with the specs of `shard_transforms.state_specs`, or for'
-        ' `jax.pmap` be made by'
+        ' and this number of shards, by `shard_transforms.init_state` and'
+        ' `shard_transforms.state_specs`, or for `jax.pmap` by'
         ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
     )
     found = jax.tree.structure(state), jax.tree.structure(own_kinds)
@@ -176,19 +175,16 @@ class SlicedInner:
       caller = self._reduction.caller
       clip = (
           ' To clip, put'
-          ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first'
-          ' in `inner`.'
+          ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first.'
       )
       raise ValueError(
           f'`inner` of `{caller}` must treat each element of the parameters'
-          ' alone, because each shard holds a slice of them, but'
-          f' {problem}. Use `optax.chain(cross_shard_mean(axis_name), inner)`,'
-          ' for some parameters with `optax.partition`; or chain the mean and'
-          f' what looks across elements before `{caller}`, with'
-          " `on_invariant='averaged'`."
+          f' alone, but {problem}. Use'
+          ' `optax.chain(cross_shard_mean(axis_name), inner)`, for some'
+          ' parameters by `optax.partition`.'
           f'{clip if self._reduction.axes_of_sums() else ""}'
-          ' If it does treat each alone, say'
-          f' `{caller}(..., assume_elementwise=True)`.'
+          f' If the check is wrong, say `{caller}(...,'
+          ' assume_elementwise=True)`.'
       )
 
   def _find_problem(self, updates, params, update):

@@ -55,9 +55,9 @@ def _rule_of_unweighted(reduction):
         resize='refuse',
         reason=(
             "`reduction` must be 'mean', 'sum' or 'weighted', got None: the"
-            ' window that was begun without weights, or is summed, at {name},'
-            ' ends with the same result only if it is known how its shards are'
-            ' reduced. Give it to `place_state` or `resize_state`.'
+            ' result of the window that was begun without weights, or is'
+            ' summed, at {name}, depends on how shards are reduced. Give it to'
+            ' `place_state` or `resize_state`.'
         ),
     )
   return states.Rule(resize=reduction)
