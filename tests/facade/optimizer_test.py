@@ -155,7 +155,7 @@ class WrappersTest(facade_cases.GraphTest):
     self.assertIsNone(opts[-1].get_slot(variables[-1], 'other'))
 
   def test_resumes_to_the_bit_through_orbax(self):
-    wrap, where = WRAPPERS['towers in turn']
+    wrap, where = WRAPPERS['towers']
 
     def run(times, saved=None):
       with facade.Graph().as_default():
