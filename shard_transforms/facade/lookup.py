@@ -109,10 +109,11 @@ def get_variable(
       made = Variable(value, trainable, collections, **options)
       graph.shared[name] = made
       regularize: Any = regularizer or scope.regularizer
-      if regularize is not None and regularize(made) is not None:
-        graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES).append(
-            leaves.Rate(lambda: regularize(made), name)
-        )
+      if regularize is not None:
+        losses = graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES)
+        losses.append(leaves.Rate(lambda: regularize(made), name))
+        if regularize(made) is None:
+          losses.pop()
   return made
 
 

@@ -153,8 +153,9 @@ def replicate_model_fn(
     TypeError: When called, if `model_fn` does not return an `EstimatorSpec`.
     ValueError: If `loss_reduction` is `NONE` or unknown, or `devices` empty or
       not all the same; when called, if the batch cannot be divided, an
-      optimizer is not wrapped, or towers differ in the calls that they make. No variable changes then, unless an optimizer
-      with `use_locking` has shown its update to other threads already.
+      optimizer is not wrapped, or towers differ in the calls that they make. No
+      variable changes then, unless an optimizer with `use_locking` has shown
+      its update to other threads already.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from shard_transforms import facade
+from shard_transforms.facade import leaves
 
 _PAGE = 'docs/porting_from_tf1.md'
 
@@ -84,8 +85,10 @@ def _renamed(function, name, parameters):
 
 
 def _arrays(key, value):
-  # Unflattened, variables are arrays, also those in lists.
-  value = jax.tree.map(lambda x: x, value)
+  # Unflattened, variables are arrays, also those in lists. Rates stay.
+  value = jax.tree.map(
+      lambda x: x, value, is_leaf=lambda x: isinstance(x, leaves.Rate)
+  )
   if key in ('dtype', 'output_type'):
     return jax.dtypes.canonicalize_dtype(value)
   return (

@@ -354,6 +354,7 @@ ERRORS = {
         ),
         ('never changes', lambda t: facade.cosine_decay(0.5, t.step + 1, 10)),
         ('never change again', lambda t: jnp.sqrt(t.rate())),
+        ('To log its present value', lambda t: float(t.rate())),
         ('never change ag', lambda t: tf.cond(t.step < 2, t.rate, lambda: 1.0)),
         ('must be a list of at least', lambda t: tf.add_n([])),
         ('`num` of', lambda t: tf.unstack(X, 5)),
