@@ -65,9 +65,9 @@ def get_variable(
   Raises:
     ValueError: If it does not exist and there is no initializer or the scope
       has `reuse`, if it exists in another shape or dtype, or if the initializer
-      returns another shape; in the loss of an optimizer that is called in a
-      scope, if it does not exist, or both there and outside, or where the
-      others of the loss do not.
+      returns another shape. In the loss of an optimizer that is called in a
+      scope: if it exists neither in that scope nor outside, or in both, or
+      elsewhere than the other variables of the loss.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -125,16 +125,16 @@ def replicate_model_fn(
     loss_reduction: str = contexts.Reduction.SUM_BY_NONZERO_WEIGHTS,
     devices: Sequence[Any] | None = None,
 ) -> Callable[..., EstimatorSpec]:
-  """Runs a model function once for each tower, on its part of the batch.
+  """Runs a model function for one tower after the other, on parts of a batch.
 
   Wrap the optimizers inside in `TowerOptimizer`. Each call of the result is a
   step; inside a `function`, it is compiled. The next call reuses the optimizers
   of the first and the variables of `get_variable`, as TensorFlow did, which
-  built its graph once. Return the loss that `minimize` returns with
-  `return_loss`: afterwards, the last tower reads the new values. In training,
-  an assignment in the loss counts for each tower that takes its turn. All other
-  assignments of the model function count for the last tower alone, as in
-  TensorFlow, which ran the operation of the last tower.
+  built its graph once. For the loss, return what `minimize` gives with
+  `return_loss`: one that is computed later reads the new values in the last
+  tower. In training, what a loss assigns counts for each tower. Of all other
+  assignments, those of the last tower count, as in TensorFlow, which ran the
+  operation of the last tower.
 
   Args:
     model_fn: Takes `features` and, if it has arguments of these names,

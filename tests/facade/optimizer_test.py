@@ -199,7 +199,7 @@ class WrappersTest(facade_cases.GraphTest):
     self.assertEqual([float(w), float(b), int(step)], [0, 0, 0])
     self.assertEqual(inner.get_slot_names(), [])
 
-  @cases.parameters('cross_shard', 'towers in turn', 'drop_stale')
+  @cases.parameters('cross_shard', 'towers', 'drop_stale')
   def test_a_wrapper_of_a_program_stands_outside(self, name):
     wrap, where = WRAPPERS[name]
     w = facade.Variable(0.0)
