@@ -32,23 +32,6 @@ class TowersTest(facade_cases.GraphTest):
     towers = facade.replicate_model_fn(model_fn, reduction, devices)
     return towers(x, mode='train')
 
-  def test_train_as_one(self):
-    def train(devices, compiled):
-      with facade.Graph().as_default():
-        w = facade.Variable(0.5, name='w')
-        step = facade.get_or_create_global_step()
-
-        def minimize(x):  # It keeps the slots, although it is made each time.
-          opt = facade.TowerOptimizer(facade.AdamOptimizer(0.1))
-          return opt.minimize(lambda: jnp.mean(jnp.sin(w * x)), step)
-
-        run = facade_cases.mapped(minimize, devices, compiled)
-        counts = [int(run(X + i)) for i in range(3)]
-        self.assertEqual(counts, [1, 2, 3])
-        return self.values()
-
-    self.assert_close(train(IN_TURN, False), train(['/cpu:0'], True))
-
   @cases.parameters(
       facade.Reduction.SUM, facade.Reduction.SUM_BY_NONZERO_WEIGHTS
   )
@@ -231,25 +214,3 @@ class ReplicateModelFnTest(facade_cases.GraphTest):
     self.assertEqual(float(spec.eval_metric_ops['mean']), 3.5)
     self.assertEqual(float(spec.eval_metric_ops['ones']), 1.0)
     self.assertIn(((2,), {'rate': 1}, 'config'), shapes)
-
-  def test_compiles_once_and_shares_variables(self):
-    traces = []
-
-    def train_op(x):
-      traces.append(1)
-      w = facade.get_variable('w', initializer=0.0)
-      opt = facade.TowerOptimizer(facade.AdamOptimizer(0.1))
-      return opt.minimize(lambda: jnp.mean(w * x))
-
-    step = facade_cases.mapped(train_op, IN_TURN)
-    step(X)
-    before = len(traces)
-    for _ in range(3):
-      step(X)
-      facade.get_variable('w').value().block_until_ready()
-
-    self.assertLen(traces, before)
-    self.assertEqual(
-        [v.op.name for v in facade.global_variables()],
-        ['w', 'beta1_power', 'beta2_power', 'w/Adam', 'w/Adam_1'],
-    )
