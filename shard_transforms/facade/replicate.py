@@ -142,7 +142,8 @@ def replicate_model_fn(
     loss_reduction: `Reduction.SUM` sums the losses and gradients of the towers;
       any other but `Reduction.NONE` takes their mean.
     devices: One device, or its name such as `'/gpu:0'`, as often as there are
-      towers. Only their number matters. All local devices if `None`.
+      towers. Only their number matters. If `None`, the local device: there must
+      not be several.
 
   Returns:
     A function (features, labels, mode, params=None, config=None) that returns
