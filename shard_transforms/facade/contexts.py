@@ -17,7 +17,6 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 
 SHARD_AXIS = 'shard'
-TOWER_AXIS = 'tower'
 
 
 class Reduction:
@@ -90,7 +89,6 @@ class Towers:
   Attributes:
     num_towers: Their number.
     reduction: How losses and gradients are reduced, `'mean'` or `'sum'`.
-    axis_name: The mapped axis that they lie along; `None` if they take turns.
     tower: The tower whose turn it is.
     calls: The gradients that each tower has given to its optimizers, by call.
     assigned: The values that losses have assigned to variables in this turn.
@@ -100,7 +98,6 @@ class Towers:
 
   num_towers: int
   reduction: Literal['mean', 'sum']
-  axis_name: Hashable | None = None
   tower: int = 0
   calls: list = dataclasses.field(default_factory=list)
   assigned: dict = dataclasses.field(default_factory=dict)
@@ -132,7 +129,7 @@ class Template:
 
   Attributes:
     made: The objects by kind, place and number.
-    mapped: What `map_variables` found in the last call, by mesh.
+    mapped: What `shard` found in the last call, by mesh.
     lock: Excludes other threads while an object is created.
   """
 
@@ -237,9 +234,8 @@ def towers() -> Towers | None:
 
 
 def mapped_axes() -> tuple[Hashable, ...]:
-  """Returns the axes of shards and towers that are bound here."""
-  found = [x for x in (around.shards, around.towers) if x is not None]
-  axes = [x.axis_name for x in found if x.axis_name is not None]
+  """Returns the axis of the shards around the caller, if it is bound here."""
+  axes = [around.shards.axis_name] if around.shards else []
   return tuple(axis for axis in axes if axes_lib.is_bound(axis))
 
 

@@ -86,11 +86,11 @@ def gradients(
   """Returns the gradient of a loss, or of a sum of losses, by each variable.
 
   Nothing is scaled. Among shards or towers, it is the gradient of the shard's
-  own loss; `CrossShardOptimizer.apply_gradients` and that of `TowerOptimizer`
-  sum. Their update is that of the summed losses of the shards. For the mean,
-  divide the loss by the number of shards, as
-  `CrossShardOptimizer.compute_gradients` does. (Optimizers that divide by a
-  norm of the gradient, such as Adam, hide the difference.)
+  own loss, and `apply_gradients` of `CrossShardOptimizer` and `TowerOptimizer`
+  sums: the update is that of the sum of all losses. For their mean, divide the
+  loss by the number of shards, as `CrossShardOptimizer.compute_gradients` does.
+  (Optimizers that divide by a norm of the gradient, such as Adam, hide the
+  difference.)
 
   Args:
     ys: A loss, as in `Optimizer.compute_gradients`, or several.

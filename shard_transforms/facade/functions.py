@@ -240,8 +240,8 @@ def cond(
     What the chosen branch returns; a number or a variable as an array.
 
   Raises:
-    ValueError: If the branches return other structures or shapes; or a decaying
-      rate outside of a step, which would stay the one that is chosen now.
+    ValueError: If the structures or shapes of their results differ; outside of
+      a step, if one returns a decaying rate: it would stay what is chosen now.
 
   Examples:
     >>> from shard_transforms import facade

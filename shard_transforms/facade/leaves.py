@@ -41,6 +41,9 @@ class Leaf(np.lib.mixins.NDArrayOperatorsMixin):
     """Returns the array."""
     raise NotImplementedError
 
+  def __float__(self) -> float:
+    return float(self.__jax_array__())
+
 
 class Rate(Leaf):
   """A number that is computed whenever it is used: a function of no arguments.
@@ -71,8 +74,8 @@ class Rate(Leaf):
       raise ValueError(
           'A rate, or the regularization loss of a variable, must not become an'
           ' array outside of a step, where it would never change again. Write'
-          ' `lambda: ...` around the computation, or call it for its present'
-          ' value.'
+          ' `lambda: ...` around the computation. To log its present value,'
+          ' call it.'
       )
     return self()
 

@@ -65,9 +65,9 @@ def get_variable(
   Raises:
     ValueError: If it does not exist and there is no initializer or the scope
       has `reuse`, if it exists in another shape or dtype, or if the initializer
-      returns another shape; in the loss of an optimizer that is called in a
-      scope, if it does not exist, or both there and outside, or where the
-      others of the loss do not.
+      returns another shape. In the loss of an optimizer that is called in a
+      scope: if it exists neither in that scope nor outside, or in both, or
+      elsewhere than the other variables of the loss.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -109,10 +109,11 @@ def get_variable(
       made = Variable(value, trainable, collections, **options)
       graph.shared[name] = made
       regularize: Any = regularizer or scope.regularizer
-      if regularize is not None and regularize(made) is not None:
-        graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES).append(
-            leaves.Rate(lambda: regularize(made), name)
-        )
+      if regularize is not None:
+        losses = graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES)
+        losses.append(leaves.Rate(lambda: regularize(made), name))
+        if regularize(made) is None:
+          losses.pop()
   return made
 
 

@@ -4,14 +4,11 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import inspect
-import re
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-import numpy as np
 import optax
 
 import shard_transforms
@@ -22,7 +19,6 @@ from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
-from shard_transforms.facade import shards
 from shard_transforms.facade import variables as variables_lib
 
 
@@ -129,26 +125,25 @@ def replicate_model_fn(
     loss_reduction: str = contexts.Reduction.SUM_BY_NONZERO_WEIGHTS,
     devices: Sequence[Any] | None = None,
 ) -> Callable[..., EstimatorSpec]:
-  """Runs a model function once for each tower, on its part of the batch.
+  """Runs a model function for one tower after the other, on parts of a batch.
 
   Wrap the optimizers inside in `TowerOptimizer`. Each call of the result is a
   step; inside a `function`, it is compiled. The next call reuses the optimizers
   of the first and the variables of `get_variable`, as TensorFlow did, which
-  built its graph once. Return the loss that `minimize` returns with
-  `return_loss`: afterwards, the last tower reads the new values. In training,
-  an assignment in the loss counts for each tower that takes its turn. All other
-  assignments of the model function count for the last tower alone, as in
-  TensorFlow, which ran the operation of the last tower.
+  built its graph once. For the loss, return what `minimize` gives with
+  `return_loss`: one that is computed later reads the new values in the last
+  tower. In training, what a loss assigns counts for each tower. Of all other
+  assignments, those of the last tower count, as in TensorFlow, which ran the
+  operation of the last tower.
 
   Args:
     model_fn: Takes `features` and, if it has arguments of these names,
       `labels`, `mode`, `params` and `config`; returns an `EstimatorSpec`.
     loss_reduction: `Reduction.SUM` sums the losses and gradients of the towers;
       any other but `Reduction.NONE` takes their mean.
-    devices: The devices of the towers, or their names (`'/gpu:0'`). If all are
-      different, there is one tower to a device, and `model_fn` runs once,
-      mapped over them; if all are the same, the towers run one after the other.
-      All local devices if `None`.
+    devices: One device, or its name such as `'/gpu:0'`, as often as there are
+      towers. Only their number matters. If `None`, the local device: there must
+      not be several.
 
   Returns:
     A function (features, labels, mode, params=None, config=None) that returns
@@ -157,11 +152,11 @@ def replicate_model_fn(
 
   Raises:
     TypeError: When called, if `model_fn` does not return an `EstimatorSpec`.
-    ValueError: If `loss_reduction` is `NONE` or unknown, or `devices` empty,
-      unknown or neither all the same nor all different; when called, if the
-      batch cannot be divided, an optimizer is not wrapped, or towers differ in
-      the calls that they make. No variable changes then, unless an optimizer
-      with `use_locking` has shown its update to other threads already.
+    ValueError: If `loss_reduction` is `NONE` or unknown, or `devices` empty or
+      not all the same; when called, if the batch cannot be divided, an
+      optimizer is not wrapped, or towers differ in the calls that they make. No
+      variable changes then, unless an optimizer with `use_locking` has shown
+      its update to other threads already.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -182,7 +177,7 @@ def replicate_model_fn(
         ' Reduction.NONE.'
     )
   contexts.Reduction.validate(loss_reduction)
-  placed = devices_of_towers(devices)
+  num_towers = _number_of_towers(devices)
   kind = 'sum' if loss_reduction == contexts.Reduction.SUM else 'mean'
   template = contexts.Template()
   accepted = inspect.signature(model_fn).parameters
@@ -202,15 +197,13 @@ def replicate_model_fn(
 
     if contexts.around.towers is not None:
       raise NotImplementedError('`replicate_model_fn` cannot be nested.')
-    towers = contexts.Towers(len(placed), kind)
+    towers = contexts.Towers(num_towers, kind)
     with contexts.replaced(towers=towers):
       try:
-        if len(placed) == 1:
+        if num_towers == 1:
           return call(*batch)
-        _check_divisible(batch, len(placed))
-        if len(set(placed)) == 1:
-          return _in_turn(call, batch, mode, towers)
-        return _one_to_a_device(call, batch, mode, towers, placed, template)
+        _check_divisible(batch, num_towers)
+        return _in_turn(call, batch, mode, towers)
       finally:
         _forget_use()
 
@@ -235,11 +228,11 @@ def _in_turn(call, batch, mode, towers):
       *(_inexact((spec.loss, spec.eval_metric_ops)) for spec in specs),
   )
   return specs[-1]._replace(
-      loss=_reduce(towers, towers.reduction, loss),
+      loss=_reduce(n, towers.reduction, loss),
       predictions=jax.tree.map(
           lambda *x: jnp.concatenate(x), *(s.predictions for s in specs)
       ),
-      eval_metric_ops=_reduce(towers, 'mean', metrics),
+      eval_metric_ops=_reduce(n, 'mean', metrics),
   )
 
 
@@ -254,46 +247,6 @@ def _take_turn(call, part, towers):
     new = towers.assigned
   frames.commit(new, new.values())
   return spec
-
-
-def _one_to_a_device(call, batch, mode, towers, placed, template):
-  """Runs the towers in parallel, each on its own device."""
-  if contexts.mapped_axes():
-    raise ValueError(
-        'Towers on several devices must not be inside of `shard`, which is'
-        ' mapped over devices already. Let them take turns: name one device'
-        ' several times.'
-    )
-  axis = towers.axis_name = contexts.TOWER_AXIS
-  returned = []
-
-  def run(features, labels):
-    towers.calls[:] = [[]]
-    spec = call(features, labels)
-    _check_used(mode, towers)
-    loss, metrics = shard_transforms.per_shard(
-        _inexact((spec.loss, spec.eval_metric_ops)), axis
-    )
-    leaves, treedef = jax.tree.flatten(
-        (
-            spec.predictions,
-            _reduce(towers, towers.reduction, loss),
-            spec.train_op,
-            _reduce(towers, 'mean', metrics),
-        )
-    )
-    returned[:] = [spec.mode, treedef]
-    return leaves, ()
-
-  mesh = jax.sharding.Mesh(np.array(placed), (axis,))
-  specs = [P(axis), P(axis)]
-  outputs = shards.map_variables(run, batch, specs, mesh, template)
-  mode, treedef = returned
-  predictions, *reduced = treedef.unflatten(outputs)
-  predictions = jax.tree.map(shards.joined, predictions)
-  return EstimatorSpec(
-      mode, predictions, *jax.tree.map(lambda x: x[0], reduced)
-  )
 
 
 def _inexact(tree):
@@ -322,42 +275,18 @@ def _check_divisible(batch, num_towers):
       )
 
 
-def devices_of_towers(devices: Sequence[Any] | str | None) -> list[Any]:
-  """Returns the devices of the towers.
-
-  Args:
-    devices: Devices or their names, such as `'/gpu:0'`; all local ones if
-      `None`.
-
-  Raises:
-    ValueError: If they are neither all the same nor all different, or a name is
-      not that of a local device.
-  """
-  if isinstance(devices, str):
-    devices = [devices]
-  placed = [
-      _device(device) if isinstance(device, str) else device
-      for device in (jax.local_devices() if devices is None else devices)
-  ]
-  if not placed or len(set(placed)) not in (1, len(placed)):
+def _number_of_towers(devices):
+  """Returns how many towers take turns on the devices of a program."""
+  placed = [devices] if isinstance(devices, str) else devices
+  placed = jax.local_devices() if placed is None else list(placed)
+  if len(set(placed)) != 1:
     raise ValueError(
-        '`devices` must be all different (one tower to a device) or all the'
-        f' same (towers in turn), got {devices!r}.'
+        '`devices` must name one device as often as there are towers, which'
+        f' take turns, got {placed!r}. For a shard on each device, wrap the'
+        ' optimizer in `CrossShardOptimizer`, and call the model in'
+        ' `facade.shard`.'
     )
-  return placed
-
-
-def _device(name):
-  """Returns the device of a name in TensorFlow 1."""
-  parsed = re.fullmatch(r'/(?:device:)?(\w+):(\d+)', name)
-  try:
-    if parsed is None:
-      raise ValueError
-    return jax.local_devices(backend=parsed[1].lower())[int(parsed[2])]
-  except (ValueError, RuntimeError, IndexError) as error:
-    raise ValueError(
-        f"`devices` must name local devices, like '/gpu:0', got {name!r}."
-    ) from error
+  return len(placed)
 
 
 Variable = variables_lib.Variable
@@ -371,8 +300,7 @@ class TowerOptimizer(bases.Wrapper):
   Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
   number of towers, unless the reduction is a sum, and `apply_gradients` sums
   the gradients of the towers in the same call; the last tower's call applies
-  them, with its `global_step`. It is `reduce_towers` (towers one after the
-  other) or `cross_shard_sum` (one tower to a device), followed by the call of
+  them, with its `global_step`. It is `reduce_towers`, followed by the call of
   the wrapped optimizer. Elsewhere, and with one tower, all calls go to the
   wrapped optimizer unchanged.
 
@@ -479,21 +407,9 @@ def _forget_use():
   graph_lib.get_default_graph().get_collection_ref(_COLLECTION).clear()
 
 
-def _reduce(towers, kind, tree):
-  """Returns the mean or the sum over the towers, in each of them.
-
-  Args:
-    towers: The towers.
-    kind: `'mean'` or `'sum'`.
-    tree: The tower's own arrays; where towers take turns, those of all towers,
-      stacked.
-  """
-  if towers.axis_name is None:
-    tx = shard_transforms.reduce_towers(towers.num_towers, reduction=kind)
-  elif kind == 'mean':
-    tx = shard_transforms.cross_shard_mean(towers.axis_name)
-  else:
-    tx = shard_transforms.cross_shard_sum(towers.axis_name)
+def _reduce(num_towers, kind, tree):
+  """Returns the mean or the sum over the towers of stacked arrays."""
+  tx = shard_transforms.reduce_towers(num_towers, reduction=kind)
   return tx.update(tree, optax.EmptyState())[0]
 
 
@@ -519,13 +435,9 @@ def _gather(towers, pairs):
   """Returns the sum over the towers, `None` before the last one."""
   own = towers.calls[towers.tower]
   own.append(pairs)
-  if towers.axis_name is not None:
-    grads = differentiation.by_name(pairs)
-  elif towers.tower < towers.num_towers - 1:
+  if towers.tower < towers.num_towers - 1:
     return None
-  else:
-    _check_calls(towers, len(own))
-    calls = [of_tower[len(own) - 1] for of_tower in towers.calls]
-    grads = differentiation.stack(calls)
-  summed = _reduce(towers, 'sum', grads)
+  _check_calls(towers, len(own))
+  calls = [of_tower[len(own) - 1] for of_tower in towers.calls]
+  summed = _reduce(towers.num_towers, 'sum', differentiation.stack(calls))
   return differentiation.of_variables(summed, pairs)

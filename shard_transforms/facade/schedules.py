@@ -77,8 +77,8 @@ class ExponentialMovingAverage:
     num_updates: A number of updates n, such as the global step, if averages are
       to move faster at the beginning: the decay is at most
       (1 + n) / (10 + n).
-    zero_debias: Without effect, as on variables in TensorFlow 1, where it is
-      for averages that begin at zero.
+    zero_debias: Ignored: it is for averages that begin at zero, and those of
+      variables do not.
     name: The second part of the names of the averages.
 
   Examples:

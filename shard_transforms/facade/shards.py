@@ -113,12 +113,12 @@ def shard(
     place_leaf = functools.partial(_place, name, mesh)
     specs.append(jax.tree.map(of_leaf, tree))
     placed.append(jax.tree.map(place_leaf, tree, specs[-1]))
-  outputs = map_variables(run, placed, specs, mesh, template)
+  outputs = _map_variables(run, placed, specs, mesh, template)
   from_all = _per_item(
       'outputs_from_all_shards', outputs_from_all_shards, len(outputs)
   )
   return [
-      joined(x) if operator.index(is_from_all) else x[0]
+      x.reshape(-1, *x.shape[2:]) if operator.index(is_from_all) else x[0]
       for x, is_from_all in zip(outputs, from_all, strict=True)
   ]
 
@@ -145,11 +145,6 @@ def _place(name, mesh, x, spec):
         ' gives it.'
     )
   return x
-
-
-def joined(x: jax.Array) -> jax.Array:
-  """Returns the outputs of all shards, [num_shards, ...], concatenated."""
-  return x.reshape(-1, *x.shape[2:])
 
 
 def _as_list(out):
@@ -191,7 +186,7 @@ def _devices(device_assignment, num_shards):
 MAX_TRACES = 32
 
 
-def map_variables(
+def _map_variables(
     run: Callable[..., tuple[list[Any], Any]],
     inputs: Sequence[Any],
     specs: Sequence[Any],
@@ -241,7 +236,7 @@ def map_variables(
 
 @dataclasses.dataclass(frozen=True)
 class _Mapping:
-  """The arguments of `map_variables`, and the traces of the function."""
+  """The arguments of `_map_variables`, and the traces of the function."""
 
   run: Callable[..., tuple[list[Any], Any]]
   inputs: Sequence[Any]
@@ -293,10 +288,9 @@ class _Mapping:
     for variable, differs in written.items():
       if differs and variable not in may_part:
         raise ValueError(
-            f'Variable {variable.name!r} would differ between the shards (or'
-            ' towers on several devices). Update it by a `CrossShardOptimizer`'
-            ' (`TowerOptimizer`), or assign what `shard_transforms.shard_mean`'
-            ' gives.'
+            f'Variable {variable.name!r} would differ between the shards.'
+            ' Update it by a `CrossShardOptimizer`, or assign what'
+            ' `shard_transforms.shard_mean` gives.'
         )
     return written
 

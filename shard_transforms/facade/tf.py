@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from shard_transforms import facade
+from shard_transforms.facade import leaves
 
 _PAGE = 'docs/porting_from_tf1.md'
 
@@ -84,8 +85,10 @@ def _renamed(function, name, parameters):
 
 
 def _arrays(key, value):
-  # Unflattened, variables are arrays, also those in lists.
-  value = jax.tree.map(lambda x: x, value)
+  # Unflattened, variables are arrays, also those in lists. Rates stay.
+  value = jax.tree.map(
+      lambda x: x, value, is_leaf=lambda x: isinstance(x, leaves.Rate)
+  )
   if key in ('dtype', 'output_type'):
     return jax.dtypes.canonicalize_dtype(value)
   return (
@@ -159,6 +162,14 @@ def _normal(stddev=1.0, **options):
 
 def _truncated_normal(stddev=1.0, **options):
   return jax.nn.initializers.truncated_normal(stddev, **options)
+
+
+def _variance_scaling(
+    scale=1.0, mode='fan_in', distribution='truncated_normal', **options
+):
+  # By its older name, too, the normal one is truncated in TensorFlow.
+  kind = 'truncated_normal' if distribution == 'normal' else distribution
+  return _initializers.variance_scaling(scale, mode, kind, **options)
 
 
 # Parameters that TensorFlow also takes as lists of numbers.
@@ -345,6 +356,9 @@ _FUNCTIONS = {
         **_members('all any max mean min prod sum', 'reduce_'),
         **_members('logsumexp', 'reduce_', jax.scipy.special),
     },
+    'input_tensor axis keepdims dtype=None name reduction_indices keep_dims': (
+        _members('count_nonzero')
+    ),
     'a b transpose_a transpose_b name': {'matmul': _matmul},
     'a perm=axes name': _members('transpose'),
     'condition x y name': {'where': _where},
@@ -355,6 +369,7 @@ _FUNCTIONS = {
         for name in ('argmax', 'argmin')
     },
     'input axis name squeeze_dims': _members('squeeze'),
+    'input k sorted=None name': _members('top_k', 'nn.', jax.lax),
     'input multiples name': _members('tile'),
     'input name': {
         **_members('identity=asarray rank=ndim shape size'),
@@ -440,6 +455,12 @@ _FUNCTIONS = {
     'value dtype': _members(
         'constant_initializer=constant', module=_initializers
     ),
+    'gain seed dtype': _members(
+        'orthogonal_initializer=orthogonal', module=_initializers
+    ),
+    'scale=scale mode=mode distribution=distribution seed dtype': {
+        'variance_scaling_initializer': _variance_scaling
+    },
 }
 _TYPES = 'bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8'
 
@@ -501,6 +522,8 @@ def _names() -> dict[str, Any]:
           get, regularization
       ),
       'tf.newaxis': None,
+      # No gradient is of this type.
+      'tf.IndexedSlices': type('IndexedSlices', (), {}),
   }
   found |= {f'tf.{name}': jnp.dtype(name) for name in _TYPES.split()}
   found |= {

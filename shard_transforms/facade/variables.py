@@ -316,9 +316,6 @@ class Variable(leaves.Leaf):
   def __int__(self) -> int:
     return int(self.value())
 
-  def __float__(self) -> float:
-    return float(self.value())
-
   def __index__(self) -> int:
     return operator.index(self.value())
 

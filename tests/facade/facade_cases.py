@@ -15,7 +15,6 @@ W = np.float32([1, 2])
 # A batch, whose mean is 7.5.
 X = np.arange(16, dtype=np.float32)
 IN_TURN = ['/cpu:0'] * 4
-AT_ONCE = [f'/device:CPU:{i}' for i in range(4)]
 OPTIMIZERS = {
     'gradient_descent': lambda: facade.GradientDescentOptimizer(0.5),
     'adam': lambda: facade.AdamOptimizer(0.1),
@@ -39,8 +38,7 @@ def sync_replicas(opt, number=1, **kwargs):
 WRAPPERS = {
     'bare': (lambda opt: opt, None),
     'cross_shard': (facade.CrossShardOptimizer, 4),
-    'towers in turn': (facade.TowerOptimizer, IN_TURN),
-    'towers at once': (facade.TowerOptimizer, AT_ONCE),
+    'towers': (facade.TowerOptimizer, IN_TURN),
     'drop_stale': (drop_stale, None),
     'sync_replicas in towers': (
         lambda opt: facade.TowerOptimizer(sync_replicas(opt)),

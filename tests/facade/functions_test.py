@@ -294,22 +294,6 @@ class BuildTest(StepTest):
     expected = {'w': W, 'global_step': np.int32(0), 'w/Momentum': slot}
     self.assert_equal(self.values(), expected)
 
-  def test_what_was_saved_goes_on_in_a_new_graph(self):
-    step = self.momentum_step()
-    step(X)
-    saved = self.values()
-    step(X)
-    straight = self.values()
-
-    with facade.Graph().as_default():
-      self.w = facade.Variable(jnp.zeros(3), name='w')
-      step = self.momentum_step()
-      step.build(X)
-      facade.set_values(facade.global_variables(), saved)
-      step(X)
-
-      self.assert_equal(self.values(), straight)
-
 
 class ControlFlowTest(facade_cases.OptimizerTest):
 

@@ -40,17 +40,6 @@ CROSS_SHARD = golden_tapes.read('cross_shard_*.json')
 TOWERS = golden_tapes.read('tower_*.json')
 DROP_STALE = golden_tapes.read('drop_stale_*.json')
 
-# Mapped, towers are one program, and all of them read a variable that one does.
-OWN_VARIABLES = [c for c, t in TOWERS.items() if 'gradient_only_in_towers' in t]
-# The ways of calling optimizers; the numbers of all others are the same in both
-# modes. Of tapes that call alike, which are neighbours, each mode has one.
-WAYS = [
-    *golden_tapes.read('tower_calls.json'),
-    *golden_tapes.read('tower_sync_replicas.json'),
-    *golden_tapes.read('tower_two_optimizers.json'),
-]
-IN_TURN = WAYS[::2]
-
 
 def inner_optimizer(inner):
   return getattr(facade, inner['class'])(**inner['kwargs'])
@@ -238,20 +227,16 @@ def tower_optimizers(tape):
 
 class TowerTest(ReplayTest):
 
-  def replay(self, tape, devices, is_compiled, after='after'):
+  def replay(self, tape, is_compiled=True, after='after'):
     variables, global_step = make_variables(tape)
     make = tower_optimizers(tape)
     made = []
-    in_turn = devices.count(devices[0]) == len(devices)
 
     def model_fn(features, mode):
       data = jax.tree.map(lambda x: x[0], features)
-      if in_turn:
-        # Mapped, it is one program: a variable that some towers read, all do,
-        # and the others have a gradient of zero.
-        towers = tape.get('gradient_only_in_towers', {})
-        free = [n for n, of in towers.items() if len(made) not in of]
-        data = {name: x for name, x in data.items() if name not in free}
+      towers = tape.get('gradient_only_in_towers', {})
+      free = [n for n, of in towers.items() if len(made) not in of]
+      data = {name: x for name, x in data.items() if name not in free}
       loss = loss_of(tape, variables, data)
       opts = make()
       made.append(opts)
@@ -266,6 +251,7 @@ class TowerTest(ReplayTest):
 
     reduction = tape['loss_reduction']
     given = {} if reduction is None else {'loss_reduction': reduction}
+    devices = ['/cpu:0'] * tape['towers']
     run = facade.replicate_model_fn(model_fn, devices=devices, **given)
 
     def train(features):
@@ -286,32 +272,20 @@ class TowerTest(ReplayTest):
           tape, observed(variables, made[-1]), global_step, expected
       )
 
-  @cases.parameters(
-      [case for case in TOWERS if case not in (*DEPARTURES, *IN_TURN)]
-  )
-  def test_replays_towers_one_to_a_device(self, case):
-    tape = TOWERS[case]
-    self.replay(tape, jax.devices()[: tape['towers']], is_compiled=True)
+  @cases.parameters([case for case in TOWERS if case not in DEPARTURES])
+  def test_replays(self, case):
+    self.replay(TOWERS[case])
 
-  @cases.parameters([*dict.fromkeys([*OWN_VARIABLES, *IN_TURN])])
-  def test_replays_towers_in_turn(self, case):
-    tape = TOWERS[case]
-    self.replay(tape, ['/cpu:0'] * tape['towers'], is_compiled=True)
-
-  def test_replays_towers_in_turn_outside_a_function(self):
+  def test_replays_outside_a_function(self):
     # By itself, the `model_fn` runs again for each tower of each step.
-    tape = TOWERS['tw-a-047-two-sgd-adam-sum-2']
-    self.replay(tape, ['/cpu:0'] * 2, is_compiled=False)
+    self.replay(TOWERS['tw-a-047-two-sgd-adam-sum-2'], is_compiled=False)
 
   @cases.parameters([*DEPARTURES])
   def test_replays_dense_gradients(self, case):
-    tape = TOWERS[case]
-    devices = jax.devices()[: tape['towers']]
-
-    self.replay(tape, devices, True, 'after_with_dense_gradient')
+    self.replay(TOWERS[case], after='after_with_dense_gradient')
     # Or else the case need not be listed.
     with self.assertRaises(AssertionError), facade.Graph().as_default():
-      self.replay(tape, devices, True)
+      self.replay(TOWERS[case])
 
 
 class DropStaleTest(ReplayTest):

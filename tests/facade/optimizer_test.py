@@ -155,7 +155,7 @@ class WrappersTest(facade_cases.GraphTest):
     self.assertIsNone(opts[-1].get_slot(variables[-1], 'other'))
 
   def test_resumes_to_the_bit_through_orbax(self):
-    wrap, where = WRAPPERS['towers in turn']
+    wrap, where = WRAPPERS['towers']
 
     def run(times, saved=None):
       with facade.Graph().as_default():
@@ -199,7 +199,7 @@ class WrappersTest(facade_cases.GraphTest):
     self.assertEqual([float(w), float(b), int(step)], [0, 0, 0])
     self.assertEqual(inner.get_slot_names(), [])
 
-  @cases.parameters('cross_shard', 'towers in turn', 'drop_stale')
+  @cases.parameters('cross_shard', 'towers', 'drop_stale')
   def test_a_wrapper_of_a_program_stands_outside(self, name):
     wrap, where = WRAPPERS[name]
     w = facade.Variable(0.0)

@@ -124,26 +124,6 @@ class RecordedTest(facade_cases.GraphTest):
     slots = [opt.get_slot(w, name).name for name in ('accum', 'linear')]
     self.assertEqual(slots, ['w/sum:0', 'w/z:0'])
 
-  @cases.parameters(('adamw', 4), ('lars', 1))
-  def test_trains_in_wrappers_as_alone(self, name, where):
-    def train(wrap, num_shards):
-      with facade.Graph().as_default():
-        w = facade.Variable([[1.0, 2.0], [3.0, -4.0]], name='w')
-        step = facade.get_or_create_global_step()
-        opt = wrap(OPTIMIZERS[name]())
-        run = facade_cases.mapped(
-            lambda x: opt.minimize(lambda: jnp.mean(jnp.sin(x @ w) ** 2), step),
-            num_shards,
-        )
-        x = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
-        for _ in range(3):
-          run(x)
-        values = self.values()
-        return {k: v for k, v in values.items() if 'stale' not in k}
-
-    wrap = {4: facade.CrossShardOptimizer, 1: facade_cases.drop_stale}[where]
-    self.assert_close(train(wrap, where), train(lambda opt: opt, 1), rtol=1e-4)
-
 
 class WeightDecayTest(facade_cases.OptimizerTest):
 

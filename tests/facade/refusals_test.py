@@ -177,11 +177,8 @@ ERRORS = {
         ('initial_accumulator_value.*real', lambda t: t.adagrad('0.1')),
         ('`global_step` must be', lambda t: t.opt.minimize(t.square, 0)),
         ('got a TowerOptimizer.*outside', lambda t: cross_shard(tower(t.opt))),
-        ('`num_shards` must be an int', lambda t: with_context(2.0)),
         ('`input_shard_axes` must be ', lambda t: kept(input_shard_axes=[0.5])),
         ('must be an array', lambda t: sharded(lambda x: ['loss'])),
-        ('`staleness` must be an integer', lambda t: drop_stale(t.opt, 1.5)),
-        ('`replicas_to_aggregate`', lambda t: sync_replicas(t.opt, 1.5)),
         ('EstimatorSpec', lambda t: towers(lambda features: 1.0)(X)),
         # Parts.
         ('floating-point', lambda t: averaged(t, t.n)),
@@ -196,7 +193,6 @@ ERRORS = {
         (r'have the shape \(2,\), got \(8', lambda t: t.w.assign(X)),
         ('value of .n:0. must fit', lambda t: t.n.assign(np.int64(2**40))),
         ("'v'", lambda t: facade.function(t.make)()),
-        ("'v'", lambda t: jax.jit(t.make)()),
         ("'b:0' must not be read.*func", lambda t: jax.jit(t.times)(X)),
         ("'b:0'.*facade.function", lambda t: jax.jit(t.b.assign)(2.0)),
         ('not be assigned', lambda t: jax.jit(facade.function(t.add))(2.0)),
@@ -246,7 +242,6 @@ ERRORS = {
         ('`var_list` must hold.*else, got', lambda t: t.over(t.w, 'w')),
         ('int32 for n:0', lambda t: t.over(t.w, t.n)),
         (r"\['w'\] again", lambda t: t.over(t.w, t.b, t.w)),
-        ('No variables provided', lambda t: t.apply()),
         ('No gradients provided.*w:0', lambda t: t.apply((None, t.w))),
         ('must hold pairs', lambda t: t.apply(t.w)),
         ('must hold pairs.*in its place', lambda t: t.apply((t.b, 1.0))),
@@ -257,7 +252,6 @@ ERRORS = {
         ('`xs` must hold', lambda t: facade.gradients(t.square, [1.0])),
         ('`true_fn` and `false_fn` must', lambda t: t.chosen()),
         # Optimizers.
-        ('specify the optimizer name', lambda t: sgd(name='')),
         ('accumulator_value.*positive', lambda t: t.adagrad(0)),
         ('`learning_rate_power` must', lambda t: facade.FtrlOptimizer(1, 0.1)),
         ('`initial_acc.* must not b', lambda t: facade.FtrlOptimizer(1, 0, -1)),
@@ -272,19 +266,12 @@ ERRORS = {
         ),
         ("'b/First' must be known b", lambda t: updated(t, t.starting())),
         ('optimizer for each', lambda t: t.apply((1.0, of_another_graph('v')))),
-        ('Unsupported reduction', lambda t: cross_shard(t.opt, 'mean')),
         ('group_assignment.*equal size', lambda t: grouped([[0, 1, 2], [3]])),
         ('permutation of', lambda t: grouped([[0, 1], [1, 2], [2, 3]])),
         ('list of lists', lambda t: grouped([0, 1, 2, 3])),
         ('`num_shards` must be at least 1', lambda t: with_context(0)),
         ('inside a shard con', lambda t: cross_shard(t.opt).minimize(t.square)),
         ('`cross_replica_sum` must be ', lambda t: facade.cross_replica_sum(X)),
-        (
-            'equal size',
-            lambda t: sharded(
-                lambda x: facade.cross_replica_sum(x, [[0], [1, 2, 3]])
-            ),
-        ),
         ('the 4 shards of its', apply_on_another_axis),
         (
             'must be per shard',
@@ -312,22 +299,12 @@ ERRORS = {
         ('must not excee', lambda t: facade.shard(lambda: None, num_shards=64)),
         ('slots would be new', lambda t: sharded(lambda x: sgd(), 1)),
         (r'explicit axes.*jax\.device_get', lambda t: t.explicit()),
-        ('need to be reduced in some', lambda t: towers(loss_reduction='none')),
         ('Invalid Reduction', lambda t: towers(loss_reduction='sum')),
-        (
-            'must be all different',
-            lambda t: towers(devices=['/cpu:0', '/cpu:0', '/cpu:1']),
-        ),
-        ('must name local devices', lambda t: towers(devices=['/gpu:0'])),
+        ('name one device', lambda t: towers(devices=['/gpu:0', '/gpu:1'])),
         (
             r"divisible .* 4, .*\['x'\]",
             lambda t: towers()({'x': np.zeros([6, 2])}),
         ),
-        (
-            'not be inside of `shard`',
-            lambda t: sharded(lambda x: t.at_once(jnp.tile(x, 2))),
-        ),
-        ('must not be a TowerOptimizer', lambda t: tower(tower(t.opt))),
         # Workers.
         ('must be a variable', lambda t: drop_stale(t.opt).minimize(t.square)),
         ('belongs to a ste', lambda t: sync_replicas(t.opt).minimize(t.square)),
@@ -337,10 +314,6 @@ ERRORS = {
             lambda t: drop_stale(t.opt).apply_gradients(t.pairs, t.step),
         ),
         ('`replicas_to_aggregate`', lambda t: sync_replicas(t.opt, 0)),
-        (
-            '`total_num_replicas`',
-            lambda t: sync_replicas(t.opt, total_num_replicas=0),
-        ),
         (
             'must come together',
             lambda t: sync_replicas(t.opt, variables_to_average=[]),
@@ -362,6 +335,7 @@ ERRORS = {
         ),
         ('never changes', lambda t: facade.cosine_decay(0.5, t.step + 1, 10)),
         ('never change again', lambda t: jnp.sqrt(t.rate())),
+        ('To log its present value', lambda t: float(t.rate())),
         ('never change ag', lambda t: tf.cond(t.step < 2, t.rate, lambda: 1.0)),
         ('must be a list of at least', lambda t: tf.add_n([])),
         ('`num` of', lambda t: tf.unstack(X, 5)),
@@ -467,9 +441,6 @@ class RefusalsTest(facade_cases.OptimizerTest):
 
   def adagrad(self, value):
     facade.AdagradOptimizer(0.1, initial_accumulator_value=value)
-
-  def at_once(self, x):
-    return towers(devices=facade_cases.AT_ONCE)(x).loss
 
   def blind(self):
     opt = mine(

@@ -62,7 +62,7 @@ def regularization_losses_that_were_fetched_before(in_step):
   w = tf.get_variable(
       'w', [], initializer=ONES(), regularizer=lambda v: 0.5 * v * v
   )
-  fetched = tf.losses.get_regularization_losses()
+  fetched = [tf.add_n(tf.losses.get_regularization_losses())]
   opt = tf.train.GradientDescentOptimizer(0.5)
 
   @facade.function

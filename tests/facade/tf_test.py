@@ -37,6 +37,8 @@ CALLS = {
         lambda: tf.reduce_logsumexp(X, -1),
         np.log(np.exp(X).sum(-1)),
     ),
+    'count_nonzero': (lambda: tf.count_nonzero(X > 0.3, 1), [2, 2]),
+    'top_k': (lambda: tf.nn.top_k(X, k=2)[0], X[:, :0:-1]),
     'argmax': (lambda: tf.argmax(X), np.argmax(X, 0)),
     'argmax axis': (lambda: tf.argmax(X, 1), np.argmax(X, 1)),
     'argmin': (lambda: tf.argmin(X, dimension=1), np.argmin(X, 1)),
@@ -203,7 +205,8 @@ class FunctionsTest(facade_cases.GraphTest):
         *(tf.zeros_initializer(), tf.ones_initializer()),
         *(tf.constant_initializer(3.0), tf.random_normal_initializer()),
         tf.truncated_normal_initializer(stddev=0.02),
-        tf.glorot_uniform_initializer(),
+        *(tf.glorot_uniform_initializer(), tf.orthogonal_initializer(gain=2.0)),
+        tf.variance_scaling_initializer(4.0, 'fan_avg', distribution='normal'),
     ]
     made = [
         tf.get_variable(f'w{i}', [20, 30], tf.float32, initializer)
@@ -213,7 +216,7 @@ class FunctionsTest(facade_cases.GraphTest):
     means = [float(jnp.mean(w)) for w in made[:3]]
     spreads = [float(jnp.std(w)) for w in made[3:]]
     self.assertEqual(means, [0, 1, 3])
-    np.testing.assert_allclose(spreads, [1, 0.0176, 0.2], 0.1)
+    np.testing.assert_allclose(spreads, [1, 0.0176, 0.2, 0.365, 0.4], 0.1)
 
   def test_has_the_losses_of_a_step(self):
     tf.get_variable('w', [2], tf.float32, jnp.ones, regularizer=tf.reduce_sum)

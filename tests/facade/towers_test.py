@@ -1,4 +1,4 @@
-"""`TowerOptimizer` and `replicate_model_fn`: towers in turn or on devices."""
+"""`TowerOptimizer` and `replicate_model_fn`: towers take turns."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import cases
 import facade_cases
 from shard_transforms import facade
 
-X, IN_TURN, AT_ONCE = facade_cases.X, facade_cases.IN_TURN, facade_cases.AT_ONCE
+X, IN_TURN = facade_cases.X, facade_cases.IN_TURN
 sgd = facade_cases.sgd
 
 
@@ -32,32 +32,12 @@ class TowersTest(facade_cases.GraphTest):
     towers = facade.replicate_model_fn(model_fn, reduction, devices)
     return towers(x, mode='train')
 
-  @cases.parameters((IN_TURN, False), (AT_ONCE, True))
-  def test_train_as_one(self, devices, compiled):
-    def train(devices, compiled):
-      with facade.Graph().as_default():
-        w = facade.Variable(0.5, name='w')
-        step = facade.get_or_create_global_step()
-
-        def minimize(x):  # It keeps the slots, although it is made each time.
-          opt = facade.TowerOptimizer(facade.AdamOptimizer(0.1))
-          return opt.minimize(lambda: jnp.mean(jnp.sin(w * x)), step)
-
-        run = facade_cases.mapped(minimize, devices, compiled)
-        counts = [int(run(X + i)) for i in range(3)]
-        self.assertEqual(counts, [1, 2, 3])
-        return self.values()
-
-    self.assert_close(train(devices, compiled), train(['/cpu:0'], True))
-
-  @cases.product(
-      devices=(IN_TURN, AT_ONCE),
-      key=(facade.Reduction.SUM, facade.Reduction.SUM_BY_NONZERO_WEIGHTS),
+  @cases.parameters(
+      facade.Reduction.SUM, facade.Reduction.SUM_BY_NONZERO_WEIGHTS
   )
-  def test_every_reduction_but_sum_is_a_mean(self, devices, key):
+  def test_every_reduction_but_sum_is_a_mean(self, key):
     spec = self.run_model(
         lambda x: facade.TowerOptimizer(sgd()).minimize(lambda: self.loss(x)),
-        devices=devices,
         reduction=key,
     )
 
@@ -78,10 +58,8 @@ class TowersTest(facade_cases.GraphTest):
     self.assertEqual(int(self.run_model(train_op).train_op), 1)
     self.assertEqual(int(self.step), 1)
 
-  @cases.parameters((IN_TURN, True), (IN_TURN, False), (AT_ONCE, True))
-  def test_what_is_assigned_beside_the_loss_counts_once(
-      self, devices, compiled
-  ):
+  @cases.parameters(True, False)
+  def test_what_is_assigned_beside_the_loss_counts_once(self, compiled):
     metric = facade.Variable(0.0, trainable=False, name='metric')
     seen = facade.Variable(0, trainable=False, name='seen')
 
@@ -92,22 +70,18 @@ class TowersTest(facade_cases.GraphTest):
 
       facade.TowerOptimizer(sgd()).minimize(loss, var_list=[self.w])
       self.step.assign_add(1)
-      if devices is IN_TURN:
-        metric.assign_add(jnp.mean(x))
+      metric.assign_add(jnp.mean(x))
 
-    run = facade_cases.mapped(train_op, devices, compiled)
+    run = facade_cases.mapped(train_op, IN_TURN, compiled)
     for _ in range(3):
       run(X)
 
     # As in TensorFlow, where only the last tower's operation runs; what a loss
     # assigns counts for each tower that takes its turn, as `UPDATE_OPS` do.
     self.assertEqual(int(self.step), 3)
-    in_turn = devices is IN_TURN
-    expected = [40.5, 12] if in_turn else [0, 3]
-    self.assertEqual([float(metric), int(seen)], expected)
+    self.assertEqual([float(metric), int(seen)], [40.5, 12])
 
-  @cases.parameters([IN_TURN], [AT_ONCE])
-  def test_around_a_drop_stale_optimizer(self, devices):
+  def test_around_a_drop_stale_optimizer(self):
     age = facade.Variable(0, trainable=False)
 
     def train_op(x):
@@ -116,7 +90,7 @@ class TowersTest(facade_cases.GraphTest):
       self.step.assign_add(age)
       return opt.apply_gradients(pairs, self.step)
 
-    run = facade_cases.mapped(train_op, devices)
+    run = facade_cases.mapped(train_op, IN_TURN)
     counts = []
     for value in (0, 1, 0):
       age.assign(value)
@@ -174,14 +148,13 @@ class TowersTest(facade_cases.GraphTest):
       self.run_model(train_op)
     self.assertEqual(float(v), 0.0)
 
-  @cases.product(devices=(IN_TURN, AT_ONCE), trains=(False, True))
-  def test_training_needs_the_wrapper(self, devices, trains):
+  @cases.parameters(False, True)
+  def test_training_needs_the_wrapper(self, trains):
     with self.assertRaisesRegex(
         ValueError, 'Please wrap optimizers with Tower'
     ):
       self.run_model(
-          lambda x: sgd().minimize(lambda: self.loss(x)) if trains else None,
-          devices=devices,
+          lambda x: sgd().minimize(lambda: self.loss(x)) if trains else None
       )
     self.assert_holds(self.w, 0.0)
 
@@ -213,8 +186,7 @@ class TowersTest(facade_cases.GraphTest):
 
 class ReplicateModelFnTest(facade_cases.GraphTest):
 
-  @cases.parameters([IN_TURN], [AT_ONCE], [None])
-  def test_splits_the_batch_and_joins_what_comes_back(self, devices):
+  def test_splits_the_batch_and_joins_what_comes_back(self):
     shapes = []
 
     def model_fn(features, labels, mode, params, config):
@@ -229,58 +201,16 @@ class ReplicateModelFnTest(facade_cases.GraphTest):
     x = np.arange(24.0, dtype=np.float32).reshape(8, 3)
     labels = np.arange(8, dtype=np.int32)
     replicated = facade.replicate_model_fn(
-        model_fn, facade.Reduction.MEAN, devices
+        model_fn, facade.Reduction.MEAN, IN_TURN
     )
 
     spec = replicated({'x': x}, labels, 'eval', {'rate': 1}, 'config')
 
-    num_towers = 8 if devices is None else len(devices)
     self.assertEqual((spec.mode, spec.train_op), ('eval', None))
     self.assert_equal(
         jax.device_get(spec.predictions), {'twice': 2 * x, 'label': labels}
     )
-    self.assertEqual(float(spec.loss), 28 / num_towers)
+    self.assertEqual(float(spec.loss), 7)
     self.assertEqual(float(spec.eval_metric_ops['mean']), 3.5)
     self.assertEqual(float(spec.eval_metric_ops['ones']), 1.0)
-    self.assertIn(((8 // num_towers,), {'rate': 1}, 'config'), shapes)
-
-  @cases.parameters([IN_TURN], [AT_ONCE])
-  def test_compiles_once_and_shares_variables(self, devices):
-    traces = []
-
-    def train_op(x):
-      traces.append(1)
-      w = facade.get_variable('w', initializer=0.0)
-      opt = facade.TowerOptimizer(facade.AdamOptimizer(0.1))
-      return opt.minimize(lambda: jnp.mean(w * x))
-
-    step = facade_cases.mapped(train_op, devices)
-    step(X)
-    before = len(traces)
-    for _ in range(3):
-      step(X)
-      facade.get_variable('w').value().block_until_ready()
-
-    self.assertLen(traces, before)
-    self.assertEqual(
-        [v.op.name for v in facade.global_variables()],
-        ['w', 'beta1_power', 'beta2_power', 'w/Adam', 'w/Adam_1'],
-    )
-
-  @cases.parameters(
-      (jax.devices()[4:6], [4, 5]),
-      (['/cpu:1'] * 2, [1]),
-      ('/device:CPU:1', [0]),
-  )
-  def test_takes_devices_and_names(self, devices, numbers):
-    replicated = facade.replicate_model_fn(
-        lambda features: facade.EstimatorSpec(None, predictions=features),
-        devices=devices,
-    )
-
-    out = replicated(jnp.zeros(4)).predictions
-
-    if len(numbers) > 1:
-      expected = {jax.devices()[i] for i in numbers}
-      self.assertEqual(out.sharding.device_set, expected)
-    self.assert_equal(jax.device_get(out), np.zeros(4, np.float32))
+    self.assertIn(((2,), {'rate': 1}, 'config'), shapes)

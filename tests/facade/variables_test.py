@@ -15,11 +15,7 @@ from shard_transforms import facade
 
 X = np.float32([1.5, 2, 3])
 W = np.float32([1, 2, 4])
-OPERATORS = (
-    *(operator.add, operator.sub, operator.mul, operator.truediv),
-    *(operator.floordiv, operator.mod, operator.pow, operator.matmul),
-    *(operator.lt, operator.le, operator.gt, operator.ge),
-)
+OPERATORS = operator.sub, operator.floordiv, operator.matmul, operator.lt
 
 
 class MakingTest(facade_cases.GraphTest):

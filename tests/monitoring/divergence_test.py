@@ -277,6 +277,22 @@ class CopiesTest(parameterized.TestCase):
       with self.assertRaisesRegex(RuntimeError, 'first at update 1'):
         monitoring.check_health(state)
 
+  def test_takes_arrays_on_an_explicit_axis_beside_that_of_the_shards(self):
+    params, shardings = make_params('Explicit')
+    check = jax.shard_map(
+        lambda w: shard_divergence(w, 'data'),
+        mesh=shardings['w'].mesh,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={'data'},
+    )
+
+    for w, differs in (
+        (params['w'], False),
+        (with_a_flipped_bit(params['w']), True),
+    ):
+      self.assertEqual(jax.jit(check)(w) > 0, differs)
+
   def test_sends_checksums_alone(self):
     params, _ = make_params()
     tx, step = tracking('Auto')

@@ -82,7 +82,10 @@ def checksum(tree: chex.ArrayTree) -> jax.Array:
     if leaves_lib.is_float0(leaf):
       continue
     words = _words(jnp.asarray(leaf))
-    number = lax.iota(jnp.uint32, words.size) * _PLACES + np.uint32(place)
+    # Shaped as the words, which cannot be flattened if an axis of their mesh is
+    # explicit.
+    number = lax.iota(jnp.uint32, words.size).reshape(words.shape)
+    number = number * _PLACES + np.uint32(place)
     # A plain sum would not notice that two words are swapped. So each word is
     # first mixed with its place, by a bijection.
     mixed = [_mix(_mix(words ^ seed) + number) for seed in _SEEDS]
@@ -91,7 +94,7 @@ def checksum(tree: chex.ArrayTree) -> jax.Array:
 
 
 def _words(leaf):
-  """Returns the bits of an array, uint32 [number of words]."""
+  """Returns the bits of an array, uint32, in one or several dimensions."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     leaf = jax.random.key_data(leaf)
   if jnp.iscomplexobj(leaf):
@@ -103,9 +106,9 @@ def _words(leaf):
   if bits < 8:
     return _words(leaf.astype(jnp.float32))
   if bits == 64:
-    return lax.bitcast_convert_type(leaf, jnp.uint32).ravel()
+    return lax.bitcast_convert_type(leaf, jnp.uint32)
   unsigned = lax.bitcast_convert_type(leaf, jnp.dtype(f'uint{bits}'))
-  return unsigned.astype(jnp.uint32).ravel()
+  return unsigned.astype(jnp.uint32)
 
 
 def _mix(words):
