@@ -178,6 +178,13 @@ class HardwareTest(parameterized.TestCase):
     self.assertLess(found['temporary'], most * other['temporary'])
     self.assertLess(found['code'], code * other['code'])
 
+  @cases.parameters(TPU, GPU)
+  def test_updates_of_an_embedding_are_added_in_place(self, name):
+    found = facts(name, 'gpt2: shard_update')
+
+    # Its columns are divided. A copy of it takes 154 MB.
+    self.assertLess(found['temporary'], 1.4 * MEGABYTES['gpt2'])
+
   @cases.product(name=(TPU, GPU), case=('by hand, ZeRO-1', 'reproducible.mean'))
   def test_report_counts_each_byte_once(self, name, case):
     found = facts(name, case)
