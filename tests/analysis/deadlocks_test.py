@@ -20,9 +20,6 @@ AXIS = modes.AXIS
 # Where types do not refuse most of what hangs.
 UNCHECKED = 'shard_map_unchecked'
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
-# Pairs of which each has a shard of either half.
-PAIRS = [[i, i + 4] for i in range(4)]
-QUARTERS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 RING = [(i, (i + 1) % 8) for i in range(8)]
 # Of eight shards with five examples of three features each.
 OWN = jax.ShapeDtypeStruct((8, 5, 3), jnp.float32)
@@ -174,7 +171,6 @@ HANGS = {
     'scattered': lambda x: if_positive(permute)(
         jnp.zeros((5, 3)).at[1].add(x[0])
     ),
-    'groups': if_positive(lambda x: gather(x, axis_index_groups=HALVES)[0]),
     # A router of experts is often named so.
     'scope_gate': jax.named_scope('gate')(
         lambda x: lax.while_loop(
@@ -186,12 +182,6 @@ HANGS = {
     'decided_in_groups': lambda x: lax.cond(
         jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
         first,
-        lambda x: x,
-        x,
-    ),
-    'decided_in_other_groups': lambda x: lax.cond(
-        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
-        lambda x: gather(x, axis_index_groups=PAIRS)[0],
         lambda x: x,
         x,
     ),
@@ -236,27 +226,9 @@ FINE = {
     'no_numbers_of_its_own': decided(
         lambda x: jnp.sum(jnp.zeros_like(x)) > 0, first
     ),
-    # The halves decide each for itself.
-    'group': lambda x: lax.cond(
-        index() < 4,
-        lambda x: gather(x, axis_index_groups=HALVES)[0],
-        lambda x: x,
-        x,
-    ),
-    'reduced_in_groups': lambda x: lax.cond(
-        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
-        lambda x: gather(x, axis_index_groups=HALVES)[0],
-        lambda x: x,
-        x,
-    ),
-    'reduced_in_larger_groups': lambda x: lax.cond(
-        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
-        lambda x: gather(x, axis_index_groups=QUARTERS)[0],
-        lambda x: x,
-        x,
-    ),
-    'groups_of_one': if_positive(
-        lambda x: gather(x, axis_index_groups=[[i] for i in range(8)])[0]
+    # Shards of a group may decide together.
+    'group': decided(
+        lambda x: index() < 4, lambda x: gather(x, axis_index_groups=HALVES)[0]
     ),
     'reduced_in_a_solver': lambda x: if_positive(permute)(
         lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: pmean(y) / 2)
@@ -424,7 +396,6 @@ AROUND = {
 # Reductions, with the extra arguments that they need.
 REDUCTIONS = {
     'cross_shard_mean': (mean_of(sgd), {}),
-    'groups': (mean_of(sgd, groups=HALVES), {}),
     'shard_update': (update_in_slices, {}),
     'tower_reduce': (tower_reduce(2, mean_of(sgd), axis_name=AXIS), {}),
     'drop_stale': (
