@@ -17,7 +17,6 @@ OPTIONS = {
     'staleness': 2,
     'num_workers': 4,
     'save_every': 10,
-    'save_seconds': 0,
 }
 
 
