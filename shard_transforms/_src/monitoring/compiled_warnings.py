@@ -7,7 +7,6 @@ warning.
 
 import collections
 from collections.abc import Sequence
-import math
 
 from shard_transforms._src.analysis.hlo import accumulation
 from shard_transforms._src.analysis.hlo import flow as hlo_flow
@@ -47,30 +46,9 @@ def find(
   sent = {node: by_op[name] for node, name in names.items() if name in by_op}
   found = (
       *_added_up(module, graph, sent),
-      *_scattered(module, graph, sent),
       *_too_few_bits(sent),
   )
   return tuple(dict.fromkeys(found))
-
-
-def _places(graph):
-  """Returns the values that are computed from the number of the shard alone.
-
-  Each comes with whether it needs that number; constants do not.
-  """
-  places = {}
-  for node in graph.nodes:
-    if node.opcode in ('partition-id', 'replica-id'):
-      places[node] = True
-    elif node.opcode in ('constant', 'iota'):
-      places[node] = False
-    elif (
-        node.inputs
-        and not (node.collective or node.opcode == 'while')
-        and places.keys() >= {*node.inputs}
-    ):
-      places[node] = any(places[n] for n in node.inputs)
-  return places
 
 
 def _added_up(module, graph, sent):
@@ -117,51 +95,6 @@ def _sums(nodes, sent):
     found += parts[node.index or 0 :][:1]
   are_sums = all(c.primitive in _SUMS and c.axes for c in found)
   return found if are_sums and len(found) == len(nodes) else []
-
-
-def _scattered(module, graph, sent):
-  """Yields warnings of sums that each shard cuts to its own part."""
-  places = _places(graph)
-
-  def is_own(user):
-    is_slice = user.opcode == 'dynamic-slice'
-    return is_slice and any(places.get(n) for n in user.inputs[1:])
-
-  for node, parts in sent.items():
-    num_shards = parts[0].num_shards
-    cut = [
-        n
-        for n in hlo_flow.results(node)
-        if _num_taken(n, graph, is_own) * num_shards == n.array.size
-    ]
-    sums = [c for c in _sums(cut, sent) if c.primitive == 'psum']
-    if node.collective == 'all-reduce' and sums:
-      other = ', or a slice before the sum, if another axis chooses the part'
-      other = other if num_shards < module.num_devices else ''
-      yield (
-          f'{_where(sums)} sums the whole {_names(cut)}, {_which_sends(sums)},'
-          f' but each shard keeps one part in {num_shards}: a reduce-scatter'
-          f' sends half{other}. XLA makes none for CPUs under `jax.jit`;'
-          ' `accumulated_value_and_grad` with `param_specs` (FSDP) and'
-          ' `shard_update` (ZeRO-1) do.'
-      )
-
-
-def _num_taken(node, graph, is_part):
-  """Returns how many elements of a value are used; infinity if unknown."""
-  if node in graph.places:
-    return math.inf
-  taken = 0
-  for user in node.users:
-    if user.loop is not node.loop:
-      return math.inf
-    if user.inputs[0] is node and is_part(user):
-      taken += user.array.size
-    elif user.opcode in hlo_flow.MOVES and user.array.size == node.array.size:
-      taken += _num_taken(user, graph, is_part)
-    else:
-      return math.inf
-  return taken
 
 
 def _too_few_bits(sent):

@@ -62,7 +62,6 @@ def wire_report(
   In the report of a traced program, `warnings` name
 
   - a sum over an axis of values that were summed over it before;
-  - a sum in each turn of a scan that one sum after the scan could replace;
   - a collective under a predicate that differs between shards, which deadlocks;
   - a gradient for `local_updates` that was taken at `params` in place of
     `local_params(params, state)`.
@@ -79,7 +78,6 @@ def wire_report(
   - reductions that are only added up: in a loop, also by the layers that an
     inner loop runs; in a loop of Python; or in a state that a condition
     empties, as `optax.MultiSteps` does;
-  - an all-reduce that each shard cuts to a slice;
   - a floating-point sum in fewer than 32 bits, which rounds each partial sum.
 
   Args:
