@@ -21,11 +21,6 @@ from shard_transforms._src.asynchronous import task
 
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
-OTHER_TASK = asynchronous.Task(
-    asynchronous_cases.init,
-    asynchronous_cases.gradient,
-    lambda number: asynchronous_cases.batch(number) + 1,
-)
 MANIFEST_OF = run_folder.manifest_of
 
 
@@ -105,21 +100,6 @@ class FolderTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(
         asynchronous.replay(folder, TASK, tx), result
     )
-
-  def test_another_task_is_refused_and_goes_on_in_another_folder(self):
-    first = self.train(num_updates=17)
-    files = self.files()
-    folder = self.folder.parent / 'second'
-
-    with self.assertRaisesRegex(
-        ValueError, 'must have the bits .*start=read_checkpoint'
-    ):
-      self.train(OTHER_TASK)
-    result = self.train(OTHER_TASK, folder=folder, start=self.read())
-
-    self.assertEqual(self.files(), files)
-    due = self.train(OTHER_TASK, folder=None, start=first)
-    asynchronous_cases.assert_same_bits(result, due)
 
   def test_an_error_of_the_workers_changes_nothing(self):
     first = self.train(num_updates=17, save_every=1000)
