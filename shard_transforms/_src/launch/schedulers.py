@@ -13,14 +13,14 @@ class Scheduler(NamedTuple):
 
   Attributes:
     name: Its name in errors.
-    count: The variable with the number of tasks, if it sets one.
+    size: The variable with the number of tasks, if it sets one.
     process_id: The variable with the number of this task.
     method: JAX's name of its detection of such a cluster, if it has one.
     hint: What that detection may lack.
   """
 
   name: str
-  count: str
+  size: str
   process_id: str
   method: str = ''
   hint: str = ''
@@ -112,7 +112,7 @@ def check_agrees(cluster: Cluster | None) -> None:
     num_tasks = num_tasks or (cluster and cluster.num_processes)
     if cluster and cluster[1:3] == (num_tasks, process_id):
       continue
-    names = scheduler.count, scheduler.process_id
+    names = scheduler.size, scheduler.process_id
     shown = [f'{x}={os.environ[x]}' for x in names if x]
     known = f'nothing{scheduler.hint}'
     if cluster:
