@@ -187,7 +187,7 @@ def rivals(parts: Sequence[str]) -> None:
     num_updates = int(_SECONDS.value * SPEEDS[size])
     run = functools.partial(library, size, NUM_WORKERS, num_updates)
     others = [
-        run(save_every=1, save_seconds=KEEPS[part])
+        run(save_every=KEEPS[part] * SPEEDS[size])
         if part in KEEPS
         else in_process(RIVALS[part], size, NUM_WORKERS, num_updates)
         for part in parts

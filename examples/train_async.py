@@ -222,7 +222,7 @@ class Progress:
     self._bar.set_postfix_str(
         f'dropped {report.num_dropped}, mean age {report.mean_age:.1f}'
     )
-    self._losses += [(step, found['loss']) for step, found in report.history]
+    self._losses.append((report.global_step, report.metrics['loss']))
 
   def rate(self) -> float:
     """Returns the accepted updates a second, from the first to the last."""
@@ -248,8 +248,7 @@ class Evaluation:
 
   def __call__(self, report: asynchronous.Report) -> Any:
     """Returns whether to stop, or to send the parameters."""
-    for step, metrics in report.history:
-      self._log('loss', metrics['loss'], step)
+    self._log('loss', report.metrics['loss'], report.global_step)
     if report.params is not None:
       accuracy = digits.accuracy(report.params, *self._test_data)
       self._log('test accuracy', accuracy, report.global_step)

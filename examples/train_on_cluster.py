@@ -7,6 +7,7 @@ checkpoint, to the same bits; `--checkpoint_dir` is a folder that all hosts see.
 """
 
 from collections.abc import Sequence
+import faulthandler
 import sys
 from typing import Any
 
@@ -120,17 +121,18 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
         'train', _STEPS.value, (params, full)
     )
     state = st.place_state(full, tx, params, mesh)
-    deadline = st.launch.StepDeadline(_STEP_DEADLINE.value)
     for i in range(len(metrics), _STEPS.value):
+      # Where one process hangs, all end, and each says where it was.
+      faulthandler.dump_traceback_later(_STEP_DEADLINE.value, exit=True)
       batch = batch_of(i, _BATCH_SIZE.value, data, mesh)
-      with deadline:
-        params, state, loss = step(params, state, *batch)
-        metrics.append({'loss': np.asarray(loss)})
+      params, state, loss = step(params, state, *batch)
+      metrics.append({'loss': np.asarray(loss)})
       if is_first and (i + 1) % 50 == 0:
         print(f'step {i + 1}: loss {metrics[-1]["loss"]:.4f}', flush=True)
       if saved.is_due():
         full = st.full_state(state, tx, params, mesh)
         saved.save((params, full), metrics)
+    faulthandler.cancel_dump_traceback_later()
   except checkpoints.CheckpointError as error:
     return f'FAILED: {error}'
   if is_first:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import faulthandler
 import os
 import pathlib
 import secrets
@@ -71,12 +72,11 @@ def train(config: Mapping[str, Any]) -> None:
   step = train_on_cluster.make_step(tx, mesh, specs)
   if first and is_first:
     print(f'Goes on from step {first}.', file=sys.stderr)
-  deadline = st.launch.StepDeadline(config['step_deadline'])
   for i in range(first, config['steps']):
+    faulthandler.dump_traceback_later(config['step_deadline'], exit=True)
     batch = train_on_cluster.batch_of(i, config['batch_size'], data, mesh)
-    with deadline:
-      params, state, loss = step(params, state, *batch)
-      metrics = {'step': i + 1, 'loss': float(np.asarray(loss))}
+    params, state, loss = step(params, state, *batch)
+    metrics = {'step': i + 1, 'loss': float(np.asarray(loss))}
     if (i + 1) % config['checkpoint_every'] and i + 1 < config['steps']:
       continue
     full = st.full_state(state, tx, params, mesh)
@@ -93,6 +93,7 @@ def train(config: Mapping[str, Any]) -> None:
         checkpoint = ray.train.Checkpoint.from_directory(folder)
       # Every worker reports; the checkpoint of one is that of all.
       ray.train.report(metrics, checkpoint=checkpoint)
+  faulthandler.cancel_dump_traceback_later()
 
 
 def join() -> None:

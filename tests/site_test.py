@@ -1,4 +1,4 @@
-"""The site is built without a warning, and a browser finds it whole."""
+"""The site is built without a warning, and shows what it should."""
 
 import html
 import importlib
@@ -8,26 +8,11 @@ import subprocess
 import sys
 import tempfile
 import unittest
-import urllib.parse
 
 import pytest
 
-import browser
-
 ROOT = pathlib.Path(__file__).parents[1]
 REFERENCE = sorted((ROOT / 'docs' / 'reference').glob('*.md'))
-# The page that must come first for what people search for.
-SEARCHES = {
-    'ZeRO': 'sharded_optimizer',
-    'Muon': 'sharded_optimizer',
-    'DiLoCo': 'local_updates',
-    'NaN': 'bad_shards',
-    'deadlock': 'bad_shards',
-    'gradient accumulation': 'gradient_accumulation',
-    'multi-host': 'processes',
-    'Slurm': 'processes',
-    'TensorFlow': 'porting_from_tf1',
-}
 
 
 def public_names(page):
@@ -35,24 +20,6 @@ def public_names(page):
   parts = ['shard_transforms', page.stem]
   module = '.'.join(dict.fromkeys(parts))
   return [f'{module}.{x}' for x in importlib.import_module(module).__all__]
-
-
-def broken_links(found, address, site):
-  """Returns what links within the site name and what is not there."""
-  broken = set()
-  for page, content in found['pages'].items():
-    for link in content['links']:
-      if not link.startswith(address):
-        continue
-      parts = urllib.parse.urlsplit(link)
-      path = urllib.parse.unquote(parts.path)
-      path += 'index.html' * path.endswith('/')
-      name = urllib.parse.unquote(parts.fragment)
-      target = found['pages'].get(path)
-      known = target is None or not name or name in target['names']
-      if not known or not (site / path.lstrip('/')).is_file():
-        broken.add((page, link.removeprefix(address)))
-  return broken
 
 
 def wrong_backslashes(page):
@@ -122,37 +89,6 @@ class SiteTest(unittest.TestCase):
     }
 
     self.assertEqual(wrong, {})
-
-  def test_a_browser_finds_nothing_broken(self):
-    program = browser.find()
-    if program is None:
-      self.skipTest(f'there is no browser: none of {browser.NAMES} is on PATH')
-
-    address, found = browser.visit(
-        self.site, program, timeout=300, searches=list(SEARCHES)
-    )
-
-    self.assertNotIn('error', found)
-    self.assertGreater(len(found['pages']), 30)
-    for page, content in found['pages'].items():
-      with self.subTest(page):
-        self.assertEqual(content['problems'], [])
-        self.assertEqual(content['missingImages'], [])
-        self.assertEqual(content['wrongFormulas'], [])
-        self.assertEqual(content['tooWide'], [])
-        self.assertEqual(content['lowContrasts'], {})
-    pages = found['pages']
-    for page in '/averaging.html', '/reference/shard_transforms.html':
-      self.assertGreater(pages[page]['formulas'], 0)
-    for page in '/gpus_and_tpus.html', '/colabs/quickstart.html':
-      self.assertGreater(pages[page]['images'], 0)
-    self.assertEqual(broken_links(found, address, self.site), set())
-    for words, page in SEARCHES.items():
-      with self.subTest(words):
-        result = found['searches'][words]
-        self.assertEqual(result['problems'], [])
-        first = urllib.parse.urlsplit(result['found'][0]).path
-        self.assertEqual(first, f'/{page}.html')
 
   def test_each_namespace_has_a_page(self):
     folders = {

@@ -131,19 +131,11 @@ class TrainDigitsTest(parameterized.TestCase):
     self.assertRegex(run.stderr, r'FAILED: .* must equal \(a\) .* nan')
     self.assertRegex(run.stderr, r'FAILED: the test accuracy must be .* 96%')
 
-  @cases.parameters(
-      ('--shards=3', 'batch_size.* must be a multiple of .* = 12'),
-      ('--reproducible --shards=3', 'with `--reproducible` must be a mult'),
-      ('--output_dir={script}', '`--output_dir` must be a folder: .*exists'),
-      ('--shards=4', '`--shards` must be at most 2, the number of'),
-  )
   @pytest.mark.slow
-  def test_refuses_bad_flag(self, flag, message):
-    flag = flag.format(script=SCRIPT)
-
-    run = self.run_script(*flag.split(), JAX_NUM_CPU_DEVICES='2')
+  def test_refuses_bad_flag(self):
+    run = self.run_script('--shards=4', JAX_NUM_CPU_DEVICES='2')
 
     self.assertEqual(run.returncode, 1)
-    self.assertRegex(run.stderr, message)
+    self.assertIn('`--shards` must be at most 2, the number of', run.stderr)
     self.assertNotIn('Traceback', run.stderr)
     self.assertEmpty(self.files())

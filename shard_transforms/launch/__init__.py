@@ -2,6 +2,5 @@
 
 from shard_transforms._src.launch.join_processes import join_processes
 from shard_transforms._src.launch.run_processes import run_processes
-from shard_transforms._src.launch.step_deadline import StepDeadline
 
-__all__ = ('StepDeadline', 'join_processes', 'run_processes')
+__all__ = ('join_processes', 'run_processes')

@@ -7,7 +7,6 @@ from shard_transforms._src.monitoring.cross_check import CrossCheckState
 from shard_transforms._src.monitoring.cross_check import cross_check
 from shard_transforms._src.monitoring.digests import digest
 from shard_transforms._src.monitoring.divergence import DivergenceState
-from shard_transforms._src.monitoring.divergence import assert_reduced
 from shard_transforms._src.monitoring.divergence import shard_divergence
 from shard_transforms._src.monitoring.divergence import track_divergence
 from shard_transforms._src.monitoring.metrics import check_health
@@ -28,7 +27,6 @@ __all__ = (
     'DivergenceState',
     'NoiseScaleState',
     'WireReport',
-    'assert_reduced',
     'assert_trains_as_one_device',
     'check_health',
     'compression_error',

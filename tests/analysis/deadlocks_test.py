@@ -20,9 +20,6 @@ AXIS = modes.AXIS
 # Where types do not refuse most of what hangs.
 UNCHECKED = 'shard_map_unchecked'
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
-# Pairs of which each has a shard of either half.
-PAIRS = [[i, i + 4] for i in range(4)]
-QUARTERS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 RING = [(i, (i + 1) % 8) for i in range(8)]
 # Of eight shards with five examples of three features each.
 OWN = jax.ShapeDtypeStruct((8, 5, 3), jnp.float32)
@@ -127,9 +124,6 @@ HANGS = {
     'both_send_but_one': lambda x: lax.switch(
         jnp.argmax(x[0]), [permute, lambda x: x, first], x
     ),
-    'scatter': if_positive(
-        lambda x: lax.psum_scatter(jnp.tile(x, (8, 1)), AXIS, tiled=True)
-    ),
     'all_to_all': if_positive(
         lambda x: lax.all_to_all(jnp.stack([x] * 8), AXIS, 0, 0)[0]
     ),
@@ -140,13 +134,9 @@ HANGS = {
     'scanned_result': lambda x: if_positive(permute)(
         lax.scan(lambda c, y: (c, y), x, x)[1]
     ),
-    'nested': if_positive(lambda x: lax.cond(True, first, lambda x: x, x)),
     'while': lambda x: until_small(x, permute),
     'condition_of_while': lambda x: lax.while_loop(
         lambda x: jnp.sum(x + first(x)) > 1, lambda x: x / 2, x
-    ),
-    'all_of_while': lambda x: lax.while_loop(
-        lambda x: jnp.sum(x + first(x)) > 1, permute, x
     ),
     'turns_of_while': lambda x: lax.cond(
         lax.while_loop(lambda n: n < x[0, 0], lambda n: n + 1, 0.0) > 3,
@@ -156,9 +146,6 @@ HANGS = {
     ),
     'in_a_branch': lambda x: lax.cond(
         psum(jnp.sum(x)) > 0, if_positive(permute), lambda x: x, x
-    ),
-    'bound_of_loop': lambda x: lax.fori_loop(
-        0, jnp.argmax(x[0]), lambda _, x: permute(x), x
     ),
     'chosen_by_own_choice': lambda x: lax.cond(
         lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0) > 1,
@@ -171,27 +158,9 @@ HANGS = {
     'mixed_with_what_is_alike': decided(
         lambda x: jnp.sum(psum(x) + x) > 0, first
     ),
-    'scattered': lambda x: if_positive(permute)(
-        jnp.zeros((5, 3)).at[1].add(x[0])
-    ),
-    'groups': if_positive(lambda x: gather(x, axis_index_groups=HALVES)[0]),
-    # A router of experts is often named so.
-    'scope_gate': jax.named_scope('gate')(
-        lambda x: lax.while_loop(
-            lambda c: jnp.sum(c[1]) > 1,
-            lambda c: (c[0] + 1, permute(c[1]) / 2),
-            (0, x),
-        )[1]
-    ),
     'decided_in_groups': lambda x: lax.cond(
         jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
         first,
-        lambda x: x,
-        x,
-    ),
-    'decided_in_other_groups': lambda x: lax.cond(
-        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
-        lambda x: gather(x, axis_index_groups=PAIRS)[0],
         lambda x: x,
         x,
     ),
@@ -200,24 +169,14 @@ HANGS = {
         x,
         lambda _, y: lax.cond(index() < 4, permute, lambda y: y, y),
     ),
-    'partly_scanned': lambda x: lax.scan(
-        lambda c, y: (c, if_positive(permute)(y)), 0.0, x
-    )[1],
 }
 
 # What decides alike, or sends nothing, or nothing that is waited for.
 FINE = {
     'reduced': lambda x: lax.cond(psum(jnp.sum(x)) > 0, psum, pmean, x),
-    'smallest': lambda x: lax.cond(
-        lax.pmin(jnp.isfinite(x).all().astype(int), AXIS) > 0,
-        lambda x: lax.pcast(psum(x), AXIS, to='varying'),
-        lambda x: x,
-        x,
-    ),
     'gathered': decided(lambda x: jnp.sum(gather(x)) > 0, first),
     'sends_nothing': if_positive(jnp.sin),
     'loop_sends_nothing': lambda x: until_small(x, jnp.sin) + psum(x),
-    'asks_for_its_place': if_positive(lambda x: x + index()),
     # They meet, and mix what they send.
     'each_branch_sends': if_positive(first, permute),
     'turns': lambda x: lax.fori_loop(0, 3, lambda _, x: permute(x), x),
@@ -236,27 +195,9 @@ FINE = {
     'no_numbers_of_its_own': decided(
         lambda x: jnp.sum(jnp.zeros_like(x)) > 0, first
     ),
-    # The halves decide each for itself.
-    'group': lambda x: lax.cond(
-        index() < 4,
-        lambda x: gather(x, axis_index_groups=HALVES)[0],
-        lambda x: x,
-        x,
-    ),
-    'reduced_in_groups': lambda x: lax.cond(
-        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
-        lambda x: gather(x, axis_index_groups=HALVES)[0],
-        lambda x: x,
-        x,
-    ),
-    'reduced_in_larger_groups': lambda x: lax.cond(
-        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
-        lambda x: gather(x, axis_index_groups=QUARTERS)[0],
-        lambda x: x,
-        x,
-    ),
-    'groups_of_one': if_positive(
-        lambda x: gather(x, axis_index_groups=[[i] for i in range(8)])[0]
+    # Shards of a group may decide together.
+    'group': decided(
+        lambda x: index() < 4, lambda x: gather(x, axis_index_groups=HALVES)[0]
     ),
     'reduced_in_a_solver': lambda x: if_positive(permute)(
         lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: pmean(y) / 2)
@@ -424,7 +365,6 @@ AROUND = {
 # Reductions, with the extra arguments that they need.
 REDUCTIONS = {
     'cross_shard_mean': (mean_of(sgd), {}),
-    'groups': (mean_of(sgd, groups=HALVES), {}),
     'shard_update': (update_in_slices, {}),
     'tower_reduce': (tower_reduce(2, mean_of(sgd), axis_name=AXIS), {}),
     'drop_stale': (
@@ -439,8 +379,6 @@ ALIKE = (
     (mean_of(optax.apply_if_finite(sgd, 5)), {}),
     (mean_of(optax.MultiSteps(sgd, 3).gradient_transformation()), {}),
     (tower_reduce(3, mean_of(sgd), axis_name=AXIS), {}),
-    (tower_reduce(3, update_in_slices, axis_name=AXIS), {'weight': 2.0}),
-    (drop_stale(1, mean_of(sgd)), {'local_step': 0}),
     (drop_stale(1, mean_of(sgd), axis_name=AXIS), {'local_step': 0}),
     (guard(mean_of(sgd), AXIS, on_bad='exclude'), {'weight': 2.0}),
     (mean_of(guard(sgd)), {}),
@@ -453,15 +391,6 @@ ALIKE = (
         ),
         {},
     ),
-    (
-        drop_stale(
-            1,
-            tower_reduce(2, mean_of(sgd, groups=HALVES), axis_name=AXIS),
-            axis_name=AXIS,
-        ),
-        {'local_step': 0},
-    ),
-    (guard(mean_of(sgd, groups=HALVES), AXIS), {}),
 )
 
 

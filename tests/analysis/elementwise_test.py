@@ -99,7 +99,6 @@ SUMS = (
     lambda x: x * lax.psum(jnp.sum(x) + jnp.sum(2 * x), (AXIS, 'model')),
     lambda x: x * lax.psum(sum([jnp.sum(x), jnp.sum(2 * x)]), AXIS),
     lambda x: x * (total(x) / 7 * (1 / 8)),
-    lambda x: x * (total(x) * 0.5),
     lambda x: x * jnp.sqrt(total(x).astype('bfloat16')).astype('float32'),
     lambda x: x * lax.cond(total(x) > 0, total, lambda x: 2 * total(x), x),
     lambda x: x * jnp.sort(jnp.arange(5) * total(x))[::-1][0],
@@ -114,10 +113,8 @@ OWN = 'numbers of their own'
 WRONG_SUMS = (
     # Each of them gives another number where all shards hold the whole.
     (lambda x: x * lax.pmean(jnp.sum(x), AXIS), '`pmean` divides'),
-    (lambda x: x * lax.pmean(jnp.sum(x), (AXIS, 'model')), '`pmean` divides'),
     (lambda x: x * (total(x) * (1 / 8)), '`pmean` divides'),
     (lambda x: x * (0.125 * total(x)), '`pmean` divides'),
-    (lambda x: x * lax.psum(total(x), AXIS), TWICE),
     (lambda x: x * lax.psum(jnp.sqrt(total(x)), AXIS), TWICE),
     (lambda x: lax.psum(x, AXIS), '`psum` takes several'),
     (lambda x: x * lax.psum_scatter(jnp.arange(8.0), AXIS), OWN),
@@ -126,8 +123,6 @@ WRONG_SUMS = (
     (lambda x: x * axis_index(), OWN),
     (lambda x: x * lax.fori_loop(0, 2, lambda _, y: y + axis_index(), 1), OWN),
     (lambda x: x * (2 * jnp.sum(x)), OF_A_SLICE),
-    (lambda x: x * jnp.sqrt(jnp.sum(x)), OF_A_SLICE),
-    (lambda x: x * (1 + jnp.sum(x)), OF_A_SLICE),
     (lambda x: x * lax.pmax(jnp.sum(x), AXIS), OF_A_SLICE),
     (lambda x: x * lax.psum(jnp.sum(x).astype(int), AXIS), OF_A_SLICE),
     (lambda x: x * lax.psum(jnp.sum(x), 'model'), OF_A_SLICE),
@@ -139,8 +134,6 @@ WRONG_SUMS = (
     (lambda x: x * jnp.sum(x[None], 0), '`reduce_sum` takes several'),
     (lambda x: x * lax.cond(total(x) > 0, total, jnp.max, x), '`reduce_max` '),
     (lambda x: x * total(x + 1), NOT_ZERO),
-    (lambda x: x * total(jnp.exp(x)), NOT_ZERO),
-    (lambda x: x * total(x**0), NOT_ZERO),
     (lambda x: x * total(x**-2), NOT_ZERO),
     (lambda x: x * total(jnp.maximum(x, 1)), NOT_ZERO),
     (lambda x: x * total(jnp.where(x == 0, 1, x)), NOT_ZERO),
@@ -215,23 +208,12 @@ TOGETHER = (
         '`reduce`' + UNKNOWN,
     ),
     (lambda u, p: u - jnp.sum(u), '`reduce_sum` takes several'),
-    (lambda u, p: u / jnp.max(p), '`reduce_max` takes several'),
-    (of_matrix(lambda u, p: u @ (u.T @ p)), '`transpose` moves them'),
     (of_matrix(lambda u, p: u @ p[0]), 'the shapes of the updates'),
-    (of_matrix(lambda u, p: u * p[:1]), '`slice` moves'),
-    (
-        of_matrix(lambda u, p: jnp.einsum('ij,kj->ik', u, u) @ u),
-        '`dot_general`',
-    ),
     (
         of_matrix(lambda u, p: u @ np.ones((u.shape[-1], 5))),
         '`dot_general` takes',
     ),
-    (of_matrix(lambda u, p: jnp.fft.fft(u).real), '`fft` takes several'),
-    (lambda u, p: jnp.sort(u.ravel()).reshape(u.shape), 'several'),
     (lambda u, p: jnp.roll(u, 1), '`slice` moves them'),
-    (lambda u, p: u * u.ravel()[0], '`slice` moves them'),
-    (lambda u, p: jnp.cumsum(u).reshape(u.shape), 'several'),
     (of_matrix(lambda u, p: u[..., ::-1]), '`rev` moves'),
     (
         lambda u, p: lax.fori_loop(0, 3, lambda _, x: jnp.roll(x, 1) + p, u),
@@ -250,10 +232,6 @@ TOGETHER = (
     (
         of_matrix(lambda u, p: jnp.reshape(u, (1, 3, 5))[0]),
         'on slices it raises',
-    ),
-    (
-        of_matrix(lambda u, p: jnp.tanh(u.ravel()).reshape(u.shape)),
-        '`reshape` mo',
     ),
     # Slices along columns would meet others.
     (
@@ -276,17 +254,12 @@ TOGETHER = (
     ),
     # Their size, as a number, a table, a choice, a bit, a sign and a dtype.
     (lambda u, p: u / u.size, SHAPES),
-    (lambda u, p: u**u.size, SHAPES),
-    (lambda u, p: u * jnp.sum(jnp.ones(u.shape)), SHAPES),
     (lambda u, p: u * jnp.mean(jnp.ones((2, *u.shape)) + u.size), SHAPES),
-    (lambda u, p: u * jnp.sum(jnp.ones((u.size, 2))), SHAPES),
     (lambda u, p: lax.fori_loop(0, 3, lambda _, x: x * u.size, u), SHAPES),
     (
         lambda u, p: u * lax.fori_loop(0, u.size, lambda _, x: 2 * x, 1.0),
         SHAPES,
     ),
-    (lambda u, p: u * np.arange(u.size).max(), SHAPES),
-    (lambda u, p: 2 * u if u.size > 3 else u, SHAPES),
     (lambda u, p: u if u.size > 3 else p, SHAPES),
     (lambda u, p: u + u * p if u.size > 3 else p + u * p, SHAPES),
     (
@@ -302,7 +275,6 @@ TOGETHER = (
         lambda u, p: u * p.astype('bfloat16' if u.size > 3 else 'float16'),
         SHAPES,
     ),
-    (lambda u, p: lax.cond(True, lambda: u * u.size, lambda: u), SHAPES),
     (lambda u, p: u if p.shape[-1:] == (5,) else 2 * u, SHAPES),
     (
         lambda u, p: lax.cond(True, lambda: u, lambda: u - jnp.sum(p)),

@@ -264,27 +264,6 @@ class RollForwardTest(parameterized.TestCase):
     asynchronous_cases.assert_same_bits(found, self.result)
     self.assertEqual(found.report.num_lost, 0)
 
-  def test_model_state_is_that_which_early_gradients_have_read(self):
-    # No gradient depends on it, so that no other error could show it.
-    task = asynchronous.Task(
-        init=lambda: {'w': np.ones(2, np.float32), 'sum': np.float32(0)},
-        gradient=lambda params, batch: (
-            {'w': params['w'] * batch, 'sum': params['sum'] + batch},
-            {},
-        ),
-        batch=np.float32,
-        model_state=('sum',),
-    )
-    folder = self.folder.parent / 'second'
-    options = {'folder': folder, 'staleness': 4, 'num_workers': 3}
-    due = asynchronous_cases.train(task, TX, **options)
-
-    found = self.roll(
-        Workers(3, task, seed=1), task, asynchronous.read_journal(folder)
-    )
-
-    asynchronous_cases.assert_same_bits(found, due)
-
   @cases.parameters(
       (
           lambda number: asynchronous_cases.batch(number + (number == 12)),

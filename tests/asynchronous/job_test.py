@@ -41,7 +41,7 @@ class ConverseTest(parameterized.TestCase):
   """The driver tells its progress to a caller that takes its time."""
 
   def converse(self, answers, *, num_reports=4):
-    """Returns what the caller gets, and the commands of the driver.
+    """Returns the steps that the caller gets, and the commands of the driver.
 
     Args:
       answers: Those of the caller, by how many reports the driver has made.
@@ -54,32 +54,26 @@ class ConverseTest(parameterized.TestCase):
       for step in range(1, num_reports + 1):
         if step - 1 in answers:
           ours.send_bytes(pickle.dumps(answers[step - 1]))
-        history = ((step, {}),)
-        commands.append((yield outcomes.Report(step, history=history)))
-      last = num_reports + 1
-      report = outcomes.Report(last, history=((last, {}),))
-      yield outcomes.Result(None, None, report)
+        commands.append((yield outcomes.Report(step)))
+      yield outcomes.Result(None, None, outcomes.Report(num_reports + 1))
 
     with ours, theirs:
       ray_cluster._converse(theirs, drive())
       found = []
       while ours.poll():
         message = pickle.loads(ours.recv_bytes())
-        report = getattr(message, 'report', message)
-        steps = [step for step, _ in report.history]
-        found.append((report.global_step, steps))
+        found.append(getattr(message, 'report', message).global_step)
     return found, commands
 
-  def test_next_report_waits_for_the_answer_and_has_all_updates(self):
-    found, commands = self.converse({3: None})
-
-    self.assertEqual(found, [(1, [1]), (4, [2, 3, 4]), (5, [5])])
-    self.assertEqual(commands, [None] * 4)
-
-  def test_caller_that_never_answers_gets_the_result(self):
-    found, _ = self.converse({})
-
-    self.assertEqual(found, [(1, [1]), (5, [2, 3, 4, 5])])
+  @cases.parameters(
+      ({3: None}, [1, 4, 5], [None] * 4),
+      # It never answers.
+      ({}, [1, 5], [None] * 4),
+      # The report that follows the command has the parameters.
+      ({2: 'params'}, [1, 4, 5], [None, None, 'params', None]),
+  )
+  def test_next_report_waits_for_the_answer(self, answers, steps, commands):
+    self.assertEqual(self.converse(answers), (steps, commands))
 
   def test_state_may_be_of_a_class_of_the_main_program(self):
     class State(NamedTuple):
@@ -90,13 +84,6 @@ class ConverseTest(parameterized.TestCase):
       ray_cluster._send(theirs, State(3))
 
       self.assertEqual(pickle.loads(ours.recv_bytes()), (3,))
-
-  def test_command_changes_the_next_report(self):
-    found, commands = self.converse({2: 'params'})
-
-    # The report that follows the command has the parameters.
-    self.assertEqual(found, [(1, [1]), (4, [2, 3, 4]), (5, [5])])
-    self.assertEqual(commands, [None, None, 'params', None])
 
 
 class JobTest(parameterized.TestCase):

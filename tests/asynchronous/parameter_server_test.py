@@ -123,7 +123,7 @@ class ParameterServerTest(parameterized.TestCase):
 
     del params
 
-    self.assertLen(read, 2)
+    self.assertEqual(read is not None, is_kept)
     self.assertEqual(published() is not None, is_kept)
 
   def test_restores_to_the_bit(self):
@@ -155,18 +155,18 @@ class ParameterServerTest(parameterized.TestCase):
     with self.assertRaises(RuntimeError):
       monitoring.check_health(server.state)
 
-  def test_fingerprints_tell_optimizers_and_trees_apart(self):
+  def test_fingerprint_tells_optimizers_and_trees_apart(self):
     # A number in a function that is called.
     def scale(factor):
       factors = np.full(3, factor, np.float32)
       return optax.stateless_with_tree_map(jax.jit(lambda g, _: factors * g))
 
-    def fingerprints(*args):
-      return parameter_server.ParameterServer(*args).fingerprints
+    def fingerprint(*args):
+      return parameter_server.ParameterServer(*args).fingerprint
 
     in_state = optax.inject_hyperparams(optax.sgd)
     found = [
-        fingerprints(tx, params)
+        fingerprint(tx, params)
         for tx, params in (
             (optax.sgd(0.1), [jnp.zeros(3)]),
             (optax.sgd(0.2), [jnp.zeros(3)]),
@@ -179,9 +179,8 @@ class ParameterServerTest(parameterized.TestCase):
         )
     ]
 
-    self.assertEqual(fingerprints(optax.sgd(0.1), [jnp.zeros(3)]), found[0])
-    for i, one in enumerate(found):
-      self.assertNotIn(one, found[:i])
+    self.assertEqual(fingerprint(optax.sgd(0.1), [jnp.zeros(3)]), found[0])
+    self.assertLen(set(found), len(found))
 
 
 class RandomKeysTest(parameterized.TestCase):

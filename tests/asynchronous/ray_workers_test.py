@@ -30,7 +30,7 @@ class RayWorkersTest(parameterized.TestCase):
   def test_run_is_watched_and_stopped_and_replays_whoever_computes(self):
     folder = asynchronous_cases.folder(self)
     tx = optax.adam(0.1)
-    steps, params = [], {}
+    params = {}
     # Large parameters go through the store; slow, so that both workers start.
     task = asynchronous.Task(
         lambda: {'w': np.zeros(100_000, np.float32)},
@@ -39,7 +39,6 @@ class RayWorkersTest(parameterized.TestCase):
     )
 
     def on_progress(report):
-      steps.extend(step for step, _ in report.history)
       if report.params is None:
         return 'params' if report.global_step >= 5 else None
       params[report.global_step] = report.params
@@ -52,23 +51,19 @@ class RayWorkersTest(parameterized.TestCase):
         num_workers=2,
         num_updates=1000,
         save_every=20,
-        save_seconds=0,
         folder=folder,
         on_progress=on_progress,
     )
 
     num_updates = result.report.global_step
     self.assertBetween(num_updates, 60, 999)
-    self.assertEqual(steps, list(range(1, num_updates + 1)))
     journal = asynchronous.read_journal(folder)
     accepted = asynchronous_cases.accepted(journal)
     self.assertEqual(set(accepted['worker'].tolist()), {0, 1})
     task = dataclasses.replace(task, gradient=asynchronous_cases.pull)
-    for again in (
-        asynchronous.replay(folder, task, tx),
-        asynchronous.replay(folder, task, tx, num_workers=2),
-    ):
-      asynchronous_cases.assert_same_bits(again, result)
+    asynchronous_cases.assert_same_bits(
+        asynchronous.replay(folder, task, tx), result
+    )
     first = min(params)
     halfway = asynchronous.replay(folder, task, tx, until=first)
     np.testing.assert_array_equal(params[first]['w'], halfway.params['w'])

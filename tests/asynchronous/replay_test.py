@@ -1,5 +1,3 @@
-from unittest import mock
-
 from absl.testing import parameterized
 import chex
 import jax
@@ -9,7 +7,6 @@ import asynchronous_cases
 import cases
 import shard_transforms
 from shard_transforms import asynchronous
-from shard_transforms._src.asynchronous import job
 
 TASK = asynchronous_cases.TASK
 
@@ -60,7 +57,6 @@ class ReplayTest(parameterized.TestCase):
       ({'until': 31}, ValueError, '`until` must be at most the 30 updates'),
       ({'until': -1}, ValueError, '`until` must be at least 0'),
       ({'until': 1.5}, TypeError, '`until` must be an integer'),
-      ({'num_workers': -1}, ValueError, '`num_workers` must be at least 0'),
   )
   def test_refuses_bad_numbers(self, change, error, message):
     self.train(optax.sgd(0.1))
@@ -86,18 +82,3 @@ class ReplayTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'a function is not pure'):
       asynchronous.replay(self.folder, task, optax.sgd(0.1))
-
-  def test_workers_get_their_options(self):
-    self.train(optax.sgd(0.1))
-    given = {'time_limit': 7.0, 'resources': {'num_gpus': 1}}
-
-    with mock.patch.object(job, 'run') as run:
-      asynchronous.replay(
-          self.folder, TASK, optax.sgd(0.1), num_workers=3, **given
-      )
-
-    options = run.call_args.args[0]
-    self.assertEqual(options.num_workers, 3)
-    self.assertEqual(options.cluster, 'local')
-    self.assertEqual(options.time_limit, 7.0)
-    self.assertEqual(options.resources, {'num_gpus': 1})

@@ -14,8 +14,6 @@ class TaskTest(parameterized.TestCase):
       ({'init': 3}, TypeError, '`init` of `Task` must be a function'),
       ({'gradient': None}, TypeError, '`gradient` of `Task` must be'),
       ({'batch': 'data'}, TypeError, '`batch` of `Task` must be'),
-      ({'batch': None}, ValueError, 'must have one of .*, got neither'),
-      ({'rollout': max}, ValueError, 'must have one of .*, got both'),
   )
   def test_refuses_wrong_functions(self, change, error, message):
     functions = {'init': max, 'gradient': max, 'batch': max}
@@ -35,17 +33,11 @@ class TaskTest(parameterized.TestCase):
     ):
       task_lib.init_params(task)
 
-  def test_rollout_sees_the_parameters(self):
-    task = asynchronous.Task(
-        init=max,
-        gradient=lambda params, batch: (params * 0 + batch, {}),
-        rollout=lambda params, number: params.sum() + number,
-    )
+  def test_model_has_no_other_state(self):
+    task = asynchronous.Task(lambda: {'count': np.int32(0)}, max, max)
 
-    reply, grads = task_lib.evaluate(task, np.ones(3, np.float32), 4)
-
-    np.testing.assert_array_equal(grads, np.full(3, 7, np.float32))
-    self.assertEqual(reply.failure, '')
+    with self.assertRaisesRegex(TypeError, r"got int32 at \['count'\]. Models"):
+      task_lib.init_params(task)
 
   @cases.parameters(
       (lambda p, b: p, 'must return the gradient and a dict'),

@@ -6,7 +6,6 @@ from unittest import mock
 from absl.testing import parameterized
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -93,36 +92,6 @@ class TrainTest(parameterized.TestCase):
     self.assertEqual(result.opt_state.inner_state.skipped_count, 1)
     self.assertEqual(result.opt_state.global_step, 30)
 
-  def test_rollouts_are_made_with_the_parameters_of_the_local_step(self):
-    # Actors sample around their parameters: the data changes with them.
-    def rollout(params, number):
-      key = jax.random.fold_in(jax.random.key(1), number)
-      actions = params['mean'] + jax.random.normal(key, (64, 2))
-      return actions, -jnp.sum((actions - 3.0) ** 2, axis=1)
-
-    @jax.jit
-    def gradient(params, batch):
-      actions, rewards = batch
-
-      def loss(params):
-        score = -0.5 * jnp.sum((actions - params['mean']) ** 2, axis=1)
-        return -jnp.mean(score * (rewards - rewards.mean()))
-
-      return jax.grad(loss)(params), {'reward': rewards.mean()}
-
-    task = asynchronous.Task(
-        lambda: {'mean': jnp.zeros((1, 2))}, gradient, rollout=rollout
-    )
-    folder = asynchronous_cases.folder(self)
-    tx = optax.adam(0.1)
-
-    result = train(task, tx, num_updates=100, folder=folder)
-
-    np.testing.assert_allclose(result.params['mean'], [[3, 3]], atol=0.3)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, task, tx), result
-    )
-
   def test_full_disk_ends_the_run_which_can_resume(self):
     folder = asynchronous_cases.folder(self)
     options = {'folder': folder, 'save_every': 1000}
@@ -169,7 +138,6 @@ class BadInputTest(parameterized.TestCase):
       ({'time_limit': 0}, ValueError, '`time_limit` must be positive'),
       ({'time_limit': 'x'}, TypeError, '`time_limit` must be a real number'),
       ({'save_every': 0}, ValueError, '`save_every` must be at least 1'),
-      ({'save_seconds': -1}, ValueError, '`save_seconds` must'),
       (
           {'cluster': 'auto'},
           ValueError,

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import platform
 import subprocess
 import sys
 from unittest import mock
@@ -13,7 +12,6 @@ import pytest
 
 import cases
 import shard_transforms
-from shard_transforms._src.launch import join_processes
 
 NAMES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
@@ -44,22 +42,6 @@ if jax.process_index() == 0:
 raise ArithmeticError('out of numbers')
 """
 
-# Whether freed memory is used again: it lies where it lay, untouched.
-REUSE = """
-import ctypes
-from shard_transforms._src.launch import join_processes
-{}
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-libc.malloc.argtypes = [ctypes.c_size_t]
-size = 48 * 2**20
-block = libc.malloc(size)
-ctypes.memset(block, 7, size)
-libc.free(block)
-again = libc.malloc(size)
-print(ctypes.string_at(again + size // 2, 1) == bytes([7]))
-"""
-KEEP = 'join_processes.keep_freed_memory()'
 INITIALIZE = inspect.signature(jax.distributed.initialize).parameters
 
 
@@ -97,16 +79,11 @@ class JoiningTest(parameterized.TestCase):
         check=False,
     )
 
-  @cases.parameters(True, False)
-  def test_keeps_memory_if_it_joins(self, keep_memory):
-    with mock.patch.object(join_processes, 'keep_freed_memory') as keep:
-      num_processes, initialize = self.join('', '', '', keep_memory=keep_memory)
-      keep.assert_not_called()
-      self.join('127.0.0.1:80', '1', '0', keep_memory=keep_memory)
+  def test_runs_alone_without_the_variables(self):
+    num_processes, initialize = self.join('', '', '')
 
     self.assertEqual(num_processes, 1)
     initialize.assert_not_called()
-    self.assertEqual(keep.called, keep_memory)
 
   @cases.parameters(
       ('127.1.2.3:80', True),
@@ -179,30 +156,3 @@ class JoiningTest(parameterized.TestCase):
     self.assertIn('ArithmeticError: out of numbers', run.stderr)
     self.assertIn('Process 1 of 2 failed, and leaves the others.', run.stderr)
     self.assertRegex(run.stderr, 'got process 1 of 2 that exited with status 1')
-
-
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != 'glibc', reason='It is for glibc alone.'
-)
-class FreedMemoryTest(parameterized.TestCase):
-
-  @cases.parameters(
-      dict(code=KEEP, env={}, kept=True),
-      dict(code='', env={}, kept=False),
-      dict(code=KEEP, env={'MALLOC_MMAP_THRESHOLD_': '4096'}, kept=False),
-  )
-  @pytest.mark.slow
-  def test_keeps_memory_unless_told_otherwise(self, code, env, kept):
-    others = {k: v for k, v in os.environ.items() if 'MALLOC_' not in k}
-
-    done = subprocess.run(
-        [sys.executable, '-c', REUSE.format(code)],
-        env=others | env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-    self.assertEqual(done.returncode, 0, done.stderr)
-    self.assertEqual(done.stdout, f'{kept}\n')

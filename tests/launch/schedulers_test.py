@@ -20,7 +20,6 @@ SLURM = {
     'SLURM_PROCID': '1',
     'SLURM_LOCALID': '1',
     'SLURM_STEP_NODELIST': 'localhost',
-    'SLURM_STEP_NUM_TASKS': '2',
 }
 BATCH_SCRIPT = {'SLURM_NTASKS': '2', 'SLURM_PROCID': '0'}
 OPEN_MPI = {
@@ -39,6 +38,7 @@ JAX = {
     'JAX_PROCESS_ID': '1',
 }
 ELSEWHERE = JAX | {'JAX_COORDINATOR_ADDRESS': '10.0.0.1:80'}
+FOUND = 'h:1', 3, 1, None
 RANKS = 'SLURM_PROCID', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_RANK'
 RANKS += 'OMPI_COMM_WORLD_LOCAL_RANK', 'PMI_RANK', 'RANK'
 # As `srun --mpi=pmi2` sets beside its own variables, and a launcher of PyTorch.
@@ -100,9 +100,7 @@ class SchedulersTest(parameterized.TestCase):
         ) as detect,
         mock.patch('atexit.register'),
     ):
-      count = shard_transforms.launch.join_processes(
-          keep_memory=False, **kwargs
-      )
+      count = shard_transforms.launch.join_processes(**kwargs)
     return count, initialize, detect
 
   @cases.parameters(
@@ -111,6 +109,7 @@ class SchedulersTest(parameterized.TestCase):
       (KUBERNETES, 'k8s'),
       ({}, 'gcetpu'),
       (SLURM | BESIDE, 'slurm'),
+      (BATCH_SCRIPT | OPEN_MPI, 'ompi'),
   )
   def test_joins_what_jax_detects(self, values, method):
     found = '127.0.0.1:99', 2, 1, [1]
@@ -129,20 +128,11 @@ class SchedulersTest(parameterized.TestCase):
 
   @cases.parameters(
       ({}, None),
-      (
-          SLURM
-          | {
-              'SLURM_NTASKS': '1',
-              'SLURM_STEP_NUM_TASKS': '1',
-              'SLURM_PROCID': '0',
-          },
-          None,
-      ),
+      (SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}, None),
       # The shell of `salloc` is no task.
       ({'SLURM_NTASKS': '2'}, None),
-      ({'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '1'}, None),
       ({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}, None),
-      (KUBERNETES, ('h:1', 1, 0, None)),
+      (KUBERNETES | {'JOB_COMPLETION_INDEX': '0'}, ('h:1', 1, 0, None)),
   )
   def test_a_single_task_runs_alone(self, values, detected):
     count, initialize, _ = self.join(values, detected)
@@ -151,53 +141,38 @@ class SchedulersTest(parameterized.TestCase):
     initialize.assert_not_called()
 
   @cases.parameters(
-      (BATCH_SCRIPT, 'a batch script is no task'),
+      (BATCH_SCRIPT, None, 'a batch script is no task'),
+      ({'PMI_SIZE': '2', 'PMI_RANK': '0'}, None, r'MPI \(PMI_SIZE=2, PMI_RANK'),
+      ({'WORLD_SIZE': '2', 'RANK': '0'}, None, 'torchrun .* unset RANK'),
+      (KUBERNETES, None, r"pip install 'jax\[k8s\]'"),
+      (OPEN_MPI, None, 'knows nothing .*OMPI_MCA_orte_hnp_uri'),
+      (SLURM, None, 'Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_PROCID'),
+      (SLURM, FOUND, 'knows process 1 of 3. Set'),
+      (SLURM | BESIDE | {'PMI_SIZE': '4'}, ('h:1', 2, 1, None), 'got MPI .*=4'),
+      # Two tasks of Slurm, each of which starts one of Open MPI.
+      (SLURM | OPEN_MPI | {'OMPI_COMM_WORLD_SIZE': '1'}, None, 'got Slurm'),
+      (SLURM | {'SLURM_PROCID': 'one'}, None, "`SLURM_PROCID` must .*, got 'o"),
       (
-          {'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '2'},
-          'a batch script is no',
+          SLURM | ELSEWHERE | {'JAX_PROCESS_ID': '0'},
+          None,
+          'process 0 of 2. Set',
       ),
-      ({'PMI_SIZE': '2', 'PMI_RANK': '0'}, r'MPI \(PMI_SIZE=2, PMI_RANK=0\)'),
-      ({'WORLD_SIZE': '2', 'RANK': '0'}, 'torchrun .* unset RANK'),
-      (
-          BATCH_SCRIPT | {'WORLD_SIZE': '2', 'RANK': '0'},
-          'several tasks of torc',
-      ),
-      (KUBERNETES, r"pip install 'jax\[k8s\]'"),
-      (OPEN_MPI, 'OMPI_MCA_orte_hnp_uri'),
-      (SLURM, 'Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_PROCID'),
+      (SLURM | ELSEWHERE | {'JAX_NUM_PROCESSES': '3'}, None, 'process 1 of 3.'),
+      (KUBERNETES | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, None, 'got Kubernet'),
   )
-  def test_several_tasks_that_jax_cannot_join_raise(self, values, message):
-    with self.assertRaisesRegex(RuntimeError, message):
-      self.join(values)
+  def test_no_task_trains_alone_or_as_another(self, values, found, message):
+    with self.assertRaisesRegex(ValueError, message):
+      self.join(values, found)
 
-  @cases.parameters((SLURM, 'Slurm'), ({}, 'Cloud TPU'))
-  def test_tells_why_jax_finds_no_other_task(self, values, cluster):
+  def test_tells_why_jax_finds_no_other_task(self):
     no_host = TimeoutError('no host')
-    message = f'must find the other tasks of {cluster}.*, got TimeoutError: no'
+    message = 'must find the other tasks, got TimeoutError: no'
     with (
-        mock.patch.dict(os.environ, environment(values), clear=True),
+        mock.patch.dict(os.environ, environment(SLURM), clear=True),
         mock.patch.object(jax_internals, 'detect_cluster', side_effect=no_host),
         self.assertRaisesRegex(RuntimeError, message),
     ):
-      shard_transforms.launch.join_processes(keep_memory=False)
-
-  @cases.parameters(
-      (SLURM | {'SLURM_PROCID': '2'}, 'below their number, got Slurm'),
-      (SLURM | {'SLURM_PROCID': 'one'}, "`SLURM_PROCID` must .*, got 'one'"),
-      (
-          SLURM
-          | OPEN_MPI
-          | {'OMPI_COMM_WORLD_SIZE': '1', 'OMPI_COMM_WORLD_RANK': '0'},
-          'Schedulers must agree .* got Slurm .* and Open MPI',
-      ),
-      (SLURM | {'PMI_SIZE': '4', 'PMI_RANK': '1'}, 'got MPI .* and Slurm'),
-      (SLURM | JAX | {'JAX_PROCESS_ID': '0'}, 'got process 0 of 2, and Slurm'),
-      (SLURM | JAX | {'JAX_NUM_PROCESSES': '3'}, 'got process 1 of 3, and Sl'),
-      (KUBERNETES | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, 'and Kubernetes'),
-  )
-  def test_refuses_contradictions(self, values, message):
-    with self.assertRaisesRegex(ValueError, message):
-      self.join(values, ('h:1', 2, 1, None))
+      shard_transforms.launch.join_processes()
 
   @cases.parameters(
       (SLURM | JAX,),
@@ -230,5 +205,5 @@ class SchedulersTest(parameterized.TestCase):
 
     for status, output, errors in start(values):
       self.assertEqual(status, 1, output)
-      self.assertIn('RuntimeError: JAX must', errors)
+      self.assertIn('ValueError: Each scheduler must say', errors)
       self.assertIn('Set JAX_COORDINATOR_ADDRESS', errors)

@@ -1,5 +1,4 @@
 import functools
-import itertools
 
 from absl.testing import parameterized
 import jax
@@ -93,7 +92,7 @@ def only(shard, num_shards=8):
 
 class CrossCheckTest(parameterized.TestCase):
 
-  def test_names_the_shard_and_the_leaf_of_one_flipped_bit(self):
+  def test_names_the_shard_of_one_flipped_bit(self):
     step, state = step_of('shard_map')
 
     _, state, weights = step(state, make_batch(), make_params(), fault(5, 1, 3))
@@ -101,12 +100,11 @@ class CrossCheckTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.num_suspected, only(5))
     # Its own gradient, and that of the shard whose batch it had.
     np.testing.assert_array_equal(state.num_differing, only(5) + only(6))
-    np.testing.assert_array_equal(state.last_leaf[[5, 6, 0]], [2, 2, NONE])
     np.testing.assert_array_equal(weights, 1 - only(5))
     np.testing.assert_array_equal(state.trusted, only(5) == 0)
     self.assertEqual(state.num_unexplained, 0)
     with self.assertRaisesRegex(
-        RuntimeError, '^Shard 5 computed .* in 1 of 1 checks .* in leaf 2.'
+        RuntimeError, '^Shard 5 computed .* in 1 of 1 checks of'
     ):
       monitoring.check_health(state)
     # Those of the worst shard.
@@ -119,19 +117,6 @@ class CrossCheckTest(parameterized.TestCase):
             'cross_check/num_suspected': 1,
         },
     )
-
-  def test_names_the_leaf_of_a_shard_that_is_wrong_for_others(self):
-    def wrong_for_one(w, x):
-      wrong = (lax.axis_index(AXIS) == 2) & (x == 1)
-      return 0 * w, w * x + jnp.where(wrong, 1e-3, 0.0)
-
-    step, state = step_of('shard_map', 4, wrong_for_one)
-    for own in itertools.permutations(range(4)):
-      if own[2] != 1 and own[0] < 2:
-        _, state, _ = step(state, jnp.array(own, jnp.float32), jnp.float32(1))
-
-    self.assertEqual(state.num_suspected.argmax(), 2)
-    self.assertEqual(state.last_leaf[2], 1)
 
   def test_gives_what_the_function_gives(self):
     step, state = step_of('shard_map')

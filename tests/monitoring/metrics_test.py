@@ -10,7 +10,6 @@ import compressions
 import declared_state
 import modes
 import shard_transforms
-from shard_transforms import asynchronous
 from shard_transforms import compression
 from shard_transforms.monitoring import check_health
 from shard_transforms.monitoring import compression_error
@@ -203,16 +202,6 @@ class MetricsTest(parameterized.TestCase):
             'drop_stale/stale_fraction': 0,
         },
     )
-
-  def test_reads_the_report_of_asynchronous_training(self):
-    report = asynchronous.Report(
-        global_step=30, num_dropped=10, metrics={'loss': 0.5}
-    )
-
-    found = plain(metrics(report))
-
-    self.assertEqual(found['report/num_dropped'], 10)
-    self.assertEqual(found['report/metrics/loss'], 0.5)
 
 
 class CompressionErrorTest(parameterized.TestCase):

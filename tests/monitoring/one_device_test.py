@@ -1,7 +1,3 @@
-import os
-import pathlib
-import subprocess
-
 from absl.testing import parameterized
 import jax
 from jax import lax
@@ -9,17 +5,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 import cases
 import modes
-import python_command
 import shard_transforms
 from shard_transforms import monitoring
 
 AXIS = modes.AXIS
 SHARDS = 4
-EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
 MEAN = shard_transforms.cross_shard_mean(AXIS)
 CLIP = optax.clip_by_global_norm(1.0)
 ADAM = optax.adam(0.1, eps=1e-3)
@@ -265,99 +258,3 @@ class OneDeviceTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(error, words):
       monitoring.assert_trains_as_one_device(returning(*results), **options)
-
-
-EXAMPLE = """
-import sys
-import jax
-jax.config.update('jax_num_cpu_devices', 8)
-import jax.numpy as jnp
-import numpy as np
-import optax
-import shard_transforms as st
-from absl import flags
-
-def moved(before, after):
-  return jax.tree.map(lambda x, y: np.asarray(y) - x, before, after)
-"""
-PROGRAMS = {
-    'train_digits': """
-import digits, train_digits
-flags.FLAGS(['train_digits', '--mode=MODE'])
-before = jax.tree.map(np.asarray, digits.init_params(0))
-data = digits.load_data(0)[0]
-for way in 1, 2, 3:
-  def run(num_shards):
-    # Steps take these over.
-    params, history = jax.tree.map(jnp.array, before), None
-    if way == 3:
-      history = jax.tree.map(lambda x: jnp.stack([x] * 7), before)
-    run = train_digits.make_runs(num_shards)[way]
-    devices = jax.devices()[:num_shards]
-    step, train, put, get = run.place(run, params, history, devices)
-    for turn in range(8):
-      rows = slice(64 * turn, 64 * turn + 64)
-      train, told = step(train, *put([x[rows] for x in data]))
-    return {'update': moved(before, get(train.params)), 'loss': told['loss']}
-  st.monitoring.assert_trains_as_one_device(run, 8)
-""",
-    'train_on_cluster': """
-import digits, train_on_cluster
-params, data = digits.init_params(0), digits.load_data(0)[0]
-def run(num_shards):
-  mesh = jax.make_mesh((num_shards,), ('data',))
-  tx = optax.chain(st.cross_shard_mean('data'), optax.adam(2e-3, eps=1e-3))
-  specs = st.state_specs(tx, params, mesh)
-  step = train_on_cluster.make_step(tx, mesh, specs)
-  batch = [
-      train_on_cluster.place(x[:96], mesh, jax.P('data')) for x in data]
-  after, _, loss = step(params, st.init_state(tx, params, mesh), *batch)
-  return {'loss': loss, 'update': moved(params, after)}
-st.monitoring.assert_trains_as_one_device(run, 8)
-""",
-    'train_transformer': """
-import train_transformer as example, transformer
-flags.FLAGS(['train_transformer'])
-params = transformer.init_params(0)
-for build in example.plain, example.collecting, example.in_one_call:
-  def run(num_shards):
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((num_shards, 2), ('data', 'model'), auto)
-    # XLA for CPUs cannot map an axis of one device beside one of its own.
-    make = build if num_shards > 1 else example.plain
-    way = make(optax.adam(1e-2, eps=1e-3), params, mesh)
-    batch = example.draw_batches(mesh)[0]
-    after, _, loss = jax.jit(way.step)(params, way.state, batch)
-    return {'loss': loss, 'update': moved(params, after)}
-  st.monitoring.assert_trains_as_one_device(run, 4)
-""",
-}
-
-
-class ExamplesTest(parameterized.TestCase):
-
-  @cases.parameters(
-      ('train_digits', 'shard_map'),
-      ('train_digits', 'pmap'),
-      ('train_on_cluster', ''),
-      ('train_transformer', ''),
-  )
-  @pytest.mark.slow
-  def test_no_false_alarm_on_the_examples(self, name, mode):
-    run = subprocess.run(
-        [
-            *python_command.STRICT,
-            *('-c', EXAMPLE + PROGRAMS[name].replace('MODE', mode)),
-        ],
-        env={
-            **os.environ,
-            'PYTHONPATH': os.pathsep.join(
-                [str(EXAMPLES), os.environ.get('PYTHONPATH', '')]
-            ),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-    self.assertEqual(run.returncode, 0, run.stderr)

@@ -216,11 +216,6 @@ class Loop(NamedTuple):
   num_read: int
   num_condition: int = 0
 
-  @property
-  def carry(self) -> Sequence[Value]:
-    """Those inputs of the body that are its carry."""
-    return self.body.inputs[self.num_read : self.num_read + self.num_carry]
-
 
 def loop(step: Step) -> Loop:
   """Returns the parts of a `scan` or `while`."""
@@ -240,9 +235,9 @@ def loop(step: Step) -> Loop:
   (body,) = step.bodies
   num_carry = _num_whole(step.outputs, body.outputs)
   num_read = _num_whole(step.inputs, body.inputs) - num_carry
-  found = Loop(body, None, num_carry, num_read)
-  chex.assert_equal(_types(found.carry), _types(body.outputs[:num_carry]))
-  return found
+  carry = body.inputs[num_read : num_read + num_carry]
+  chex.assert_equal(_types(carry), _types(body.outputs[:num_carry]))
+  return Loop(body, None, num_carry, num_read)
 
 
 def _num_whole(outer, inner):

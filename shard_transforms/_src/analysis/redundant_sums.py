@@ -1,13 +1,9 @@
 """Redundant sums in a program, without false positives.
 
-Both rules follow values through linear steps only: casts to floats, reshapes,
-sums, and products with literals. Through other steps the same two sums may be
-right: the gradient of `log(psum(x))` is `psum(1 / psum(x))` where types are not
-tracked. Whatever the rules do not understand gives no warning.
-
-One rule reads forward, with the axes over which a value is already a sum; the
-other backward through the body of a scan, with the outputs that a value is only
-added to.
+A value is followed through linear steps only: casts to floats, reshapes, sums,
+and products with literals. Through other steps the same two sums may be right:
+the gradient of `log(psum(x))` is `psum(1 / psum(x))` where types are not
+tracked. What is not understood gives no warning.
 """
 
 import collections
@@ -30,17 +26,12 @@ _NONE: frozenset[Hashable] = frozenset()
 def find(program: interpreter.Program) -> tuple[str, ...]:
   """Returns warnings of redundant sums, each once.
 
-  Reduced twice: a sum over an axis of a value that is, through linear steps,
-  already a sum over that axis.
-
-  Reduced too often: a sum in a scan that is only added, through linear steps,
-  to parts of the carry that nothing else reads. One sum after the scan would
-  give the same.
+  That is a sum over an axis of a value that is, through linear steps, already a
+  sum over that axis.
   """
   reader = _Sums()
   interpreter.interpret(program, [_NONE] * len(program.inputs), reader)
-  found = [*reader.warnings.values(), *_reduced_too_often(program)]
-  counts = collections.Counter(found)
+  counts = collections.Counter(reader.warnings.values())
   return tuple(
       f'{text} ({count} arrays.)' if count > 1 else text
       for text, count in counts.items()
@@ -100,46 +91,16 @@ class _Sums(interpreter.Reader[Summed]):
     return [_NONE] * len(kinds)
 
 
-def _reduced_too_often(program):
-  for step in program.steps:
-    for body in step.bodies:
-      yield from _reduced_too_often(body)
-    if step.name == 'scan' and step.params['length'] > 1:
-      for late in _can_wait(step):
-        yield (
-            f'{inlining.label(late)} sums over {_text(late.axes)} in each of'
-            f" {step.params['length']:,} turns of a scan what is only added up"
-            ' there: sum once, after the scan.'
-        )
-
-
-def _can_wait(scan):
-  """Returns the sums that are only added to accumulators in the carry."""
-  (body,) = scan.bodies
-  carry = interpreter.loop(scan).carry
-  # The outputs that a value is added to; `None` for any other use.
-  ends = collections.defaultdict(set)
-  for i, output in enumerate(body.outputs):
-    ends[output].add(i)
-  for step in reversed(body.steps):
-    results = set().union(*(ends[output] for output in step.outputs))
-    for value in step.inputs:
-      ends[value] |= results if _is_linear(step) else {None}
-  added_up = {i for i, value in enumerate(carry) if ends[value] == {i}}
-  sums = [step for step in body.steps if _is_sum(step)]
-  return [s for s in sums if set() < ends[s.outputs[0]] <= added_up]
-
-
 def _is_sum(step):
   return step.name == 'psum' and bool(step.axes)
 
 
 def _is_linear(step):
   """Whether outputs are linear in all inputs but literals, and not larger."""
-  # Sending a larger one after the scan could cost more than in all iterations.
   if step.name not in primitives.LINEAR:
     return False
   literal = [value.is_literal for value in step.inputs]
+  # A sum that is repeated may be the gradient of a sum in an unchecked map.
   sizes = [value.aval.size for value in step.inputs if not value.is_literal]
   if any(output.aval.size > size for output in step.outputs for size in sizes):
     return False

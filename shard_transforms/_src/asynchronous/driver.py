@@ -18,7 +18,7 @@ from shard_transforms._src.asynchronous import task as task_lib
 
 # Seconds: between reports, of waiting for an event, and without any worker
 # until the run ends.
-_BETWEEN_REPORTS = 0.1
+_BETWEEN_REPORTS = 0.02
 _WAIT = 1.0
 _WITHOUT_WORKERS = 300.0
 
@@ -70,7 +70,7 @@ def redrive(
   start = run_folder.read_start(journal, driver.server.trees())
   for _ in _catch_up(driver, journal, start, start):
     pass
-  driver.tally.add_all(journal.intact())
+  driver.tally.add_all(journal.records)
   yield driver.result()
 
 
@@ -81,9 +81,7 @@ class Driver:
     # It counts the seconds from here.
     self.tally = outcomes.Tally()
     self.server = parameter_server.ParameterServer(
-        options.tx,
-        task_lib.init_params(options.task),
-        model_state=options.task.model_state,
+        options.tx, task_lib.init_params(options.task)
     )
     self.options = options
     self._workers = workers
@@ -239,7 +237,7 @@ def _recover(driver, given, stack):
   start = run_folder.read_start(journal, initial)
   saved = run_folder.read_latest(folder, initial) or start
   yield from _catch_up(driver, journal, start, saved)
-  driver.tally.add_all(journal.intact())
+  driver.tally.add_all(journal.records)
   run = run_folder.RunFolder(journal, saved)
   stack.callback(run.close)
   return run
@@ -268,14 +266,14 @@ def _catch_up(driver, journal, start, saved):
     # another task. One gradient shows whether the task is the same.
     driver.server.restore(**start.trees)
     yield from driver.roll_forward(_first(journal, start.global_step))
-    driver.tally.forget()
+    driver.tally.metrics = None
   driver.server.restore(**saved.trees)
   yield from driver.roll_forward(journal.records[saved.num_records :])
 
 
 def _first(journal, step):
-  """Returns the first intact record of a gradient at the step of a start."""
-  records = journal.records[~journal.is_damaged]
+  """Returns the first record of a gradient at the step of a start."""
+  records = journal.records
   is_first = records['local_step'] == step
   is_first &= records['fate'] == outcomes.Outcome.ACCEPTED
   first = records[is_first][:1].copy()

@@ -197,7 +197,7 @@ class Gradients:
     """Applies a gradient."""
     _, read = assigned.published
     self._server.accept(grads, read, assigned.local_step)
-    self._tally.update(self._server.global_step, reply.metrics)
+    self._tally.metrics = reply.metrics
 
   def save(self) -> None:
     """Writes a checkpoint. No gradient may be in flight."""

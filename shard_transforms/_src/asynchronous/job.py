@@ -9,7 +9,6 @@ from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
-import dataclasses
 import multiprocessing
 from multiprocessing import connection
 import os
@@ -115,16 +114,11 @@ def run(
   else:
     messages = _messages(options, drive)
   command: outcomes.Command = None
-  seen = 0
   with contextlib.closing(messages):
     while True:
       message: Any = messages.send(command)
       is_last = isinstance(message, outcomes.Result)
       report: Any = message.report if is_last else message
-      # After the death of a driver, the next computes some updates again.
-      history = tuple(update for update in report.history if update[0] > seen)
-      seen = max([seen, *(step for step, _ in history)])
-      report = dataclasses.replace(report, history=history)
       answer = None if on_progress is None else on_progress(report)
       if answer not in (None, 'params', 'stop'):
         raise ValueError(
@@ -134,7 +128,7 @@ def run(
       # Another driver may take the place of one that died before it stopped.
       command = command if command == 'stop' else answer
       if is_last:
-        return message._replace(report=report)
+        return message
 
 
 def portable(error: Exception) -> Exception:

@@ -50,7 +50,6 @@ class Options:
   cluster: str | None = None
   folder: Any = None
   save_every: int = 100
-  save_seconds: float = 5.0
   start: outcomes.Result | None = None
   resources: Mapping[str, Any] | None = None
 
@@ -63,7 +62,6 @@ class Options:
       self.staleness = math.inf
     else:
       arguments.as_at_least('staleness', self.staleness, 0)
-    arguments.as_not_negative('save_seconds', self.save_seconds)
     arguments.as_positive('time_limit', self.time_limit)
     if self.folder is not None:
       self.folder = absolute(self.folder)

@@ -3,23 +3,18 @@
 import collections
 from collections.abc import Iterator
 from collections.abc import Mapping
-from collections.abc import Sequence
 import contextlib
 import dataclasses
 import enum
-import functools
 import json
 import os
 import pathlib
 import time
-from typing import IO, Any, ClassVar, Literal, NamedTuple
-import warnings
+from typing import IO, Any, Literal, NamedTuple
 import zlib
 
 import numpy as np
 import optax
-
-from shard_transforms._src.base import states
 
 JOURNAL_FILE = 'journal.bin'
 _MAGIC = b'shard_transforms journal 4 '
@@ -64,15 +59,12 @@ class Report:
     mean_age: Mean staleness of the accepted updates, in steps.
     seconds: Seconds since the run was started or resumed.
     metrics: The metrics of the latest accepted update.
-    history: The global step and the metrics of each update since the report
-      before, in order. Some are missing only if the driver was killed between a
-      checkpoint and the next report.
     params: The parameters, if `on_progress` asked for them; the last report has
       them in any case.
 
-  `num_recovered` and `seconds` start at zero when a run resumes, and `history`
-  starts at its checkpoint. The others include what came before; the counts do
-  so once the run has caught up with its journal.
+  `num_recovered` and `seconds` start at zero when a run resumes. The others
+  include what came before; the counts do so once the run has caught up with its
+  journal.
 
   Examples:
     >>> from shard_transforms import asynchronous
@@ -88,18 +80,7 @@ class Report:
   mean_age: float = 0.0
   seconds: float = 0.0
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  history: Sequence[tuple[int, Mapping[str, float]]] = ()
   params: Any = dataclasses.field(default=None, compare=False, repr=False)
-
-  rules: ClassVar = {
-      'global_step': states.Rule(metric='same'),
-      'num_dropped': states.Rule(metric='same'),
-      'num_lost': states.Rule(metric='same'),
-      'num_recovered': states.Rule(metric='same'),
-      'mean_age': states.Rule(metric='same'),
-      'seconds': states.Rule(metric='same'),
-      'metrics': states.Rule(metric='same'),
-  }
 
 
 class Result(NamedTuple):
@@ -138,7 +119,6 @@ class Tally:
     self._start = time.monotonic()
     self._counts = collections.Counter[int]()
     self._total_age = 0
-    self._history: list[tuple[int, Mapping[str, float]]] = []
     self.num_recovered = 0
     # `None` before the first update.
     self.metrics: Mapping[str, float] | None = None
@@ -155,27 +135,12 @@ class Tally:
     for outcome, age in zip(records['fate'], ages, strict=True):
       self.add(outcome, age)
 
-  def update(self, global_step: int, metrics: Mapping[str, float]) -> None:
-    """Keeps the metrics of an update until the next report."""
-    self.metrics = metrics
-    self._history.append((global_step, metrics))
-
-  def forget(self) -> None:
-    """Forgets all updates."""
-    self._history, self.metrics = [], None
-
   def seconds(self) -> float:
     """Returns the seconds since the run was started or resumed."""
     return time.monotonic() - self._start
 
   def report(self, global_step: int, params: Any = None) -> Report:
-    """Returns the report at a global step; the next one has later updates.
-
-    Args:
-      global_step: The global step.
-      params: The parameters, if they are asked for.
-    """
-    history, self._history = self._history, []
+    """Returns the report at a global step, with parameters if asked for."""
     return Report(
         global_step=global_step,
         num_dropped=self._counts[Outcome.DROPPED],
@@ -184,7 +149,6 @@ class Tally:
         mean_age=self._total_age / max(self._counts[Outcome.ACCEPTED], 1),
         seconds=self.seconds(),
         metrics=self.metrics or {},
-        history=tuple(history),
         params=params,
     )
 
@@ -193,7 +157,7 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
   """Returns the journal of an asynchronous run.
 
   It may be read during the run. An incomplete last record, as after a crash, is
-  ignored. A damaged record is left out, with a warning.
+  ignored.
 
   Args:
     folder: The folder of the run.
@@ -207,7 +171,7 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
 
   Raises:
     FileNotFoundError: If there is no journal.
-    ValueError: If it is another file, or damaged in its header.
+    ValueError: If it is another file, or damaged.
 
   Examples:
     >>> import tempfile
@@ -226,7 +190,7 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
     >>> print(journal['global_step'] - journal['local_step'])
     [0 1 0 1 0]
   """
-  return read_records(pathlib.Path(folder)).intact()
+  return read_records(pathlib.Path(folder)).records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,51 +212,25 @@ class Journal:
   records: np.ndarray
   num_bytes: int
 
-  @functools.cached_property
-  def is_damaged(self) -> np.ndarray:
-    """Whether a record has other bits than were written, bool [records]."""
-    found = [
-        record['sequence'] != i or record['crc'] != crc_of(record)
-        for i, record in enumerate(self.records)
-    ]
-    return np.array(found, bool)
-
-  def intact(self) -> np.ndarray:
-    """Returns the intact records; warns if others are damaged."""
-    if self.is_damaged.any():
-      warnings.warn(
-          f'{int(self.is_damaged.sum())} records of {str(self.path)!r} are'
-          ' damaged, and left out.',
-          RuntimeWarning,
-          stacklevel=3,
-      )
-    return self.records[~self.is_damaged]
-
   def last_crc(self, num_records: int) -> int:
     """Returns the `crc` of the last of some records, or 0."""
     return int(self.records['crc'][:num_records][-1:].sum())
 
   def check(self, num_records: int, last_crc: int) -> None:
-    """Checks that it has the records of a checkpoint, and is intact after it.
+    """Checks that it has the records of a checkpoint.
 
     Args:
       num_records: The number of records before the checkpoint.
       last_crc: The `crc` of the last of them, or 0.
 
     Raises:
-      ValueError: If the checkpoint is of another run, or a record is damaged.
+      ValueError: If the checkpoint is of another run.
     """
     if self.last_crc(num_records) != last_crc:
       raise ValueError(
           'The checkpoints must be of the same run as the journal, got one that'
           f' was written after {num_records} records, which {str(self.path)!r}'
           ' does not have. Put back its journal, or name another folder.'
-      )
-    for bad in num_records + np.flatnonzero(self.is_damaged[num_records:]):
-      raise ValueError(
-          f'{str(self.path)!r} is damaged at record {bad} of'
-          f' {len(self.records)}: its bits have changed since they were'
-          f' written. Put back a copy. {WAY_ON}'
       )
 
 
@@ -301,7 +239,7 @@ def read_records(folder: pathlib.Path) -> Journal:
 
   Raises:
     FileNotFoundError: If there is none.
-    ValueError: If it is another file, or damaged in its header.
+    ValueError: If it is another file, or damaged.
   """
   path = folder / JOURNAL_FILE
   header, _, data = path.read_bytes().partition(b'\n')
@@ -314,6 +252,12 @@ def read_records(folder: pathlib.Path) -> Journal:
     )
   manifest, start = json.loads(about)
   records = np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)
+  for i, record in enumerate(records):
+    if record['sequence'] != i or record['crc'] != crc_of(record):
+      raise ValueError(
+          f'{str(path)!r} is damaged at record {i} of {len(records)}: its bits'
+          f' have changed since they were written. Put back a copy. {WAY_ON}'
+      )
   num_bytes = len(header) + 1 + records.nbytes
   return Journal(path, manifest, start, records, num_bytes)
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import hashlib
-import re
 from typing import Any
 
 import jax
@@ -17,9 +16,6 @@ from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.transforms import drop_stale
 
-_OPERATIONS = 'operations of the optimizer'
-_NUMBERS = 'numbers of the optimizer, such as its learning rate'
-
 
 class ParameterServer:
   """Holds the parameters and the state of `drop_stale(staleness, tx)`.
@@ -31,43 +27,28 @@ class ParameterServer:
 
   Attributes:
     global_step: The number of accepted gradients.
-    fingerprints: Hashes of the operations and of the numbers of the optimizer,
-      which depend on the shapes and dtypes of the parameters, too.
+    fingerprint: A hash of the operations and the numbers of the optimizer,
+      which depends on the shapes and dtypes of the parameters, too.
   """
 
-  def __init__(
-      self,
-      tx: optax.GradientTransformation,
-      params: Any,
-      *,
-      model_state: Sequence[str] = (),
-  ):
-    """Starts from a copy of the parameters.
-
-    Args:
-      tx: The optimizer.
-      params: The parameters, and the model state.
-      model_state: As for `Task`.
-    """
-    self._model_state = model_state
-    trained, _ = task_lib.split(params, model_state)
-    self.restore(params, drop_stale.drop_stale(0, tx).init(trained))
+  def __init__(self, tx: optax.GradientTransformation, params: Any):
+    """Starts from a copy of the parameters."""
+    self.restore(params, drop_stale.drop_stale(0, tx).init(params))
     step = functools.partial(_step, tx)
     self._step = jax.jit(step, donate_argnums=(0, 1))
-    pair, state = jax.eval_shape(lambda: (self._params, self._opt_state))
-    numbers = np.int32(0), True
-    traced = jax.jit(step).trace(pair, state, pair, *numbers, *pair[::-1])
+    like, state = jax.eval_shape(lambda: (self._params, self._opt_state))
+    traced = jax.jit(step).trace(like, state, like, np.int32(0), like)
     # Gates forward every argument, so a signature proves nothing.
-    marks = [weight_flow.UPDATES] * len(jax.tree.leaves(trained))
+    marks = [weight_flow.UPDATES] * len(jax.tree.leaves(params))
     marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
     _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
     self._needs_read_params = any(depends)
-    self.fingerprints = self._hashes(traced.lower().as_text())
+    self.fingerprint = self._hash(traced.lower().as_text())
 
   @property
   def params(self) -> Any:
     """A copy of the parameters, in NumPy arrays."""
-    return jax.tree.map(np.array, task_lib.join(*self._params))
+    return jax.tree.map(np.array, self._params)
 
   @property
   def state(self) -> drop_stale.DropStaleState:
@@ -83,9 +64,8 @@ class ParameterServer:
 
   def restore(self, params: Any, state: Any) -> None:
     """Restores parameters and state, which are as `trees` returns them."""
-    pair = task_lib.split(params, self._model_state)
     self._params, self._opt_state = jax.tree.map(
-        jnp.array, (pair, state.inner_state)
+        jnp.array, (params, state.inner_state)
     )
     self._counts = jax.tree.map(jnp.array, state._replace(inner_state=()))
     self.global_step = int(state.global_step)
@@ -97,20 +77,13 @@ class ParameterServer:
     second is the argument `read` of `accept`, for gradients computed at these
     parameters.
     """
-    params, held = jax.tree.map(np.asarray, self._params)
-    read = params if self._needs_read_params else None
-    return task_lib.join(params, held), (held, read)
+    params = jax.tree.map(np.asarray, self._params)
+    return params, params if self._needs_read_params else None
 
   def accept(self, grads: Any, read: Any, local_step: int) -> None:
     """Applies a gradient computed at a local step."""
-    grads = task_lib.split(grads, self._model_state)
     self._params, self._opt_state = self._step(
-        self._params,
-        self._opt_state,
-        grads,
-        np.int32(local_step),
-        local_step == self.global_step,
-        *read,
+        self._params, self._opt_state, grads, np.int32(local_step), read
     )
     self.global_step += 1
 
@@ -121,16 +94,12 @@ class ParameterServer:
         stale_shard_count=states.count(self._counts.stale_shard_count, 1),
     )
 
-  def _hashes(self, text):
-    """Returns hashes of the optimizer; `text` is its program."""
-    numbers = hashlib.sha256(text.encode())
+  def _hash(self, text):
+    """Returns a hash of the optimizer; `text` is its program."""
+    found = hashlib.sha256(text.encode())
     for x in leaves_of(self.state):
-      numbers.update(np.asarray(x).tobytes())
-    operations = hashlib.sha256(re.sub('dense<.*?>', '', text).encode())
-    return {
-        _OPERATIONS: operations.hexdigest()[:16],
-        _NUMBERS: numbers.hexdigest()[:16],
-    }
+      found.update(np.asarray(x).tobytes())
+    return found.hexdigest()[:16]
 
 
 def check_layout(found: Mapping[str, str], like: Any, what: str) -> None:
@@ -173,25 +142,10 @@ def _is_key(x):
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _step(
-    tx, params, state, grads, local_step, is_fresh, read_held, read_params
-):
-  """Returns the next parameters, and the next state of the optimizer.
-
-  The parameters and the gradient are pairs, with the model state.
-  """
-  (params, held), (grads, new_held) = params, grads
+def _step(tx, params, state, grads, local_step, read_params):
+  """Returns the next parameters, and the next state of the optimizer."""
   extra_args = {} if read_params is None else {'read_params': read_params}
   updates, state = optax.with_extra_args_support(tx).update(
       grads, state, params, local_step=local_step, **extra_args
   )
-  params = optax.apply_updates(params, updates)
-  next_held = functools.partial(_next_held, is_fresh)
-  return (params, jax.tree.map(next_held, held, read_held, new_held)), state
-
-
-def _next_held(is_fresh, held, read, new):
-  """Returns the next model state, of what was read and what came back."""
-  if held.dtype == bool:
-    return new
-  return jnp.where(is_fresh, new, held + (new - read))
+  return optax.apply_updates(params, updates), state

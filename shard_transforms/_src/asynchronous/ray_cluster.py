@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 from multiprocessing import connection
 import os
 import pickle
@@ -74,21 +73,17 @@ def _converse(
 
   So a slow `on_progress` does not stop the run.
   """
-  message, history, is_answered = next(messages), (), True
+  message, is_answered = next(messages), True
   while isinstance(message, outcomes.Report):
-    history += tuple(message.history)
     command = None
     if not is_answered and parent.poll():
       command, is_answered = pickle.loads(parent.recv_bytes()), True
     # A command changes the next report.
     if is_answered and command is None:
-      _send(parent, dataclasses.replace(message, history=history))
-      history, is_answered = (), False
+      _send(parent, message)
+      is_answered = False
     message = messages.send(command)
-  report = message.report
-  history += tuple(report.history)
-  report = dataclasses.replace(report, history=history)
-  _send(parent, message._replace(report=report))
+  _send(parent, message)
 
 
 @contextlib.contextmanager

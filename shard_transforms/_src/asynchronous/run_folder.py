@@ -12,7 +12,6 @@ import json
 import os
 import pathlib
 import platform
-import time
 from typing import Any, NamedTuple
 import warnings
 
@@ -28,6 +27,7 @@ _FOLDER = 'checkpoints'
 # The name of the checkpoint that a run starts with.
 _START = 'start'
 _INITIAL = 'initial parameters'
+_OPTIMIZER = 'operations or numbers of the optimizer'
 _PROCESSORS = pathlib.Path('/proc/cpuinfo')
 
 # The arguments of `ParameterServer.restore`.
@@ -85,7 +85,6 @@ class RunFolder:
     # It writes one checkpoint at a time, while the run goes on.
     self._writer = futures.ThreadPoolExecutor(1)
     self._pending: futures.Future[None] | None = None
-    self._saved_at = time.monotonic()
 
   def write(self, **fields: Any) -> None:
     """Adds a record to the journal.
@@ -112,9 +111,7 @@ class RunFolder:
 
   def is_due(self, step: int, options: options_lib.Options) -> bool:
     """Returns whether a checkpoint is due at a global step."""
-    num_updates = step - self.saved.global_step
-    seconds = time.monotonic() - self._saved_at
-    return num_updates >= options.save_every and seconds >= options.save_seconds
+    return step - self.saved.global_step >= options.save_every
 
   def save(self, server: parameter_server.ParameterServer, **run: Any) -> None:
     """Starts to write a checkpoint, after waiting for the previous one.
@@ -138,7 +135,6 @@ class RunFolder:
     )
     saved = self.saved._replace(trees=server.trees())
     self._pending = self._writer.submit(write, self._path.parent, saved)
-    self._saved_at = time.monotonic()
 
   def close(self) -> None:
     """Finishes pending writes.
@@ -222,7 +218,7 @@ def manifest_of(server: parameter_server.ParameterServer) -> dict[str, str]:
   """
   return {
       _INITIAL: str(task_lib.checksum(server.params)),
-      **server.fingerprints,
+      _OPTIMIZER: server.fingerprint,
       'processor': _processor(),
       # With Ray, that of the workers is another: their gradients are compared.
       'device of the driver': jax.devices()[0].device_kind,

@@ -3,7 +3,6 @@
 import collections
 from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import traceback
 from typing import Any, NamedTuple, Protocol
@@ -37,25 +36,13 @@ class Task:
       tree, shapes and dtypes of the parameters, and a dict of scalar metrics.
       Compile it with `jax.jit`.
     batch: Takes the number of a batch, 0, 1, 2, ..., and returns the batch.
-    rollout: In place of `batch`, takes parameters and a number, and returns a
-      batch made with these parameters, as the actors of reinforcement learning
-      do. Staleness counts from these parameters.
-    model_state: Keys of the dict that `init` returns: their values are no
-      parameters, but state of the model, such as statistics of batch
-      normalization and counters. Integers belong there. `gradient` returns
-      their new values in place of a gradient, and `tx` does not see them. With
-      an accepted gradient of age 0, the new values are taken. An older one adds
-      its change, which is the new values minus those that it was given: so
-      counters count each accepted gradient once, and moving averages move by
-      each. The new booleans are taken at any age.
 
   All functions must be pure: another worker may compute the same batch again,
   and `replay` does. Derive random keys from the number of the batch, as in
   `jax.random.fold_in(jax.random.key(seed), number)`.
 
   Raises:
-    TypeError: If one of them is not a function, or `model_state` is a string.
-    ValueError: If `batch` and `rollout` are both given, or neither.
+    TypeError: If one of them is not a function.
 
   Examples:
     >>> import jax
@@ -71,29 +58,14 @@ class Task:
 
   init: Callable[[], Any]
   gradient: Callable[[Any, Any], tuple[Any, Mapping[str, chex.Numeric]]]
-  batch: Callable[[int], Any] | None = None
-  rollout: Callable[[Any, int], Any] | None = None
-  model_state: Sequence[str] = ()
+  batch: Callable[[int], Any]
 
   def __post_init__(self):
-    for name in 'init', 'gradient', 'batch', 'rollout':
-      value = getattr(self, name)
-      if value is None and name in ('batch', 'rollout'):
-        continue
+    for name, value in vars(self).items():
       if not callable(value):
         raise TypeError(
             f'`{name}` of `Task` must be a function, got {value!r}.'
         )
-    if isinstance(self.model_state, str):
-      raise TypeError(
-          '`model_state` of `Task` must be several keys, got'
-          f' {self.model_state!r}.'
-      )
-    if (self.batch is None) == (self.rollout is None):
-      given = 'neither' if self.batch is None else 'both'
-      raise ValueError(
-          f'`Task` must have one of `batch` and `rollout`, got {given}.'
-      )
 
 
 class Reply(NamedTuple):
@@ -118,7 +90,6 @@ def init_params(task: Task) -> Any:
   Raises:
     RuntimeError: If `init` fails.
     TypeError: If a parameter is no floating-point number.
-    ValueError: If the parameters have no such `model_state`.
   """
   try:
     params = jax.tree.map(np.asarray, task.init())
@@ -126,34 +97,14 @@ def init_params(task: Task) -> Any:
     raise RuntimeError(
         f'`init` of `task` must work, got {type(error).__name__}: {error}'
     ) from error
-  keys = params.keys() if isinstance(params, dict) else ()
-  if not set(task.model_state) <= set(keys):
-    raise ValueError(
-        '`model_state` of `Task` must be keys of the dict that `init` returns,'
-        f' got {task.model_state!r} for {list(keys)}.'
-    )
-  trained, _ = split(params, task.model_state)
-  for path, x in jax.tree.leaves_with_path(trained):
+  for path, x in jax.tree.leaves_with_path(params):
     if not jnp.issubdtype(x.dtype, jnp.inexact):
       raise TypeError(
           '`init` of `task` must return floating-point parameters, got'
-          f' {x.dtype} at {leaves_lib.name_of(path)}. Put what has no gradient'
-          ' below a key that `model_state` names.'
+          f' {x.dtype} at {leaves_lib.name_of(path)}. Models must have no other'
+          ' state: keep constants in `gradient`.'
       )
   return params
-
-
-def split(tree: Any, model_state: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-  """Returns the parameters in a tree, and its model state."""
-  if not model_state:
-    return tree, {}
-  params = {key: x for key, x in tree.items() if key not in model_state}
-  return params, {key: tree[key] for key in model_state}
-
-
-def join(params: Any, model_state: Mapping[str, Any]) -> Any:
-  """Returns the tree that `split` takes apart."""
-  return {**params, **model_state} if model_state else params
 
 
 def layout(tree: Any) -> dict[str, str]:
@@ -181,14 +132,11 @@ def evaluate(task: Task, params: Any, number: int) -> tuple[Reply, Any]:
     params: The parameters, on the host.
     number: The number of the batch.
   """
-  function = 'rollout' if task.batch is None else 'batch'
+  function = 'batch'
   # On CPU, this is a view of shared memory, not a copy.
   params = jax.device_put(params)
   try:
-    if task.rollout is not None:
-      batch = task.rollout(params, number)
-    else:
-      batch = task.batch and task.batch(number)
+    batch = task.batch(number)
     function = 'gradient'
     result = task.gradient(params, batch)
     if problem := _problem(result, params):

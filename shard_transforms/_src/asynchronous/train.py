@@ -32,7 +32,6 @@ def train(
     cluster: Literal['local'] | str | None = 'local',
     folder: str | os.PathLike[str] | None = None,
     save_every: int = 100,
-    save_seconds: float = 5.0,
     start: outcomes.Result | None = None,
     resources: Mapping[str, Any] | None = None,
     on_progress: Callable[[outcomes.Report], outcomes.Command] | None = None,
@@ -79,13 +78,12 @@ def train(
       run needs its own. `None` keeps nothing.
     save_every: Number of updates between checkpoints, at least. Before each
       checkpoint, no batch is assigned until the gradients in flight are back.
-    save_seconds: Number of seconds between checkpoints, at least.
     start: A `Result` of the same parameters and kind of optimizer: the run
       starts with its parameters, state and global step, unless `folder` has a
       journal. The first batch has the number of the global step.
     resources: The options of the Ray actor of a worker; by default
       `{'num_cpus': 1}`.
-    on_progress: Takes a `Report`, at most ten times a second and at the end,
+    on_progress: Takes a `Report`, at most fifty times a second and at the end,
       after the first update. If it returns `'params'`, the next report comes at
       once and has the parameters. If it returns `'stop'`, the run ends with its
       result; with a folder, the same call goes on. Otherwise, it returns
@@ -140,7 +138,6 @@ def train(
       cluster=cluster,
       folder=folder,
       save_every=save_every,
-      save_seconds=save_seconds,
       start=start,
       resources=resources,
   )
@@ -153,36 +150,27 @@ def replay(
     tx: optax.GradientTransformation,
     *,
     until: int | None = None,
-    num_workers: int = 0,
-    time_limit: float = 600.0,
-    resources: Mapping[str, Any] | None = None,
 ) -> outcomes.Result:
   """Computes an asynchronous run again from its journal, to the bit.
 
-  It starts from the initial parameters, and applies the accepted gradients in
-  the order of the journal. Each is computed at the same parameters as in the
-  run, and must have the same bits. It reads no checkpoint, except the
-  `start` of the run, if there was one.
+  It runs in this process, without Ray. It starts from the initial parameters,
+  and applies the accepted gradients in the order of the journal. Each is
+  computed at the same parameters as in the run, and must have the same bits. It
+  reads no checkpoint, except the `start` of the run, if there was one.
 
   Args:
     folder: The folder of the run, which need not have ended.
     task: The task of the run.
     tx: Its optimizer.
     until: The global step at which to stop; `None` goes to the end.
-    num_workers: Number of processes of Ray on this machine that compute the
-      gradients; 0 computes them in this process, without Ray.
-    time_limit: As for `train`.
-    resources: As for `train`.
 
   Returns:
     The parameters, the state, and how the run went.
 
   Raises:
     FileNotFoundError: If there is no journal in `folder`.
-    ImportError: If `num_workers` is positive and Ray is not installed.
     OSError: If the system is not POSIX.
-    RuntimeError: If a function of the task raises an exception; if a batch
-      loses five workers.
+    RuntimeError: If a function of the task raises an exception.
     TypeError: If an argument is of the wrong kind.
     ValueError: If the journal is damaged, of another task, optimizer or
       machine, or has fewer updates than `until`; or a gradient has other bits.
@@ -205,19 +193,7 @@ def replay(
     >>> print(np.array_equal(first.params, again.params))
     True
   """
-  options_lib.check_kinds(task=task, tx=tx)
-  num_workers = arguments.as_at_least('num_workers', num_workers, 0)
-  if num_workers:
-    options_lib.require_ray('`num_workers`')
-  options = options_lib.Options(
-      task=task,
-      tx=tx,
-      num_workers=max(num_workers, 1),
-      time_limit=time_limit,
-      cluster='local' if num_workers else None,
-      folder=folder,
-      resources=resources,
-  )
+  options = options_lib.Options(task=task, tx=tx, folder=folder)
   journal = _until(outcomes.read_records(options.folder), until)
   return job.run(options, functools.partial(driver.redrive, options, journal))
 
@@ -266,9 +242,7 @@ def read_checkpoint(
   """
   options_lib.check_kinds(task=task, tx=tx)
   path = options_lib.absolute(folder)
-  server = parameter_server.ParameterServer(
-      tx, task_lib.init_params(task), model_state=task.model_state
-  )
+  server = parameter_server.ParameterServer(tx, task_lib.init_params(task))
   found = run_folder.read_latest(path, server.trees())
   if found is None:
     raise FileNotFoundError(

@@ -33,11 +33,6 @@ def detect_cluster(
   return None
 
 
-def coordination_client() -> Any | None:
-  """Returns the client of JAX's coordination service, if it has been joined."""
-  return importlib.import_module('jax._src.distributed').global_state.client
-
-
 def trace_state() -> Any:
   """Returns a value that is equal for two places in the same trace."""
   return jax.extend.core.get_opaque_trace_state(convention='flax')

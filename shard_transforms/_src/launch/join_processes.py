@@ -1,7 +1,6 @@
 """`join_processes`: one program in many processes, over the devices of all."""
 
 import atexit
-import ctypes
 import ipaddress
 import math
 import os
@@ -19,21 +18,12 @@ NUM_PROCESSES = 'JAX_NUM_PROCESSES'
 PROCESS_ID = 'JAX_PROCESS_ID'
 LOCAL_DEVICE_IDS = 'JAX_LOCAL_DEVICE_IDS'
 
-# Settings by which glibc keeps the memory that a step frees: in bytes, more
-# than a step takes; and as options of `mallopt`, which takes 32 bits, where -1
-# is no limit. Otherwise larger blocks are mapped again each time, and more free
-# memory at the end of the heap is returned to the system.
-_MMAP, _TRIM = 'MALLOC_MMAP_THRESHOLD_', 'MALLOC_TRIM_THRESHOLD_'
-KEEPING_MEMORY = {_MMAP: str(2**30), _TRIM: str(2**34)}
-_OPTIONS = {_MMAP: (-3, 2**30), _TRIM: (-1, -1)}
-
 
 def join_processes(
     *,
     initialization_timeout: int = 300,
     heartbeat_timeout: int = 100,
     shutdown_timeout: int = 300,
-    keep_memory: bool = True,
 ) -> int:
   """Joins the processes that were started with this one, if there are any.
 
@@ -63,22 +53,17 @@ def join_processes(
     shutdown_timeout: How many seconds apart processes may end. Processes that
       are done wait that long for the last one; then JAX ends all of them with
       SIGABRT. Choose more than what one process does alone at the end may take.
-    keep_memory: Whether glibc is told, by `mallopt` for the whole process, to
-      keep the memory that a step frees. Otherwise it maps that memory again in
-      each step, which can take longer than sending the gradients. The variables
-      `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` take precedence if
-      they are set; other C libraries are left alone.
 
   Returns:
     The number of processes; 1 for a program that runs alone.
 
   Raises:
-    RuntimeError: If JAX has started a backend, or has joined before; or if the
-      process is one of several tasks that JAX cannot join.
+    RuntimeError: If JAX has started a backend, or has joined before, or cannot
+      find the other tasks.
     TypeError: If a time-out is not an integer.
-    ValueError: If only some of the variables are set, one of them cannot be
-      understood, or those of JAX or a scheduler contradict others; or if a
-      time-out is less than 1.
+    ValueError: If only some of the variables are set, or one of them cannot be
+      understood; if the process is one of several tasks that JAX cannot join;
+      or if a time-out is less than 1.
 
   Examples:
     >>> import shard_transforms
@@ -96,8 +81,6 @@ def join_processes(
   if cluster is None:
     return 1
   address, num_processes, process_id, local_device_ids = cluster
-  if keep_memory:
-    keep_freed_memory()
   jax.distributed.initialize(
       address,
       num_processes,
@@ -112,21 +95,6 @@ def join_processes(
   )
   atexit.register(_leave_at_once_if_failed, process_id, num_processes)
   return num_processes
-
-
-def keep_freed_memory() -> None:
-  """Lets this process keep freed memory, unless its environment says else.
-
-  It does nothing where the C library has no `mallopt`.
-  """
-  if os.name != 'posix':
-    return
-  mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
-  if mallopt is None:
-    return
-  for name, (option, value) in _OPTIONS.items():
-    if name not in os.environ:
-      mallopt(option, value)
 
 
 def _read_cluster():
@@ -148,7 +116,9 @@ def _read_cluster():
   num_processes = _read_number(NUM_PROCESSES, 1, math.inf)
   process_id = _read_number(PROCESS_ID, 0, num_processes - 1)
   cluster = schedulers.Cluster(address, num_processes, process_id)
-  schedulers.check_agrees(cluster, _is_loopback(address))
+  # A process that is no task may start processes on its own host.
+  if not _is_loopback(address):
+    schedulers.check_agrees(cluster)
   return cluster
 
 

@@ -20,6 +20,11 @@ from shard_transforms._src.launch import join_processes
 # One that is blocked in a collective, where JAX handles SIGTERM itself, would
 # stay until it misses heartbeats.
 _GRACE_OF_KILLED = 1.25
+# glibc keeps the memory that a step frees, and does not map it again.
+_KEEPING_MEMORY = {
+    'MALLOC_MMAP_THRESHOLD_': str(2**30),
+    'MALLOC_TRIM_THRESHOLD_': str(2**34),
+}
 
 
 def run_processes(
@@ -45,10 +50,8 @@ def run_processes(
   `grace` seconds to report their errors; then they get SIGTERM, and after as
   many seconds SIGKILL. If one is killed by a signal, no collective with it can
   end, and the others have at most 1.25 seconds each time instead of `grace`.
-  A process that has stopped (SIGSTOP) by then is killed at once, and named
-  first: the others failed because it sent no sign of life. No process is left
-  behind, whatever ends the call: an error, Ctrl-C or, in the main thread,
-  SIGTERM. Processes that the program itself starts are not ended.
+  No process is left behind, whatever ends the call: an error, Ctrl-C or, in the
+  main thread, SIGTERM. Processes that the program itself starts are not ended.
 
   Args:
     num_processes: How many processes to start.
@@ -92,7 +95,7 @@ def run_processes(
   with _noting_sigterm(ends) as sigterms:
     try:
       _start(num_processes, command, children, ends)
-      failed = _wait_for_all(children, ends, grace)
+      failed = _wait_for_all(len(children), ends, grace)
       if not sigterms:
         grace_left = _grace_after(failed, grace)
     finally:
@@ -138,7 +141,7 @@ def _start(num_processes, command, children, ends):
   address = f'127.0.0.1:{_free_port()}'
   for process_id in range(num_processes):
     env = {
-        **join_processes.KEEPING_MEMORY,
+        **_KEEPING_MEMORY,
         join_processes.LOCAL_DEVICE_IDS: str(process_id),
         **os.environ,
         join_processes.ADDRESS: address,
@@ -163,14 +166,10 @@ def _free_port():
     return probe.getsockname()[1]
 
 
-def _wait_for_all(children, ends, grace):
-  """Returns who failed, with what status, in the order of their ends.
-
-  Those that had stopped when the first failed come before it, with `None`.
-  """
+def _wait_for_all(num_left, ends, grace):
+  """Returns who failed, with what status, in the order of their ends."""
   failed = {}
   deadline = math.inf
-  num_left = len(children)
   while num_left:
     end = _next(ends, deadline)
     if end is None:
@@ -178,30 +177,9 @@ def _wait_for_all(children, ends, grace):
     num_left -= 1
     process_id, status = end
     if status:
-      if not failed:
-        failed.update(dict.fromkeys(_kill_stopped(children)))
-      failed.setdefault(process_id, status)
+      failed[process_id] = status
       deadline = min(deadline, time.monotonic() + _grace_after(failed, grace))
   return failed
-
-
-def _kill_stopped(children):
-  """Kills those that have stopped, which SIGTERM does not reach."""
-  stopped = [i for i, child in enumerate(children) if _has_stopped(child)]
-  for process_id in stopped:
-    children[process_id].kill()
-  return stopped
-
-
-def _has_stopped(child):
-  if not hasattr(os, 'waitid'):
-    return False
-  try:
-    # It asks for the stop alone, and leaves the end to who waits for it.
-    options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, child.pid, options) is not None
-  except ChildProcessError:
-    return False
 
 
 def _next(ends, deadline):
@@ -215,7 +193,7 @@ def _next(ends, deadline):
 
 def _grace_after(failed, grace):
   """Returns how long to wait for those that are left."""
-  was_killed = any((status or -1) < 0 for status in failed.values())
+  was_killed = any(status < 0 for status in failed.values())
   return min(grace, _GRACE_OF_KILLED) if was_killed else grace
 
 
@@ -236,8 +214,6 @@ def _stop(children, grace_left):
 
 def _end(status):
   """Says in words how a process ended."""
-  if status is None:
-    return 'was stopped (SIGSTOP)'
   if status >= 0:
     return f'exited with status {status}'
   try:

@@ -1,5 +1,6 @@
 """What the variables of a cluster scheduler say about the tasks of a job."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence
 import os
 from typing import NamedTuple
@@ -12,22 +13,17 @@ class Scheduler(NamedTuple):
 
   Attributes:
     name: Its name in errors.
-    counts: Variables with the number of tasks; none where it sets none.
+    size: The variable with the number of tasks, if it sets one.
     process_id: The variable with the number of this task.
-    methods: JAX's names of its detection of such a cluster; none if it has no
-      such detection.
-    step: Variables that tell a task from a shell: a task has at least one. None
-      where those above are set in tasks alone.
-    hosts: The variable with the number of hosts, if it sets one where it may
-      not count tasks.
+    method: JAX's name of its detection of such a cluster, if it has one.
+    hint: What that detection may lack.
   """
 
   name: str
-  counts: tuple[str, ...]
+  size: str
   process_id: str
-  methods: tuple[str, ...] = ()
-  step: tuple[str, ...] = ()
-  hosts: str = ''
+  method: str = ''
+  hint: str = ''
 
 
 class Cluster(NamedTuple):
@@ -46,44 +42,31 @@ class Cluster(NamedTuple):
   local_device_ids: Sequence[int] | None = None
 
 
-class Task(NamedTuple):
-  """One of several tasks, as a scheduler counts them.
-
-  Attributes:
-    scheduler: The scheduler.
-    num_tasks: The number of tasks; `None` where it does not say.
-    process_id: The number of this one.
-  """
-
-  scheduler: Scheduler
-  num_tasks: int | None
-  process_id: int
-
-  def __str__(self):
-    scheduler = self.scheduler
-    names = *scheduler.counts, scheduler.hosts, scheduler.process_id
-    shown = [f'{x}={os.environ[x]}' for x in names if x in os.environ]
-    return f'{scheduler.name} ({", ".join(shown)})'
-
-
-_SLURM = Scheduler(
-    'Slurm',
-    ('SLURM_NTASKS', 'SLURM_STEP_NUM_TASKS'),
-    'SLURM_PROCID',
-    ('slurm',),
-    ('SLURM_STEP_ID', 'SLURM_STEP_NODELIST', 'SLURM_STEP_NUM_TASKS'),
-    'SLURM_JOB_NUM_NODES',
-)
-_OPEN_MPI = Scheduler(
-    'Open MPI', ('OMPI_COMM_WORLD_SIZE',), 'OMPI_COMM_WORLD_RANK', ('ompi',)
-)
-_KUBERNETES = Scheduler('Kubernetes', (), 'JOB_COMPLETION_INDEX', ('k8s',))
+_OPEN_MPI_COUNT = 'OMPI_COMM_WORLD_SIZE'
 _SCHEDULERS = (
-    _OPEN_MPI,
-    Scheduler('MPI', ('PMI_SIZE',), 'PMI_RANK'),
-    Scheduler('torchrun', ('WORLD_SIZE',), 'RANK'),
-    _SLURM,
-    _KUBERNETES,
+    Scheduler(
+        'Open MPI',
+        _OPEN_MPI_COUNT,
+        'OMPI_COMM_WORLD_RANK',
+        'ompi',
+        ' (it reads OMPI_MCA_orte_hnp_uri, which Open MPI 5 does not set)',
+    ),
+    Scheduler('MPI', 'PMI_SIZE', 'PMI_RANK'),
+    Scheduler('torchrun', 'WORLD_SIZE', 'RANK'),
+    Scheduler(
+        'Slurm',
+        'SLURM_NTASKS',
+        'SLURM_PROCID',
+        'slurm',
+        ' (a batch script is no task: start the program by `srun`)',
+    ),
+    Scheduler(
+        'Kubernetes',
+        '',
+        'JOB_COMPLETION_INDEX',
+        'k8s',
+        " (it needs Kubernetes' Python client, `pip install 'jax[k8s]'`)",
+    ),
 )
 # JAX asks the machine, because some hosts set no variables.
 _CLOUD_TPU = ('gketpu', 'gcetpu')
@@ -99,112 +82,62 @@ def find_cluster(timeout: int) -> Cluster | None:
     What JAX's own detection says; `None` for a process that runs alone.
 
   Raises:
-    RuntimeError: If there are several tasks that JAX cannot join.
-    ValueError: If the variables of schedulers contradict each other.
+    RuntimeError: If JAX cannot find the other tasks.
+    ValueError: If a scheduler says something else than JAX.
   """
-  task = _find_task()
-  cluster = task or 'Cloud TPU'
-  methods = task.scheduler.methods if task else ()
-  sign = task.scheduler.process_id if task else 'the variables of the cluster'
-  advice = (
-      'Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or,'
-      f' for a program that runs alone, unset {sign}. docs/processes.md has'
-      ' recipes.'
-  )
+  methods = *[scheduler.method for scheduler, _, _ in _tasks()], *_CLOUD_TPU
   try:
-    found = jax_internals.detect_cluster((*methods, *_CLOUD_TPU), timeout)
+    found = jax_internals.detect_cluster(methods, timeout)
   except Exception as error:
     raise RuntimeError(
-        f'JAX must find the other tasks of {cluster}, got'
-        f' {type(error).__name__}: {error}. {advice}'
+        f'JAX must find the other tasks, got {type(error).__name__}: {error}.'
+        ' Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or'
+        ' unset the variables of the scheduler for a program that runs alone.'
     ) from error
-  if found is not None:
-    return Cluster(*found) if found[1] > 1 else None
-  if task is not None:
-    raise RuntimeError(
-        'JAX must know how to join the tasks of a program, got one of several'
-        f' tasks of {task}, which it does not recognize'
-        f'{_missing(task.scheduler)}. {advice}'
-    )
-  return None
+  cluster = Cluster(*found) if found else None
+  check_agrees(cluster)
+  return cluster if cluster and cluster.num_processes > 1 else None
 
 
-def check_agrees(cluster: Cluster, is_loopback: bool) -> None:
-  """Checks that schedulers say nothing else than the variables of JAX do.
+def check_agrees(cluster: Cluster | None) -> None:
+  """Checks that each scheduler says what is known, so that no task is alone.
 
   Args:
-    cluster: What the variables of JAX say.
-    is_loopback: Whether these processes meet on loopback.
+    cluster: What the variables of JAX, or its detection, say.
 
   Raises:
-    ValueError: If a scheduler does.
+    ValueError: If one says something else.
   """
-  task = _find_task()
-  if task is None:
-    return
-  # A process that is no task may itself start processes on its own host.
-  is_sure = task.num_tasks is not None and _is_in_step(task.scheduler)
-  if is_loopback and not is_sure:
-    return
-  num_tasks = task.num_tasks or cluster.num_processes
-  if (num_tasks, task.process_id) != cluster[1:3]:
+  for scheduler, num_tasks, process_id in _tasks():
+    num_tasks = num_tasks or (cluster and cluster.num_processes)
+    if cluster and cluster[1:3] == (num_tasks, process_id):
+      continue
+    names = scheduler.size, scheduler.process_id
+    shown = [f'{x}={os.environ[x]}' for x in names if x]
+    known = f'nothing{scheduler.hint}'
+    if cluster:
+      known = f'process {cluster.process_id} of {cluster.num_processes}'
     raise ValueError(
-        'The variables of JAX must agree with the scheduler, got process'
-        f' {cluster.process_id} of {cluster.num_processes}, and {task}. Unset'
-        f' {task.scheduler.process_id} if it did not start this process.'
+        'Each scheduler must say what JAX knows of the tasks of a program, got'
+        f' {scheduler.name} ({", ".join(shown)}), of which JAX knows'
+        f' {known}. Set JAX_COORDINATOR_ADDRESS,'
+        ' JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset'
+        f' {scheduler.process_id} if it did not start this process.'
+        ' docs/processes.md has recipes.'
     )
 
 
-def _find_task():
-  """Returns the task that this process is of several, or `None`.
-
-  Raises:
-    ValueError: If schedulers contradict each other.
-  """
-  tasks = [task for x in _SCHEDULERS if (task := _read(x)) is not None]
-  first = next((task for task in tasks if task.num_tasks != 1), None)
-  for other in tasks:
-    if first is None or None in (first.num_tasks, other.num_tasks):
+def _tasks() -> Iterator[tuple[Scheduler, int | None, int]]:
+  """Yields the schedulers of several tasks: their number, and that of this."""
+  for scheduler in _SCHEDULERS:
+    name, count, process_id, *_ = scheduler
+    if not os.environ.get(process_id) or (count and not os.environ.get(count)):
       continue
-    # An `mpirun` of several tasks knows more than the allocation that it is in.
-    if (first.scheduler, other.scheduler) == (_OPEN_MPI, _SLURM):
-      continue
-    if other[1:] != first[1:]:
-      raise ValueError(
-          'Schedulers must agree which task this process is of how many, got'
-          f' {first} and {other}. Unset the variables of the one that did not'
-          ' start it.'
-      )
-  # JAX joins by Slurm where variables of PMI or `torchrun` say the same.
-  same = [task for task in tasks if first and task[1:] == first[1:]]
-  known = [x for x in same if x.scheduler.methods and _is_in_step(x.scheduler)]
-  return known[0] if known else first
-
-
-def _read(scheduler):
-  """Returns the task that a scheduler describes, or `None`.
-
-  Raises:
-    ValueError: If its variables are no numbers, or contradict each other.
-  """
-  if not os.environ.get(scheduler.process_id):
-    return None
-  names = [name for name in scheduler.counts if os.environ.get(name)]
-  has_one_host = os.environ.get(scheduler.hosts, '1') == '1'
-  if scheduler.counts and not names and has_one_host:
-    return None
-  numbers = {x: _number(x) for x in (*names, scheduler.process_id)}
-  counts = {numbers[name] for name in names}
-  num_tasks = min(counts) if counts else None
-  task = Task(scheduler, num_tasks, numbers[scheduler.process_id])
-  if num_tasks is not None and (
-      len(counts) > 1 or task.process_id >= num_tasks
-  ):
-    raise ValueError(
-        f'The variables of {scheduler.name} must agree, with a task below their'
-        f' number, got {task}. Unset them if it did not start this process.'
-    )
-  return task
+    num_tasks = _number(count) if count else None
+    # An `mpirun` knows more than the allocation of Slurm that it is in.
+    is_around = name == 'Slurm' and os.environ.get(_OPEN_MPI_COUNT, '1') != '1'
+    if num_tasks != 1 and not is_around:
+      yield scheduler, num_tasks, _number(process_id)
 
 
 def _number(name):
@@ -215,19 +148,3 @@ def _number(name):
         ' scheduler started this process.'
     )
   return int(text)
-
-
-def _is_in_step(scheduler):
-  names = scheduler.step
-  return not names or any(os.environ.get(name) for name in names)
-
-
-def _missing(scheduler):
-  """Says what JAX's detection lacks, where that is known."""
-  if not _is_in_step(scheduler):
-    return ' (a batch script is no task: start the program by `srun`)'
-  if scheduler is _KUBERNETES:
-    return " (it needs Kubernetes' Python client, `pip install 'jax[k8s]'`)"
-  if scheduler is _OPEN_MPI:
-    return ' (it reads OMPI_MCA_orte_hnp_uri, which Open MPI 5 does not set)'
-  return ''

@@ -7,18 +7,12 @@ warning.
 
 import collections
 from collections.abc import Sequence
-import math
-import re
 
 from shard_transforms._src.analysis.hlo import accumulation
 from shard_transforms._src.analysis.hlo import flow as hlo_flow
 from shard_transforms._src.analysis.hlo import program as hlo_program
 from shard_transforms._src.monitoring import report_table
 
-_GATHER = 'all-gather'
-_RESHARDINGS = ('all-to-all', 'collective-permute')
-# Collectives that the user wrote do not come from a wrong sharding.
-_ASKED_FOR = ('all_to_all', 'ppermute', 'pshuffle', 'ragged_all_to_all')
 _SUMS = 'psum', 'reduce_scatter'
 # How to reduce once over some axes: in place of a loop, a loop in Python, and
 # calls that add up.
@@ -52,33 +46,9 @@ def find(
   sent = {node: by_op[name] for node, name in names.items() if name in by_op}
   found = (
       *_added_up(module, graph, sent),
-      *_scattered(module, graph, sent),
-      *_gathered_again(graph, sent),
-      *_only_sliced(graph, sent),
-      *_resharded(graph, sent),
       *_too_few_bits(sent),
   )
   return tuple(dict.fromkeys(found))
-
-
-def _places(graph):
-  """Returns the values that are computed from the number of the shard alone.
-
-  Each comes with whether it needs that number; constants do not.
-  """
-  places = {}
-  for node in graph.nodes:
-    if node.opcode in ('partition-id', 'replica-id'):
-      places[node] = True
-    elif node.opcode in ('constant', 'iota'):
-      places[node] = False
-    elif (
-        node.inputs
-        and not (node.collective or node.opcode == 'while')
-        and places.keys() >= {*node.inputs}
-    ):
-      places[node] = any(places[n] for n in node.inputs)
-  return places
 
 
 def _added_up(module, graph, sent):
@@ -125,112 +95,6 @@ def _sums(nodes, sent):
     found += parts[node.index or 0 :][:1]
   are_sums = all(c.primitive in _SUMS and c.axes for c in found)
   return found if are_sums and len(found) == len(nodes) else []
-
-
-def _scattered(module, graph, sent):
-  """Yields warnings of sums that each shard cuts to its own part."""
-  places = _places(graph)
-
-  def is_own(user):
-    is_slice = user.opcode == 'dynamic-slice'
-    return is_slice and any(places.get(n) for n in user.inputs[1:])
-
-  for node, parts in sent.items():
-    num_shards = parts[0].num_shards
-    cut = [
-        n
-        for n in hlo_flow.results(node)
-        if _num_taken(n, graph, is_own) * num_shards == n.array.size
-    ]
-    sums = [c for c in _sums(cut, sent) if c.primitive == 'psum']
-    if node.collective == 'all-reduce' and sums:
-      other = ', or a slice before the sum, if another axis chooses the part'
-      other = other if num_shards < module.num_devices else ''
-      yield (
-          f'{_where(sums)} sums the whole {_names(cut)}, {_which_sends(sums)},'
-          f' but each shard keeps one part in {num_shards}: a reduce-scatter'
-          f' sends half{other}. XLA makes none for CPUs under `jax.jit`;'
-          ' `accumulated_value_and_grad` with `param_specs` (FSDP) and'
-          ' `shard_update` (ZeRO-1) do.'
-      )
-
-
-def _gathered_again(graph, sent):
-  """Yields warnings of arrays that do not change and that each turn gathers."""
-  same = set()
-  for node in graph.nodes:
-    inside = [n for n in node.inputs if n.loop is node.loop]
-    if node.opcode == 'constant' or (node.inputs and same.issuperset(inside)):
-      same.add(node)
-  for node, parts in sent.items():
-    is_repeated = node in same and node.loop.node is not None
-    if node.collective == _GATHER and is_repeated:
-      yield (
-          f'{_where(parts)} gathers the same {node.array} in'
-          f' {_turns(node.loop)} of a loop, {_which_sends(parts)}: gather it'
-          ' once before the loop, as by `jax.lax.with_sharding_constraint`'
-          ' there.'
-      )
-
-
-def _only_sliced(graph, sent):
-  """Yields warnings of arrays that are gathered whole and then sliced."""
-  for node, parts in sent.items():
-    for result in hlo_flow.results(node):
-      taken = _num_taken(result, graph, _is_slice)
-      if node.collective == _GATHER and 0 < taken < result.array.size:
-        yield (
-            f'{_where(parts)} gathers the whole {result.array},'
-            f' {_which_sends(parts)}, but only {taken:,} of its elements are'
-            ' used: slice it before it is gathered, or shard it over another'
-            ' dimension than the one that is sliced.'
-        )
-
-
-def _num_taken(node, graph, is_part):
-  """Returns how many elements of a value are used; infinity if unknown."""
-  if node in graph.places:
-    return math.inf
-  taken = 0
-  for user in node.users:
-    if user.loop is not node.loop:
-      return math.inf
-    if user.inputs[0] is node and is_part(user):
-      taken += user.array.size
-    elif user.opcode in hlo_flow.MOVES and user.array.size == node.array.size:
-      taken += _num_taken(user, graph, is_part)
-    else:
-      return math.inf
-  return taken
-
-
-def _is_slice(node):
-  """Whether it is a slice, but not of all but padding."""
-  ranges = node.instruction.attributes.get('slice', '')
-  is_head = node.opcode == 'slice' and not re.search(r'\[[1-9]', ranges)
-  return node.opcode in hlo_flow.SLICES and not is_head
-
-
-def _resharded(graph, sent):
-  """Yields warnings of arguments that each step reshards."""
-  program, *_ = graph.loops
-  given_back = {node.array for node in program.outputs.values()}
-  moves = 'broadcast', *hlo_flow.MOVES, *hlo_flow.SLICES
-  for node, parts in sent.items():
-    is_asked_for = node.instruction.op_name.split('/')[-1] in _ASKED_FOR
-    is_always_run = node.loop is program and not node.is_chosen
-    if node.collective not in _RESHARDINGS or is_asked_for or not is_always_run:
-      continue
-    for source in {s for n in node.inputs for s in hlo_flow.sources(n, moves)}:
-      if source.opcode == 'parameter' and source.array in given_back:
-        name = source.instruction.op_name or source.instruction.name
-        name = name.replace("\\'", "'")
-        yield (
-            f'{_where(parts)} changes the sharding of the argument `{name}`'
-            f' ({source.array} on a device) in each step,'
-            f' {_which_sends(parts)}: pass it in and return it in the sharding'
-            ' that the step computes with.'
-        )
 
 
 def _too_few_bits(sent):

@@ -28,13 +28,11 @@ def _differed(state: Any) -> str | None:
   suspected = _one_copy(state.num_suspected)
   if suspected.any():
     shard = int(suspected.argmax())
-    leaf = _one_copy(state.last_leaf)[shard]
-    where = '' if leaf < 0 else f', last in leaf {leaf} of `jax.tree.leaves`'
     return (
         f'Shard {shard} computed another result than two others, which'
         f' agreed, in {suspected[shard]} of {num_checks} checks of'
-        f' `{_CALLER}`{where}. Suspect its device: go back to'
-        ' a checkpoint, and train without it.'
+        f' `{_CALLER}`. Suspect its device: go back to a checkpoint, and'
+        ' train without it.'
     )
   if unexplained := states.largest_here(state.num_unexplained):
     return (
@@ -59,10 +57,6 @@ class CrossCheckState(NamedTuple):
       not that of a shard that computed it again, int32 [shards].
     num_suspected: For each shard, the number of checks in which two others
       agreed on another result than the shard, int32 [shards].
-    last_leaf: For each shard, the first leaf that it computed otherwise than
-      two others in the last check that suspected it, or else the first leaf of
-      its result that differed in a later check, as a number in the order of
-      `jax.tree.leaves`, int32 [shards]; -1 if no check has found one.
     trusted: Whether the last check did not suspect the shard, bool [shards].
 
   Examples:
@@ -78,7 +72,6 @@ class CrossCheckState(NamedTuple):
   num_unexplained: jax.Array
   num_differing: jax.Array
   num_suspected: jax.Array
-  last_leaf: jax.Array
   trusted: jax.Array
 
   rules = {
@@ -138,7 +131,7 @@ def cross_check(
   there is no majority: a difference is counted as unexplained.
 
   A check costs one more evaluation of `fun`, and a third one where results
-  differ; it sends each batch once or twice, and 8 bytes a leaf and shard. Other
+  differ; it sends each batch once or twice, and 8 bytes a shard. Other
   steps compute nothing twice and send nothing.
 
   A shard whose results are wrong in a share :math:`p` of all evaluations is
@@ -201,7 +194,6 @@ def cross_check(
         num_unexplained=states.counter(),
         num_differing=counts,
         num_suspected=jnp.copy(counts),
-        last_leaf=counts + states.NEVER,
         trusted=counts == 0,
     )
 
@@ -282,7 +274,7 @@ class _Turn(NamedTuple):
     num_turns: How many there are, int32 [].
     batch: The arguments of this one.
     result: What the first one returned, of the shard's own batch.
-    sums: The checksums of all evaluations, uint32 [3, shards, leaves, 2].
+    sums: The checksums of all evaluations, uint32 [3, shards, 2].
   """
 
   number: jax.Array
@@ -296,12 +288,10 @@ def _evaluate(call, own, before, axes, distances):
   """Returns the last turn of a check, for all distances and those chosen."""
   table, chosen, by_turn = distances
   num_shards = axes_lib.size(axes, _CALLER)
-  shape = (_MAX_TURNS, num_shards, len(jax.tree.leaves(before)), 2)
 
   def evaluate(turn):
     result = call(turn.batch)
-    words = [digests.checksum(leaf) for leaf in jax.tree.leaves(result)]
-    words = axes_lib.to_varying(jnp.stack(words), axes)
+    words = axes_lib.to_varying(digests.checksum(result), axes)
     sums = turn.sums.at[turn.number].set(collectives.gather(words, axes))
     differs = jnp.any(_of_batches(sums, by_turn)[1] != sums[0])
     has_third = (turn.number == 1) & differs & (num_shards > 2)
@@ -319,7 +309,7 @@ def _evaluate(call, own, before, axes, distances):
       num_turns=jnp.int32(2),
       batch=own,
       result=before,
-      sums=jnp.zeros(shape, jnp.uint32),
+      sums=jnp.zeros((_MAX_TURNS, num_shards, 2), jnp.uint32),
   )
   # Compiled twice, a function need not give the same bits.
   return lax.while_loop(lambda x: x.number < x.num_turns, evaluate, first)
@@ -376,12 +366,11 @@ def _of_batches(sums, by_turn):
 def _after_check(state, turn, by_turn):
   """Counts what a check has found; the majority of three decides."""
   own, second, third = _of_batches(turn.sums, by_turn)
-  leaf_differs = jnp.any(own != second, axis=-1)
-  differs = jnp.any(leaf_differs, axis=-1)
 
   def equal(x, y):
-    return jnp.all(x == y, axis=(1, 2))
+    return jnp.all(x == y, axis=-1)
 
+  differs = ~equal(own, second)
   # Of each batch, which of its three results the two others outvote.
   outvoted = jnp.stack(
       [
@@ -390,27 +379,17 @@ def _after_check(state, turn, by_turn):
           ~differs & ~equal(own, third),
       ]
   )
-  first, first_of_third = (
-      x.argmax(1).astype(jnp.int32)
-      for x in (leaf_differs, jnp.any(own != third, axis=-1))
-  )
-  leaves = jnp.stack([first, first, first_of_third])
   # By the shard that has computed it.
-  of_shards = jax.vmap(lambda x, by: jnp.roll(x, -by))
-  wrong = of_shards(outvoted, by_turn)
-  wrong_leaf = of_shards(jnp.where(outvoted, leaves, -1), by_turn).max(axis=0)
+  wrong = jax.vmap(lambda x, by: jnp.roll(x, -by))(outvoted, by_turn)
   suspected = jnp.any(wrong, axis=0) & (turn.num_turns == _MAX_TURNS)
   # Where half of the shards are outvoted, the votes are worth nothing.
   suspected &= 2 * jnp.sum(suspected) < len(suspected)
   has_culprit = jnp.all(~differs | jnp.any(outvoted, axis=0))
   unexplained = jnp.any(differs) & ~(has_culprit & jnp.any(suspected))
-  last_leaf = jnp.where(differs, first, state.last_leaf)
-  last_leaf = jnp.where(suspected, wrong_leaf, last_leaf)
   return state._replace(
       num_checks=states.count(state.num_checks, 1),
       num_unexplained=states.count(state.num_unexplained, unexplained),
       num_differing=states.count(state.num_differing, differs),
       num_suspected=states.count(state.num_suspected, suspected),
-      last_leaf=last_leaf,
       trusted=~suspected,
   )

@@ -62,8 +62,7 @@ def metrics(
   step before the numbers are read.
 
   Args:
-    state: State of an optimizer, or any tree with such states in it; a `Report`
-      of asynchronous training counts as one.
+    state: State of an optimizer, or any tree with such states in it.
     prefix: A prefix of all names, such as `'train/'`.
     axis_name: Inside a mapped function, the axis, or a sequence of them, over
       which the state differs. It is needed if a number differs and JAX does not

@@ -62,7 +62,6 @@ def wire_report(
   In the report of a traced program, `warnings` name
 
   - a sum over an axis of values that were summed over it before;
-  - a sum in each turn of a scan that one sum after the scan could replace;
   - a collective under a predicate that differs between shards, which deadlocks;
   - a gradient for `local_updates` that was taken at `params` in place of
     `local_params(params, state)`.
@@ -79,17 +78,12 @@ def wire_report(
   - reductions that are only added up: in a loop, also by the layers that an
     inner loop runs; in a loop of Python; or in a state that a condition
     empties, as `optax.MultiSteps` does;
-  - an all-reduce that each shard cuts to a slice;
-  - an array that does not change and that each turn of a loop gathers;
-  - a floating-point sum in fewer than 32 bits, which rounds each partial sum;
-  - an array that is gathered whole although only a part is used;
-  - an argument with the type of a result, such as state or parameters, that
-    changes its sharding in each step.
+  - a floating-point sum in fewer than 32 bits, which rounds each partial sum.
 
   Args:
     fn: The function, such as a training step: mapped by `jax.shard_map` or
       `jax.pmap`, compiled or not, or one that `axis_sizes` maps. Or a program:
-      `jax.jit(fn).lower(...)` or its `compile()`; it needs no arguments.
+      `jax.jit(fn).lower(...)` or its `compile()`, without arguments.
     args: Its arguments: trees of arrays or of `jax.ShapeDtypeStruct`s.
     axis_sizes: The axes over which to map `fn`, with their sizes, for a
       function of one shard's own arrays. It is traced as by
@@ -107,10 +101,10 @@ def wire_report(
     NameError: If `fn` uses an axis that is not bound.
     TypeError: If `fn` cannot be called, `compiled` is no boolean, `axis_sizes`
       does not map names to integers, or `mesh` is no mesh.
-    ValueError: If a size is less than 1; or a compiled program is for other
-      arguments or another backend, or its mesh is of another size, not known,
-      or given for a traced function; or arguments are on other devices than
-      the mesh of `fn`.
+    ValueError: If a size is less than 1; or a program comes with arguments, or
+      is for another backend, or its mesh is of another size, not known, or
+      given for a traced function; or arguments are on other devices than the
+      mesh of `fn`.
 
   Examples:
     >>> import jax

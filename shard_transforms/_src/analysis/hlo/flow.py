@@ -19,7 +19,6 @@ from shard_transforms._src.analysis.hlo import program as hlo_program
 _COPIES = 'bitcast', 'copy', 'copy-done', 'copy-start'
 # Opcodes that move elements, and change no more than their dtype.
 MOVES = *_COPIES, 'convert', 'reshape', 'transpose'
-SLICES = ('dynamic-slice', 'gather', 'slice')
 _CALLS = ('async-start', 'call', 'fusion')
 _PASSES_ON = ('optimization-barrier', 'opt-barrier')
 # Opcodes whose results their operands do not determine; so are collectives and
@@ -358,10 +357,8 @@ def sources(node: Node, opcodes: Sequence[str]) -> Iterator[Node]:
     if node.opcode not in opcodes or not node.inputs:
       yield node
       continue
-    # Indices of a slice or a gather give no elements.
-    given = node.inputs[:1] if node.opcode in SLICES else node.inputs
-    pending += [n for n in given if n not in seen]
-    seen.update(given)
+    pending += [n for n in node.inputs if n not in seen]
+    seen.update(node.inputs)
 
 
 def is_multiple(node: Node, given: Node) -> bool:
