@@ -451,6 +451,10 @@ class KeepState(NamedTuple):
   kept: Any
 
 
+def is_shape(x):
+  return isinstance(x, tuple)
+
+
 def keep():
   def init_fn(params):
     return KeepState(shard_transforms.per_shard(params, AXIS)[None])
@@ -536,6 +540,7 @@ class CopyTest(parameterized.TestCase):
 
   @cases.parameters(
       (adam(), optax.sgd(0.1), (3,), {}, 'the tree'),
+      (tower_reduce(4), tower_reduce(4), [3], {}, r'the tree .*\.total'),
       (adam(), adam(), (4,), {}, r'\(3,\) at .*mu'),
       (adam(), adam(), (3, 1), {}, r'\(3,\) at'),
       # A sum of towers that has no axis of shards.
@@ -554,7 +559,8 @@ class CopyTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, f'`state` .* by this .* these parameters, got .*{words}'
     ):
-      resize_state(state, other, np.zeros(shape), modes.mesh(3), **options)
+      others = jax.tree.map(np.zeros, shape, is_leaf=is_shape)
+      resize_state(state, other, others, modes.mesh(3), **options)
 
   def test_refuses_another_dtype(self):
     state, params = optax.TraceState([np.zeros(3)]), [np.zeros(3, np.float32)]
