@@ -451,10 +451,6 @@ class KeepState(NamedTuple):
   kept: Any
 
 
-def is_shape(x):
-  return isinstance(x, tuple)
-
-
 def keep():
   def init_fn(params):
     return KeepState(shard_transforms.per_shard(params, AXIS)[None])
@@ -500,18 +496,6 @@ class CopyTest(parameterized.TestCase):
     num_keys = len({tuple(key) for key in after.tolist()})
     self.assertEqual(num_keys, 1 if is_shared else num_shards)
 
-  def test_new_state_stays_when_the_old_one_is_overwritten(self):
-    tx = optax.trace(0.9)
-    # JAX keeps the memory of some arrays of NumPy, by where they lie.
-    params = [jnp.ones(4096)] * 20
-    state = jax.tree.map(np.array, state_of(tx, params, 8))
-    resized = resize_state(state, tx, params, modes.mesh(4))
-
-    for leaf in jax.tree.leaves(state):
-      leaf[:] = -1
-
-    self.assertTrue(all((x == 0).all() for x in jax.tree.leaves(resized)))
-
   def test_state_sharded_like_parameters_is_copied(self):
     tx = tower_reduce(TOWERS, averaged(adam()), axis_name=AXIS)
     params, specs = np.zeros((4, 6), np.float32), P('model')
@@ -540,7 +524,6 @@ class CopyTest(parameterized.TestCase):
 
   @cases.parameters(
       (adam(), optax.sgd(0.1), (3,), {}, 'the tree'),
-      (tower_reduce(4), tower_reduce(4), [3], {}, r'the tree .*\.total'),
       (adam(), adam(), (4,), {}, r'\(3,\) at .*mu'),
       (adam(), adam(), (3, 1), {}, r'\(3,\) at'),
       # A sum of towers that has no axis of shards.
@@ -559,8 +542,7 @@ class CopyTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, f'`state` .* by this .* these parameters, got .*{words}'
     ):
-      others = jax.tree.map(np.zeros, shape, is_leaf=is_shape)
-      resize_state(state, other, others, modes.mesh(3), **options)
+      resize_state(state, other, np.zeros(shape), modes.mesh(3), **options)
 
   def test_refuses_another_dtype(self):
     state, params = optax.TraceState([np.zeros(3)]), [np.zeros(3, np.float32)]
