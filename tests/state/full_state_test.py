@@ -458,7 +458,7 @@ EACH = (
         {
             'tx': tower_reduce(2, SLICED, axis_name=AXIS),
             'fn': place_state,
-            'others': {'v': zeros((4, 4))},
+            'others': {'v': zeros((4, 5))},
         },
         r'got the tree .* at \.total',
     ),
