@@ -16,11 +16,13 @@ import chex
 from flax import nnx
 import jax
 from jax import lax
+from jax import random
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import modes
 import shard_transforms
 from shard_transforms import cross_shard_mean
@@ -129,209 +131,126 @@ def cross_checked(*batch):
   return step(CHECK.init(max(2, len(batch[0]))), jnp.float32(2), batch)
 
 
-def joining(**variables):
-  """Returns the environment of a process."""
-  return {f'JAX_{name.upper()}': text for name, text in variables.items()}
-
-
-class Call(NamedTuple):
-  """A call of a public function that is refused.
-
-  Attributes:
-    call: The call, with its arguments.
-    error: What it raises.
-    words: What a user would search for.
-    environ: Variables of the environment.
-  """
-
-  call: functools.partial
-  error: type[Exception]
-  words: str
-  environ: Any = ()
-
-
 UNBOUND = "needs the mapped axis 'data', which is not bound .*`jax.shard_map`"
+OTHER_MESH = jax.sharding.AbstractMesh((4,), (AXIS,))
+# Calls of public functions that are refused, by what they raise, and words that
+# a user would search for.
 CALLS = {
-    # Numbers and choices.
-    'fractional number of towers': Call(
-        of(tower_reduce, 2.5),
-        TypeError,
-        '`num_towers` must be an integer, got 2.5',
-    ),
-    'unknown reduction of towers': Call(
-        of(tower_reduce, 2, reduction='max'),
-        ValueError,
-        "`reduction` must be 'mean' or 'sum', got 'max'",
-    ),
-    'name that is not there': Call(
-        of(getattr, shard_transforms, 'no_such_name'),
-        AttributeError,
-        "'shard_transforms' has no attribute 'no_such_name'",
-    ),
-    # State.
-    'factory that is not called': Call(
-        of(init_state, optax.adam, PARAMS, MESH),
-        TypeError,
-        '`tx` of `state_specs` must be an Optax .* Call its factory',
-    ),
-    'name for specs of parameters': Call(
-        of(init_state, SGD, PARAMS, MESH, in_specs=AXIS),
-        TypeError,
-        "`in_specs` of `state_specs` must be a `PartitionSpec` .* got 'data'",
-    ),
-    'text for per_shard': Call(
-        of(state_specs, SGD, PARAMS, MESH, per_shard='x'),
-        TypeError,
-        "`per_shard` must be a boolean, got 'x'",
-    ),
-    # Axes.
-    'no axis': Call(
-        of(cross_shard_mean, ()), ValueError, '`axis_name` must name at least'
-    ),
-    'None for an axis': Call(
-        of(cross_shard_mean, None), TypeError, '`axis_name` must be the name of'
-    ),
-    'no group': Call(
-        of(cross_shard_mean, AXIS, groups=[]),
-        ValueError,
-        '`groups` must not be empty',
-    ),
-    # Functions of mapped values.
-    'shard_mean outside of a mapping': Call(
-        of(shard_mean, PARAMS, AXIS), NameError, f'`shard_mean` {UNBOUND}'
-    ),
-    'weights of shard_mean as a vector': Call(
-        of(
-            on_shards(lambda x: shard_mean(x, AXIS, weight=np.ones(SHARDS))),
-            MATRIX,
+    TypeError: (
+        (of(tower_reduce, 2.5), '`num_towers` must be an integer, got 2.5'),
+        (
+            of(tower_reduce, 2, optax.sgd),
+            '`inner` of `tower_reduce` must be an',
         ),
-        ValueError,
-        r'`weight` of `shard_mean` must have the shape \(\), got \(8,\)',
-    ),
-    'compressor that decodes to few bits': Call(
-        of(on_shards(decode_to_few_bits), MATRIX),
-        ValueError,
-        '`decode` of a `Compressor` must give float32',
-    ),
-    'payload without elements': Call(
-        of(on_shards(encode_nothing), MATRIX),
-        ValueError,
-        '`encode` of a `Compressor` must give arrays with elements',
-    ),
-    **{
-        f'Explicit axis beside that of {name}': Call(
-            of(beside_explicit(tx), MATRIX),
-            ValueError,
-            f'`updates` of `{name}` must not be sharded .*Explicit.*`Auto`',
-        )
-        for name, tx in {
-            'compressed_mean': compressed_mean(AXIS, quantize(8)),
-            'power_sgd': power_sgd(AXIS, 1),
-            'majority_vote': majority_vote(AXIS),
-            'reproducible.mean': reproducible.mean(AXIS),
-            'reproducible.towers': reproducible.towers(1, SGD, AXIS),
-        }.items()
-    },
-    # Placement.
-    'None to be divided': Call(
-        of(state_shardings, None, PARAMS, MESH),
-        TypeError,
-        '`tx` of `state_shardings` must be an Optax .* got None',
-    ),
-    'specs of another tree': Call(
-        of(full_state, PARAMS, SGD, PARAMS, MESH, in_specs=(P(),)),
-        ValueError,
-        '`in_specs` of `full_state` must have the tree of the parameters',
-    ),
-    'arrays for a mesh without devices': Call(
-        of(init_state, SGD, PARAMS, MESH),
-        ValueError,
-        '`params` must be shapes where the devices of `mesh` are not here',
-    ),
-    # Numbers and problems in states.
-    'health of a state without any': Call(
-        of(check_health, SGD.init(PARAMS)),
-        ValueError,
-        "`state` must hold a `GuardState`.* got none in 'tuple'.*leave",
-    ),
-    'metrics of a state of nnx': Call(
-        of(metrics, nnx.State({'num_updates': np.int32(0)})),
-        TypeError,
-        '`state` of `metrics` must have the classes .*`optimizer.opt_state`',
-    ),
-    'state on a mesh without the axis': Call(
-        of(state_specs, tower_reduce(2, SGD, axis_name='rows'), PARAMS, MESH),
-        NameError,
-        r"the mapped axis 'rows', which is not bound here .*\('data',\)",
-    ),
-    'state without an axis of shards': Call(
-        of(state_specs, per_shard_state(), PARAMS, MESH),
-        ValueError,
-        r"leading dimension of length 1.*got the shape \(\) at \['b'\]",
-    ),
-    # Reports.
-    'report of a function of one shard': Call(
-        of(wire_report, functools.partial(shard_mean, axis_name=AXIS), MATRIX),
-        NameError,
-        "`fn` of `wire_report` .*'data'.*give its size",
-    ),
-    'report of a compiled program on another mesh': Call(
-        of(
-            wire_report,
-            jnp.sum,
-            MATRIX,
-            compiled=True,
-            mesh=jax.sharding.AbstractMesh((4,), (AXIS,)),
+        (of(cross_shard_mean, None), '`axis_name` must be the name of'),
+        (
+            of(init_state, optax.adam, PARAMS, MESH),
+            '`tx` of `state_specs` must be an Optax .* Call its factory',
         ),
-        ValueError,
-        '`mesh` must have the 1 devices of the program, got 4',
+        (
+            of(init_state, SGD, PARAMS, MESH, in_specs=AXIS),
+            "`in_specs` of `state_specs` must be a `PartitionSpec` .*'data'",
+        ),
+        (
+            of(state_specs, SGD, PARAMS, MESH, per_shard='x'),
+            "`per_shard` must be a boolean, got 'x'",
+        ),
+        (
+            of(state_shardings, None, PARAMS, MESH),
+            '`tx` of `state_shardings` must be an Optax .* got None',
+        ),
+        (
+            of(metrics, nnx.State({'num_updates': np.int32(0)})),
+            '`state` of `metrics` must have .*`optimizer.opt_state`',
+        ),
+        (
+            of(run_processes, 1, 'python train.py'),
+            "`command` must be a sequence of arguments, got 'python train.py'",
+        ),
+        (
+            of(cross_check, MATRIX, AXIS),
+            '`fun` of `cross_check` must be a function, got array',
+        ),
     ),
-    # Processes.
-    'command in one string': Call(
-        of(run_processes, 1, 'python train.py'),
-        TypeError,
-        "`command` must be a sequence of arguments, got 'python train.py'",
+    NameError: (
+        (of(shard_mean, PARAMS, AXIS), f'`shard_mean` {UNBOUND}'),
+        (
+            of(state_specs, tower_reduce(2, axis_name='rows'), PARAMS, MESH),
+            r"mapped axis 'rows', which is not bound here .*\('data',\)",
+        ),
+        (
+            of(wire_report, of(shard_mean, axis_name=AXIS), MATRIX),
+            "`fn` of `wire_report` .*'data'.*give its size",
+        ),
     ),
-    'program that is not there': Call(
-        of(run_processes, 2, ['/no/such/program']),
-        FileNotFoundError,
-        '/no/such/program',
+    AttributeError: (
+        (of(getattr, shard_transforms, 'no_such'), "no attribute 'no_such'"),
     ),
-    'address without a port': Call(
-        of(join_processes),
-        ValueError,
-        "`JAX_COORDINATOR_ADDRESS` must be of the form host:port, got 'host'",
-        joining(coordinator_address='host', num_processes='2', process_id='0'),
+    FileNotFoundError: (
+        (of(run_processes, 2, ['/no/such/program']), '/no/such/program'),
     ),
-    # Health.
-    'unknown answer to what is bad': Call(
-        of(guard, SGD, on_bad='drop'),
-        ValueError,
-        "`on_bad` must be 'skip' or 'exclude', got 'drop'",
+    ValueError: (
+        (of(cross_shard_mean, ()), '`axis_name` must name at least'),
+        (of(cross_shard_mean, AXIS, groups=[]), '`groups` must not be empty'),
+        (of(guard, SGD, on_bad='drop'), "`on_bad` must be 'skip' or 'exclude'"),
+        (
+            of(guard, SGD, on_bad='exclude'),
+            "`on_bad='exclude'` of `guard` must come with `axis_name`",
+        ),
+        (
+            of(on_shards(decode_to_few_bits), MATRIX),
+            '`decode` of a `Compressor` must give float32',
+        ),
+        (
+            of(on_shards(encode_nothing), MATRIX),
+            '`encode` of a `Compressor` must give arrays with elements',
+        ),
+        *(
+            (
+                of(beside_explicit(tx), MATRIX),
+                f'`updates` of `{name}` must not be sharded .*Explicit.*`Auto`',
+            )
+            for name, tx in {
+                'compressed_mean': compressed_mean(AXIS, quantize(8)),
+                'power_sgd': power_sgd(AXIS, 1),
+                'majority_vote': majority_vote(AXIS),
+                'reproducible.mean': reproducible.mean(AXIS),
+                'reproducible.towers': reproducible.towers(1, SGD, AXIS),
+            }.items()
+        ),
+        (
+            of(full_state, PARAMS, SGD, PARAMS, MESH, in_specs=(P(),)),
+            '`in_specs` of `full_state` must have the tree of the parameters',
+        ),
+        (
+            of(init_state, SGD, PARAMS, MESH),
+            '`params` must be shapes where the devices of `mesh` are not here',
+        ),
+        (
+            of(check_health, SGD.init(PARAMS)),
+            "`state` must hold a `GuardState`.* got none in 'tuple'.*leave",
+        ),
+        (
+            of(state_specs, per_shard_state(), PARAMS, MESH),
+            r"leading dimension of length 1.*got the shape \(\) at \['b'\]",
+        ),
+        (
+            of(wire_report, jnp.sum, MATRIX, compiled=True, mesh=OTHER_MESH),
+            '`mesh` must have the 1 devices of the program, got 4',
+        ),
+        (
+            of(join_processes),
+            "`JAX_COORDINATOR_ADDRESS` must be of the form .* got 'host'",
+        ),
+        (of(cross_checked, MATRIX[:1]), 'have 2 shards or more, got'),
+        (of(cross_checked, MATRIX, MATRIX[1:]), 'inconsistent sizes|divisible'),
     ),
-    'exclusion of what is reduced': Call(
-        of(guard, SGD, on_bad='exclude'),
-        ValueError,
-        "`on_bad='exclude'` of `guard` must come with `axis_name`",
-    ),
-    'factory for an inner transformation': Call(
-        of(tower_reduce, 2, optax.sgd),
-        TypeError,
-        '`inner` of `tower_reduce` must be an Optax gradient transformation',
-    ),
-    'cross-check of a result': Call(
-        of(cross_check, MATRIX, AXIS),
-        TypeError,
-        '`fun` of `cross_check` must be a function, got array',
-    ),
-    'cross-check of one shard': Call(
-        of(cross_checked, MATRIX[:1]), ValueError, 'have 2 shards or more, got'
-    ),
-    'cross-check of batches of different sizes': Call(
-        of(cross_checked, MATRIX, MATRIX[1:]),
-        ValueError,
-        'inconsistent sizes|divisible',
-    ),
+}
+# What processes read, one of which is an address without a port.
+ENVIRON = {
+    'JAX_COORDINATOR_ADDRESS': 'host',
+    'JAX_NUM_PROCESSES': '2',
+    'JAX_PROCESS_ID': '0',
 }
 
 
@@ -379,23 +298,6 @@ BENCHES = {
 
 # Names of changes to a call; all others are extra arguments.
 GIVEN = ('tx', 'updates', 'state', 'params')
-
-
-class Update(NamedTuple):
-  """A call of `update` that is refused.
-
-  Attributes:
-    bench: The name of the transformation.
-    changes: Bad values by the names of `good_call`: the value, or a function of
-      the good value. A function for an extra argument is called on each shard.
-    error: What it raises.
-    words: What a user would search for.
-  """
-
-  bench: str
-  changes: dict[str, Any]
-  error: type[Exception]
-  words: str
 
 
 def good_call(bench):
@@ -477,191 +379,152 @@ def by_hand():
   return optax.GradientTransformation(MEAN.init, update)
 
 
+def padded(x):
+  """Returns slices as of fewer shards."""
+  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)]) if x.ndim > 1 else x
+
+
 LARGER = {'b': PARAMS['b'], 'w': np.ones(90, np.float32)}
 REDUCED = r"over 'data', got \['b'\] \[\], typed invariant: .* already reduced"
 GROWING = optax.GradientTransformation(
     optax.identity().init, lambda updates, state, params: (updates, [state])
 )
+# Calls of `update` that are refused, by what they raise: the name of the
+# transformation; bad values by the names of `good_call`, each the value or a
+# function of the good one, on each shard for an extra argument; and words.
 UPDATES = {
-    # Leaves.
-    'key for the mean': Update(
-        'mean',
-        {
-            'updates': with_leaf(
-                b=lambda _: jax.random.split(jax.random.key(0), 8)
-            )
-        },
-        TypeError,
-        '`updates` of `cross_shard_mean` must be real or complex, got key',
+    TypeError: (
+        (
+            'mean',
+            {'updates': with_leaf(b=lambda _: random.split(random.key(0), 8))},
+            '`updates` of `cross_shard_mean` must be real or complex, got key',
+        ),
+        (
+            'towers',
+            {'updates': with_leaf(w=lambda w: w * 1j)},
+            r"`updates` of `tower_reduce` must be real .* complex .* \['w'\]",
+        ),
+        (
+            'shards of towers',
+            {'weight': 1j},
+            '`weight` of `tower_reduce` must be a real number, got 1j',
+        ),
+        (
+            'stale',
+            {'local_step': 1.5},
+            '`local_step` of `drop_stale` must be an integer, got 1.5',
+        ),
+        (
+            'guarded',
+            {'state': other_state(SGD, PARAMS)},
+            '`state` of `guard` must be a `GuardState`, .* got tuple',
+        ),
     ),
-    'complex tower': Update(
-        'towers',
-        {'updates': with_leaf(w=lambda w: w * 1j)},
-        TypeError,
-        r"`updates` of `tower_reduce` must be real .* complex leaf at \['w'\]",
-    ),
-    'tower of another shape': Update(
-        'towers',
-        {'updates': with_leaf(w=lambda w: w[:4])},
-        ValueError,
-        r'shapes that its state was made for, got \(4,\) instead of \(9,\) at',
-    ),
-    'tower that lacks a leaf': Update(
-        'towers',
-        {'updates': lambda updates: {'w': updates['w']}},
-        ValueError,
-        r"tree that its state was made for, but \['b'\] is only in the state",
-    ),
-    'tower with one leaf more': Update(
-        'shards of towers',
-        {'updates': lambda updates: {**updates, 'c': updates['b']}},
-        ValueError,
-        r"tree that its state was made for, but \['c'\] is only in the updates",
-    ),
-    'too few stacked towers': Update(
-        'stacked',
-        {'updates': with_leaf(w=lambda w: w[1:])},
-        ValueError,
-        r'must have a leading axis of 3 towers, got the shape \(2, 9\) at',
-    ),
-    # Weights.
-    'weight that is no number': Update(
-        'sum',
-        {'weight': math.nan},
-        ValueError,
-        '`weight` of `cross_shard_sum` must be finite .* negative, got nan',
-    ),
-    'weight of all shards on each': Update(
-        'mean',
-        {'weight': np.ones(SHARDS)},
-        ValueError,
-        r'`weight` of `cross_shard_mean` must have the shape \(\), got \(8,\)',
-    ),
-    'complex weight': Update(
-        'shards of towers',
-        {'weight': 1j},
-        TypeError,
-        '`weight` of `tower_reduce` must be a real number, got 1j',
-    ),
-    'one weight for stacked towers': Update(
-        'stacked',
-        {'weight': 1.0},
-        ValueError,
-        r'`weight` of `reduce_towers` must have the shape \(3,\), got \(\)',
-    ),
-    'weight of a tower in a chain': Update(
-        'chained towers',
-        {'weight': 1.0},
-        ValueError,
-        '`weight` of `tower_reduce` must come with `inner`',
-    ),
-    # Local steps.
-    'fractional local step': Update(
-        'stale',
-        {'local_step': 1.5},
-        TypeError,
-        '`local_step` of `drop_stale` must be an integer, got 1.5',
-    ),
-    'local steps of all shards on each': Update(
-        'shards of stale',
-        {'local_step': np.zeros(SHARDS, int)},
-        ValueError,
-        r'`local_step` of `drop_stale` must have the shape \(\), got \(8,\)',
-    ),
-    'local step beyond int32': Update(
-        'stale',
-        {'local_step': 2**31},
-        ValueError,
-        '`local_step` of `drop_stale` must fit int32, got 2147483648',
-    ),
-    'too few local steps of stacked towers': Update(
-        'stacked',
-        {'local_step': np.zeros(2, int)},
-        ValueError,
-        r'`local_step` of `reduce_towers` .* \(\) or \(3,\), got \(2,\)',
-    ),
-    'local steps that differ without an axis': Update(
-        'tracked stale',
-        {'local_step': lambda: lax.axis_index(AXIS)},
-        ValueError,
-        'must be decided the same way on all shards.*Give `axis_name`',
-    ),
-    # What is reduced already.
-    'weights for a sum': Update(
-        'tracked mean',
-        {
-            'tx': lambda _: summed_before(AVERAGED),
-            'weight': 2.0,
-        },
-        ValueError,
-        f'`updates` of `cross_shard_mean` must be per shard {REDUCED}',
-    ),
-    # Guards.
-    'state of another for a guard': Update(
-        'guarded',
-        {'state': other_state(SGD, PARAMS)},
-        TypeError,
-        '`state` of `guard` must be a `GuardState`, .* got tuple',
-    ),
-    'reduction by hand in a guard': Update(
-        'guarded',
-        {'tx': lambda _: guard(by_hand(), AXIS, on_bad='exclude')},
-        ValueError,
-        'must use the extra argument `weight`.* by hand, or none, counts',
-    ),
-    # Axes and groups.
-    'groups of other shards': Update(
-        'mean',
-        {'tx': lambda _: cross_shard_mean(AXIS, groups=[[0, 1], [2, 3]])},
-        ValueError,
-        r'partition of the 8 shards .* ids \[4, 5, 6, 7\] are missing',
-    ),
-    'clipping of slices': Update(
-        'slices',
-        {'tx': lambda _: shard_update(optax.clip_by_global_norm(1.0), AXIS)},
-        ValueError,
-        '`inner` of `shard_update` must treat each element .* alone',
-    ),
-    # States.
-    'slices for other parameters': Update(
-        'slices',
-        {'state': other_state(shard_update(SGD, AXIS), LARGER)},
-        ValueError,
-        r'State of `shard_update` must be made for these param.*\(12,\)',
-    ),
-    'slices for another optimizer': Update(
-        'slices',
-        {'state': other_state(shard_update(optax.adam(0.1), AXIS), PARAMS)},
-        ValueError,
-        'State of `shard_update` must be made for these .* got the tree',
-    ),
-    'slices for other shards': Update(
-        'slices',
-        {
-            'state': lambda state: jax.tree.map(
-                lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
-                if x.ndim > 1
-                else x,
-                state,
-            )
-        },
-        ValueError,
-        'State of `shard_update` must be made for .* this number of shards',
-    ),
-    'towers that are not kept per shard': Update(
-        'shards of towers',
-        {'state': other_state(tower_reduce(TOWERS, MEAN), PARAMS)},
-        ValueError,
-        'must have a leading axis of length 1 on each shard',
-    ),
-    'inner transformation whose state grows': Update(
-        'stale',
-        {
-            'tx': lambda _: drop_stale(2, GROWING),
-            'state': lambda _: drop_stale(2, GROWING).init(PARAMS),
-        },
-        ValueError,
-        'inner transformation must keep the tree of its state',
+    ValueError: (
+        (
+            'towers',
+            {'updates': with_leaf(w=lambda w: w[:4])},
+            r'shapes that its state was .* got \(4,\) instead of \(9,\) at',
+        ),
+        (
+            'towers',
+            {'updates': lambda updates: {'w': updates['w']}},
+            r"tree that its state was .* \['b'\] is only in the state",
+        ),
+        (
+            'shards of towers',
+            {'updates': lambda updates: {**updates, 'c': updates['b']}},
+            r"tree that its state was .* \['c'\] is only in the updates",
+        ),
+        (
+            'stacked',
+            {'updates': with_leaf(w=lambda w: w[1:])},
+            r'a leading axis of 3 towers, got the shape \(2, 9\) at',
+        ),
+        # Weights.
+        ('sum', {'weight': math.nan}, 'must be finite .* negative, got nan'),
+        ('mean', {'weight': np.ones(SHARDS)}, r'the shape \(\), got \(8,\)'),
+        ('stacked', {'weight': 1.0}, r'the shape \(3,\), got \(\)'),
+        (
+            'chained towers',
+            {'weight': 1.0},
+            '`weight` .* must come with `inner',
+        ),
+        # Local steps.
+        (
+            'shards of stale',
+            {'local_step': np.zeros(SHARDS, int)},
+            r'`local_step` of `drop_stale` must have the shape \(\), got \(8,',
+        ),
+        (
+            'stale',
+            {'local_step': 2**31},
+            '`local_step` .* must fit int32, got 2',
+        ),
+        (
+            'stacked',
+            {'local_step': np.zeros(2, int)},
+            r'`local_step` of `reduce_towers` .* \(\) or \(3,\), got \(2,\)',
+        ),
+        (
+            'tracked stale',
+            {'local_step': lambda: lax.axis_index(AXIS)},
+            'must be decided the same way on all shards.*Give `axis_name`',
+        ),
+        # What is reduced already, or by hand.
+        (
+            'tracked mean',
+            {'tx': lambda _: summed_before(AVERAGED), 'weight': 2.0},
+            f'`updates` of `cross_shard_mean` must be per shard {REDUCED}',
+        ),
+        (
+            'guarded',
+            {'tx': lambda _: guard(by_hand(), AXIS, on_bad='exclude')},
+            'must use the extra argument `weight`.* by hand, or none, counts',
+        ),
+        (
+            'mean',
+            {'tx': lambda _: cross_shard_mean(AXIS, groups=[[0, 1], [2, 3]])},
+            r'partition of the 8 shards .* ids \[4, 5, 6, 7\] are missing',
+        ),
+        # Slices and states.
+        (
+            'slices',
+            {
+                'tx': lambda _: shard_update(
+                    optax.clip_by_global_norm(1.0), AXIS
+                )
+            },
+            '`inner` of `shard_update` must treat each element .* alone',
+        ),
+        (
+            'slices',
+            {'state': other_state(shard_update(SGD, AXIS), LARGER)},
+            r'State of `shard_update` must be made for these param.*\(12,\)',
+        ),
+        (
+            'slices',
+            {'state': other_state(shard_update(optax.adam(0.1), AXIS), PARAMS)},
+            'State of `shard_update` must be made for these .* got the tree',
+        ),
+        (
+            'slices',
+            {'state': lambda state: jax.tree.map(padded, state)},
+            'State of `shard_update` must be made for .* number of shards',
+        ),
+        (
+            'shards of towers',
+            {'state': other_state(tower_reduce(TOWERS, MEAN), PARAMS)},
+            'must have a leading axis of length 1 on each shard',
+        ),
+        (
+            'stale',
+            {
+                'tx': lambda _: drop_stale(2, GROWING),
+                'state': lambda _: drop_stale(2, GROWING).init(PARAMS),
+            },
+            'inner transformation must keep the tree of its state',
+        ),
     ),
 }
 
@@ -689,8 +552,9 @@ def picture(given):
   return treedef, [copy(leaf) for leaf in leaves], surroundings
 
 
-def name_rows(rows):
-  return [dict(testcase_name=f'_{name}', row=row) for name, row in rows.items()]
+def rows_of(table):
+  """Returns the rows of a table, with the error of each."""
+  return [(*row, error) for error, rows in table.items() for row in rows]
 
 
 class BadInputsTest(parameterized.TestCase):
@@ -704,25 +568,21 @@ class BadInputsTest(parameterized.TestCase):
 
     self.assertEqual(picture(given), before)
 
-  @parameterized.named_parameters(name_rows(CALLS))
-  def test_refuses_call(self, row):
-    with mock.patch.dict(os.environ, row.environ):
-      self.assert_refused(
-          row.call, (row.call.args, row.call.keywords), row.error, row.words
-      )
+  @cases.parameters(rows_of(CALLS))
+  def test_refuses_call(self, call, words, error):
+    with mock.patch.dict(os.environ, ENVIRON):
+      self.assert_refused(call, (call.args, call.keywords), error, words)
 
-  @parameterized.named_parameters(name_rows(UPDATES))
-  def test_refuses_update(self, row):
-    bench, expected = BENCHES[row.bench], good_result(row.bench)
+  @cases.parameters(rows_of(UPDATES))
+  def test_refuses_update(self, name, changes, words, error):
+    bench, expected = BENCHES[name], good_result(name)
     good = good_call(bench)
     bad = good | {
         k: x(good[k]) if callable(x) and k in GIVEN else x
-        for k, x in row.changes.items()
+        for k, x in changes.items()
     }
 
-    self.assert_refused(
-        lambda: run(bench, **bad), (good, bad), row.error, row.words
-    )
+    self.assert_refused(lambda: run(bench, **bad), (good, bad), error, words)
 
     result = jax.device_get(run(bench, **good))
     chex.assert_trees_all_equal(result, expected, strict=True)

@@ -88,26 +88,6 @@ class GateTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates['b'], data['b'])
     np.testing.assert_array_equal(updates['w'], after_two['bare sign'][0]['w'])
 
-  def test_towers_are_one_update(self):
-    data = compressions.make_data(8, 6, PARAMS)
-    pairs = jax.tree.map(
-        lambda x: x.reshape(8, 3, 2, *x.shape[2:]).mean(2), data
-    )
-    towers = {
-        name: shard_transforms.tower_reduce(2, tx, axis_name=AXIS)
-        for name, tx in LINKS.items()
-    }
-
-    found = compressions.run(towers, 'shard_map', data, PARAMS)
-    expected = compressions.run(LINKS, 'shard_map', pairs, PARAMS)
-
-    for name, (updates, state) in found.items():
-      np.testing.assert_array_equal(updates['w'][:, ::2], 0)
-      np.testing.assert_allclose(
-          updates['w'][:, 1::2], expected[name][0]['w'], atol=1e-5
-      )
-      self.assertEqual(state_of(state).step[0], 3)
-
   def test_stale_and_bad_shards_lose_nothing_in_60_steps(self):
     num_shards, steps = 8, 60
     links = {
@@ -156,35 +136,6 @@ class GateTest(parameterized.TestCase):
 
 
 class PartTest(parameterized.TestCase):
-
-  def test_partition_compresses_the_matrices_alone(self):
-    params = {'dense': PARAMS, 'norm': {'scale': zeros(200)}}
-    data = compressions.make_data(8, 4, params)
-
-    def kind(path, leaf):
-      del leaf
-      is_matrix = jax.tree_util.keystr(path).endswith("['w']")
-      return 'matrix' if is_matrix else 'other'
-
-    tx = optax.partition(
-        {
-            'matrix': compression.power_sgd(AXIS, 1),
-            'other': shard_transforms.cross_shard_mean(AXIS),
-        },
-        lambda tree: jax.tree.map_with_path(kind, tree),
-    )
-    tx = shard_transforms.guard(tx, AXIS)
-
-    updates, state = compressions.run({'tx': tx}, 'shard_map', data, params)[
-        'tx'
-    ]
-
-    for leaf in (lambda x: x['norm']['scale'], lambda x: x['dense']['b']):
-      mean = leaf(data).mean(0)
-      np.testing.assert_allclose(leaf(updates)[0], mean, atol=1e-6)
-    rank = np.linalg.matrix_rank(updates['dense']['w'][0, 3], tol=1e-5)
-    self.assertEqual(rank, 1)
-    self.assertLen(jax.tree.leaves(state_of(state).residual), 1)
 
   def test_parameters_over_a_model_axis(self):
     params = {'w': zeros(24, 16), 'v': zeros(12, 16)}

@@ -24,7 +24,6 @@ from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
-from shard_transforms import reduce_towers
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms.monitoring import track_divergence
@@ -44,18 +43,14 @@ class Row(NamedTuple):
     tx: The transformation.
     axes: The axes of the mesh with their sizes.
     takes_weight: Whether each shard hands in a weight of its own.
-    local_step: Whose local step it is, if it takes one.
-    reduced: Whether it is given updates that are the same on all shards.
-    stacked: Whether it is given those of two towers at once.
+    local_step: Whether it takes a local step.
     per_shard: Whether parameters and state differ between shards.
   """
 
   tx: optax.GradientTransformationExtraArgs
   axes: dict[str, int] = AXES[0]
   takes_weight: bool = False
-  local_step: str | None = None
-  reduced: bool = False
-  stacked: bool = False
+  local_step: bool = False
   per_shard: bool = False
 
   @property
@@ -86,15 +81,10 @@ ROWS = {
         axes=AXES[1],
         takes_weight=True,
     ),
-    'tower_reduce': Row(tower_reduce(2, ADAM), reduced=True),
-    'tower_reduce_of_shards': Row(
+    'tower_reduce': Row(
         tower_reduce(2, _MEAN, axis_name=AXIS), takes_weight=True
     ),
-    'reduce_towers': Row(reduce_towers(2, _MEAN), stacked=True),
-    'drop_stale': Row(drop_stale(1, ADAM), local_step='all', reduced=True),
-    'drop_stale_of_shards': Row(
-        drop_stale(1, _MEAN, axis_name=AXIS), local_step='own'
-    ),
+    'drop_stale': Row(drop_stale(1, _MEAN, axis_name=AXIS), local_step=True),
     'shard_update': Row(shard_update(ADAM, AXIS), takes_weight=True),
     'shard_update_in_groups': Row(
         shard_update(ADAM, AXIS, groups=_GROUPS), per_shard=True
@@ -136,7 +126,7 @@ ROWS = {
             axis_name=AXIS,
         ),
         takes_weight=True,
-        local_step='own',
+        local_step=True,
     ),
 }
 
@@ -173,25 +163,13 @@ def loss_fn(params, x, y):
   return jnp.mean((x @ params['w'] + params['b'] - y) ** 2)
 
 
-def step(row, params, state, batch, call):
+def step(row, params, state, batch):
   """Trains one shard with its own batch."""
   value_and_grad = shard_transforms.value_and_grad(loss_fn, row.axis_name)
-  if row.stacked:
-    halves = zip(jnp.split(batch.x, 2), jnp.split(batch.y, 2), strict=True)
-    towers = [value_and_grad(params, *half) for half in halves]
-    loss, grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *towers)
-    loss = loss.mean()
-  else:
-    loss, grads = value_and_grad(params, batch.x, batch.y)
-  if row.reduced:
-    grads = shard_transforms.shard_mean(grads, row.axis_name)
+  loss, grads = value_and_grad(params, batch.x, batch.y)
   extra_args = {'weight': batch.weight} if row.takes_weight else {}
   if row.local_step:
-    own = row.local_step == 'own'
-    # The second call of four brings an update that is too old.
-    extra_args['local_step'] = (
-        batch.local_step if own else jnp.where(call == 1, -9, call // 2)
-    )
+    extra_args['local_step'] = batch.local_step
   updates, state = row.tx.update(grads, state, params, **extra_args)
   loss = shard_transforms.shard_mean(loss, row.axis_name)
   return (optax.apply_updates(params, updates), state), loss
@@ -216,14 +194,14 @@ def train_with_shard_map(rows):
     specs[name] = (split if row.per_shard else P(), state_specs)
     trained[name] = (put(params, mesh, specs[name][0]), state)
 
-  def train_one_shard(trained, batch, call):
+  def train_one_shard(trained, batch):
     batch = jax.tree.map(lambda x: x[0], batch)
     losses, after = {}, {}
     for name, row in rows.items():
       own = trained[name]
       if row.per_shard:
         own = jax.tree.map(lambda x: x[0], own)
-      own, losses[name] = step(row, *own, batch, call)
+      own, losses[name] = step(row, *own, batch)
       if row.per_shard:
         own = jax.tree.map(lambda x: x[None], own)
       after[name] = own
@@ -233,14 +211,13 @@ def train_with_shard_map(rows):
       jax.shard_map(
           train_one_shard,
           mesh=mesh,
-          in_specs=(specs, split, P()),
+          in_specs=(specs, split),
           out_specs=(specs, P()),
       )
   )
   losses = []
-  for call, batch in enumerate(make_batches()):
-    batch = put(batch, mesh, split)
-    trained, loss = mapped(trained, batch, np.int32(call))
+  for batch in make_batches():
+    trained, loss = mapped(trained, put(batch, mesh, split))
     losses.append(loss)
   return trained, losses
 
@@ -264,10 +241,8 @@ def train_with_pmap(rows):
   def init(params):
     return {name: (params, row.tx.init(params)) for name, row in rows.items()}
 
-  def train_one_shard(trained, batch, call):
-    results = {
-        n: step(row, *trained[n], batch, call) for n, row in rows.items()
-    }
+  def train_one_shard(trained, batch):
+    results = {n: step(row, *trained[n], batch) for n, row in rows.items()}
     return {n: r[0] for n, r in results.items()}, {
         n: r[1] for n, r in results.items()
     }
@@ -275,11 +250,11 @@ def train_with_pmap(rows):
   trained = jax.pmap(init, AXIS)(
       jax.tree.map(lambda x: np.stack([x] * num_local), make_params())
   )
-  mapped = jax.pmap(train_one_shard, AXIS, in_axes=(0, 0, None))
+  mapped = jax.pmap(train_one_shard, AXIS)
   losses = []
-  for call, batch in enumerate(make_batches()):
+  for batch in make_batches():
     own = jax.tree.map(lambda x: x[first : first + num_local], batch)
-    trained, loss = mapped(trained, own, np.int32(call))
+    trained, loss = mapped(trained, own)
     losses.append(loss)
   return trained, losses
 

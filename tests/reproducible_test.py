@@ -75,16 +75,8 @@ WAYS = {
     'sharded': (_sharded, True),
     'clipped in a gate': (_gated, True),
     'towers alike': (_towers, False),
-    'stacked alike': (_stacked, False),
-    'sharded alike': (_sharded, False),
     'in any order': (_in_any_order, False),
 }
-# Which of them give the same bits.
-SAME = ('towers', 'stacked', 'sharded'), (
-    'towers alike',
-    'stacked alike',
-    'sharded alike',
-)
 
 
 def _train(way, params, x, weight):
@@ -113,29 +105,28 @@ def _train(way, params, x, weight):
 
 
 @functools.cache
-def _trainer(mode, num_shards, names):
+def _trainer(num_shards):
   def shard(params, own):
-    return {name: _train(WAYS[name], params, *own) for name in names}
+    return {name: _train(way, params, *own) for name, way in WAYS.items()}
 
-  return modes.map_shards(mode, shard, num_shards)
+  return modes.map_shards('shard_map', shard, num_shards)
 
 
 @functools.cache
-def _digests(mode, num_shards, bad=()):
+def _digests(num_shards, bad=()):
   """Returns the SHA-256 of parameters that are trained on shards, by way."""
-  names = tuple(WAYS) if mode == 'shard_map' else ('towers',)
   x, weight = X.copy(), WEIGHT.copy()
   x[list(bad)], weight[list(bad)] = NAN, 0
   lead = (num_shards, NUM_TOWERS // num_shards)
   own = x.reshape(*lead, 3, 5), weight.reshape(lead)
-  params = jax.device_get(_trainer(mode, num_shards, names)(PARAMS, own))
+  params = jax.device_get(_trainer(num_shards)(PARAMS, own))
 
   def digest(params, i):
     rows = [x[i].tobytes() for x in jax.tree.leaves(params)]
     return hashlib.sha256(b''.join(rows)).hexdigest()
 
-  found = {name: digest(params[name], 0) for name in names}
-  assert found == {name: digest(params[name], -1) for name in names}
+  found = {name: digest(params[name], 0) for name in WAYS}
+  assert found == {name: digest(params[name], -1) for name in WAYS}
   return found
 
 
@@ -159,27 +150,21 @@ def _bytes_of(tx, num_shards, x):
 class SameBitsTest(parameterized.TestCase):
 
   def test_trains_to_the_same_bits_on_any_number_of_shards(self):
-    by_number = [_digests('shard_map', n) for n in NUM_SHARDS]
+    by_number = [_digests(n) for n in NUM_SHARDS]
 
     for name in WAYS:
       with self.subTest(name):
         digests = {found[name] for found in by_number}
         self.assertEqual(len(digests) == 1, name != 'in any order')
-    for names in SAME:
-      self.assertLen({by_number[0][name] for name in names}, 1)
-
-  @cases.parameters(*(mode for mode in modes.NAMES if mode != 'shard_map'))
-  def test_trains_to_the_same_bits_in_each_mode(self, mode):
-    found = _digests(mode, 8)['towers']
-
-    self.assertEqual(found, _digests('shard_map', 8)['towers'])
+    same = {by_number[0][name] for name in ('towers', 'stacked', 'sharded')}
+    self.assertLen(same, 1)
 
   def test_a_bad_tower_of_weight_0_is_left_out(self):
     # Of four shards, two have a bad tower in the same call.
-    found = {_digests('shard_map', n, (1, 9))['towers'] for n in NUM_SHARDS}
+    found = {_digests(n, (1, 9))['towers'] for n in NUM_SHARDS}
 
     self.assertLen(found, 1)
-    self.assertNotIn(_digests('shard_map', 8)['towers'], found)
+    self.assertNotIn(_digests(8)['towers'], found)
 
   def test_sends_the_bytes_of_a_ring_all_reduce(self):
     x = X[0].ravel()[:8].repeat(100)
@@ -362,26 +347,12 @@ class ResizedTest(parameterized.TestCase):
     self.assert_same_bits(found, params)
     self.assert_same_bits(found_state.inner_state, state.inner_state)
 
-  def _unfinished(self):
-    """Returns a window with the first tower of each of four shards."""
+  def test_begins_a_window_again_on_fewer_shards(self):
     mesh, tx, step = _step_on(4)
     state = shard_transforms.init_state(tx, PARAMS, mesh)
     params, state = step(PARAMS, state, _towers_of(4)[0])
     self.assertEqual(state.tower, 1)
-    return _restored((params, state))
-
-  def test_goes_on_in_a_window_on_as_many_shards(self):
-    params, state = self._unfinished()
-    mesh, tx, step = _step_on(4)
-
-    state = shard_transforms.resize_state(state, tx, PARAMS, mesh)
-    for x in _towers_of(4)[1:]:
-      params, state = step(params, state, x)
-
-    self.assert_same_bits(params, _trained(4)[0])
-
-  def test_begins_a_window_again_on_fewer_shards(self):
-    params, state = self._unfinished()
+    params, state = _restored((params, state))
     mesh, tx, step = _step_on(2)
 
     with self.assertRaisesRegex(ValueError, 'must have no tower in its window'):

@@ -56,14 +56,6 @@ class AdasumTest(parameterized.TestCase):
     for name, x in updates.items():
       assert_close(found[name], adasum(x))
 
-  def test_of_many_shards_is_that_of_whole_levels_first(self):
-    updates = lying_shards.tree(37)
-
-    found = aggregated(updates, 'vmap')
-
-    for name, x in updates.items():
-      assert_close(found[name], adasum(x))
-
   def test_is_that_of_the_whole_tree(self):
     updates = lying_shards.tree()
     flat = np.concatenate([x.reshape(8, -1) for x in updates.values()], axis=1)
@@ -80,17 +72,6 @@ class AdasumTest(parameterized.TestCase):
     lies[[1, 3]], left[[1, 3, 6]] = np.nan, 0
 
     assert_close(aggregated(lies, weight=weight), adasum(left))
-
-  def test_seven_equal_updates_stay(self):
-    update = np.random.default_rng(0).normal(size=33)
-
-    assert_close(aggregated(np.float32([update] * 7)), update)
-
-  def test_opposite_updates_vanish_and_leave_the_others_alone(self):
-    update = np.random.default_rng(0).normal(size=(3, 33))
-    a, b, c = np.float32(update)
-
-    assert_close(aggregated(np.stack([a, -a, b, c])), adasum([b, c]))
 
   def test_norms_neither_overflow_nor_underflow(self):
     sizes = (
@@ -171,11 +152,10 @@ class HorovodTest(parameterized.TestCase):
   Those of `test_adasum_pytorch.py` and `test_adasum_tensorflow.py` in
   `test/parallel` of https://github.com/horovod/horovod: normal vectors drawn in
   the same order from the same seed, orthogonal or parallel, with a known sum or
-  mean; and matrices with a known result of a tree of pairs.
+  mean.
   """
 
-  @cases.parameters('float32', 'float16')
-  def test_sums_and_means_of_its_vectors(self, dtype):
+  def test_sums_and_means_of_its_vectors(self):
     expected = {}
     for draw, divisor in (
         (_orthogonal, 1),
@@ -184,35 +164,16 @@ class HorovodTest(parameterized.TestCase):
         (_least_to_largest, SHARDS),
     ):
       rng = np.random.RandomState(2)
-      drawn = {name: list(draw(rng, name)) for name in ('float32', 'float16')}
-      for i, columns in enumerate(drawn[dtype]):
+      for i, columns in enumerate(draw(rng)):
         total = columns.astype('float64').sum(1) / divisor
         expected[f'{draw.__name__} {i}'] = columns.T, total
 
     found = aggregated({name: rows for name, (rows, _) in expected.items()})
 
-    bound = 100 * float(np.finfo(dtype).eps)
     for name, (_, total) in expected.items():
       with self.subTest(name):
-        self.assertEqual(found[name].dtype, dtype)
         distance = np.linalg.norm(found[name].astype('float64') - total)
-        self.assertLess(distance, bound * np.linalg.norm(total))
-
-  @cases.parameters('float16', 'float64')
-  def test_is_the_tree_of_each_matrix(self, dtype):
-    updates = np.random.default_rng(2).random(size=(2, 8, 2, 2))
-    updates = updates.astype(dtype)
-
-    with jax.enable_x64(dtype == 'float64'):
-      found = aggregated(list(updates))
-
-    # That of TensorFlow's `assertAllCloseAccordingToType`.
-    tolerance = 1e-3 if dtype == 'float16' else 1e-6
-    for x, y in zip(found, updates, strict=True):
-      self.assertEqual(x.dtype, dtype)
-      np.testing.assert_allclose(
-          x.astype('float64'), adasum(y), rtol=tolerance, atol=tolerance
-      )
+        self.assertLess(distance, TOLERANCE * np.linalg.norm(total))
 
 
 SHARDS = 8
@@ -222,33 +183,31 @@ def _lengths(less):
   return SHARDS * 20 - less, SHARDS * 2 + 1, SHARDS + 2, 2**12
 
 
-def _orthogonal(rng, dtype):
+def _orthogonal(rng):
   for length in _lengths(17):
-    yield np.linalg.qr(rng.normal(0, 1, (length, SHARDS)))[0].astype(dtype)
+    yield np.linalg.qr(rng.normal(0, 1, (length, SHARDS)))[0].astype('float32')
 
 
-def _parallel(rng, dtype):
+def _parallel(rng):
   for length in _lengths(13):
     direction = rng.normal(0, 1, (length, 1))
     sizes = rng.normal(0, 1, (SHARDS, 1))
-    yield (direction @ sizes.T).astype(dtype)
+    yield (direction @ sizes.T).astype('float32')
 
 
-def _least_numbers(rng, dtype):
-  least = float(np.finfo(dtype).tiny)
-  if dtype == 'float32':
-    # Half of Horovod's numbers are subnormal, which XLA on CPU flushes to zero.
-    least *= 2**24
+def _least_numbers(rng):
+  # Half of Horovod's numbers are subnormal, which XLA on CPU flushes to zero.
+  least = 2**24 * float(np.finfo('float32').tiny)
   direction = rng.normal(0, least, (1024, 1))
   sizes = rng.normal(0, 1, (SHARDS, 1))
-  yield (direction @ sizes.T).astype(dtype)
+  yield (direction @ sizes.T).astype('float32')
 
 
-def _least_to_largest(rng, dtype):
-  least = float(np.finfo(dtype).tiny)
-  largest = np.sqrt(float(np.finfo(dtype).max))
+def _least_to_largest(rng):
+  least = float(np.finfo('float32').tiny)
+  largest = np.sqrt(float(np.finfo('float32').max))
   direction = rng.normal(0, 1, (1024, 1))
   share = np.arange(1, SHARDS + 1) / SHARDS
   sizes = (largest**share * least ** (1 - share))[:, None]
   rng.shuffle(sizes)
-  yield (direction @ sizes.T).astype(dtype)
+  yield (direction @ sizes.T).astype('float32')

@@ -178,7 +178,7 @@ class OrderStatisticsTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, '`num_trimmed` must be'):
       aggregators.trimmed_mean(AXIS, num_trimmed)
 
-  @cases.parameters(*range(1, 9))
+  @cases.parameters(*range(1, 9, 2), 8)
   def test_sorts_all_zeros_and_ones_and_so_everything(self, num_shards):
     # By the 0-1 principle of sorting networks.
     rows = np.array(list(itertools.product((0.0, 1.0), repeat=num_shards))).T

@@ -1,7 +1,6 @@
 from absl.testing import parameterized
 import chex
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -30,13 +29,11 @@ def on_shards(tree):
 
 class NothingLostTest(parameterized.TestCase):
 
-  @cases.parameters(8, 3)
-  def test_results_and_residuals_add_up(self, num_shards):
+  def test_results_and_residuals_add_up(self):
     params = compressions.make_params()
-    data = compressions.make_data(num_shards, 12, params)
+    data = compressions.make_data(8, 12, params)
 
-    some = ALL if num_shards == 8 else {'int4': ALL['int4']}
-    found = compressions.run(some, 'shard_map', data, params)
+    found = compressions.run(ALL, 'shard_map', data, params)
 
     for name, (updates, state) in found.items():
       with self.subTest(name):
@@ -50,7 +47,7 @@ class NothingLostTest(parameterized.TestCase):
         for leaf in updates:
           self.assertEqual(updates[leaf].dtype, data[leaf].dtype)
           bits = updates[leaf].view(np.uint8)
-          np.testing.assert_array_equal(bits, np.stack([bits[0]] * num_shards))
+          np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
         for leaf in ('b', 'scalar', 'complex'):
           np.testing.assert_allclose(
               updates[leaf][0], data[leaf].mean(0), atol=1e-6
@@ -199,7 +196,7 @@ class ResizeTest(parameterized.TestCase):
     np.testing.assert_array_equal(state[0].residual['w'], 0)
     np.testing.assert_array_equal(state[0].server_residual['w'], 0)
 
-  def test_refuses_the_state_of_another_number_of_shards(self):
+  def test_refuses_the_state_of_another_number_of_shards_or_kind(self):
     tx = build(compression.scaled_sign(16))
     params = {'w': zeros(7, 19)}
     state = shard_transforms.init_state(tx, params, modes.mesh(4))
@@ -220,49 +217,8 @@ class ResizeTest(parameterized.TestCase):
           state,
           compressions.make_data(8, 1, params),
       )
-
-
-class ConvergenceTest(parameterized.TestCase):
-  """The examples of Karimireddy et al. (1901.09847), section 3."""
-
-  def descend(self, gradient, start, rate, steps):
-    """Returns where sign leads, without and with feedback."""
-
-    def shard(start, keys):
-      def one(feedback):
-        tx = build(
-            compression.scaled_sign(8), min_elements=1, feedback=feedback
-        )
-
-        def step(carry, key):
-          x, state = carry
-          updates, state = tx.update(gradient(x, key), state)
-          return (x - rate * updates, state), None
-
-        (x, _), _ = lax.scan(step, (start, tx.init(start)), keys)
-        return x
-
-      return one(None), one('residual')
-
-    # Both shards draw alike, so that there is one gradient.
-    keys = jnp.stack([jax.random.split(jax.random.key(0), steps)] * 2)
-    mapped = jax.jit(jax.vmap(shard, (None, 0), axis_name=AXIS))
-    return [np.asarray(x[0]) for x in mapped(start, keys)]
-
-  def test_signs_that_never_point_to_the_minimum(self):
-    def loss(x):
-      first, second = x.reshape(8, 2).T
-      return jnp.mean(jnp.abs(first + second) / 2 + jnp.abs(first - second))
-
-    def gradient(x, key):
-      del key
-      return 8 * jax.grad(loss)(x)
-
-    start = jnp.ones(16).at[::2].add(1e-3)
-    alone, fed_back = self.descend(gradient, start, 0.003, 2000)
-
-    self.assertGreater(loss(alone), 0.9)
-    self.assertLess(loss(fed_back), 0.05)
+    with self.assertRaisesRegex(TypeError, 'must be a `CompressedMeanState`'):
+      tx.update(params, optax.EmptyState())
 
 
 class FormulaTest(parameterized.TestCase):

@@ -43,6 +43,9 @@ class StateTest(parameterized.TestCase):
     state = shard_transforms.init_state(tx, params, modes.mesh(4))
 
     monitoring.check_health(state)
+    # Nothing has been sent yet.
+    error = monitoring.compression_error(state)
+    np.testing.assert_array_equal(error, np.zeros(4))
     state.residual['a'] = state.residual['a'].at[3, 0].set(jnp.inf)
     with self.assertRaisesRegex(RuntimeError, r'shards \[3\] are not finite'):
       monitoring.check_health(state)

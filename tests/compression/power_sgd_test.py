@@ -180,18 +180,6 @@ class PowerSGDTest(parameterized.TestCase):
     held = state.residual['w'].astype(np.float64).mean(0)
     self.assertLess(np.abs(held).max(), 1e-4 * scale)
 
-  def test_zeros_are_safe_and_forgotten(self):
-    params = {'w': zeros(12, 20)}
-    data = compressions.make_data(8, 6, params)
-    data['w'][:, :3] = 0
-    some = {'power_sgd': compression.power_sgd(AXIS, 2)}
-
-    updates, state = compressions.run(some, 'vmap', data, params)['power_sgd']
-
-    np.testing.assert_array_equal(updates['w'][:, :3], 0)
-    self.assertTrue(np.isfinite(state.sketch['w']).all())
-    self.assertGreater(np.linalg.norm(updates['w'][0, 5]), 0.1)
-
   def test_one_shard_is_the_identity_to_the_bit(self):
     params = {'w': zeros(12, 20), 'b': zeros(20)}
     data = compressions.make_data(1, 3, params)

@@ -1,3 +1,5 @@
+"""The state of `local_updates`: own parameters, resizing, checkpoints."""
+
 import tempfile
 
 from absl.testing import parameterized
@@ -67,22 +69,24 @@ class LocalParamsTest(parameterized.TestCase):
       want_own = np.full_like(own[name], moved)
       np.testing.assert_allclose(own[name], want_own, rtol=1e-5)
 
-  def test_refuses_a_state_without_own_parameters(self):
-    with self.assertRaisesRegex(TypeError, '`state` of `local_params` .*Empty'):
-      local_params(jnp.zeros(3), optax.EmptyState())
+  def test_refuses_another_state(self):
+    params = np.zeros(3, np.float32)
+    whole = shard_transforms.init_state(_tx(), params, modes.mesh())
 
-  def test_refuses_a_state_of_all_shards(self):
-    state = shard_transforms.init_state(_tx(), jnp.zeros(3), modes.mesh())
-
-    with self.assertRaisesRegex(ValueError, 'leading axis of length 1'):
-      local_params(jnp.zeros(3), state)
-
-  def test_refuses_other_parameters(self):
-    def shard(params, _):
+    def of_others(params, _):
       return local_params({'b': params}, _tx().init({'a': params}))
 
-    with self.assertRaisesRegex(ValueError, '`params` of `local_params` must'):
-      _on_shard(shard)(jnp.zeros(3), np.zeros(8))
+    for call, error, words in (
+        (lambda: local_params(params, ()), TypeError, '`state` of `local_par'),
+        (lambda: local_params(params, whole), ValueError, 'axis of length 1'),
+        (
+            lambda: _on_shard(of_others)(params, np.zeros(8)),
+            ValueError,
+            '`params` of `local_params` must',
+        ),
+    ):
+      with self.subTest(words), self.assertRaisesRegex(error, words):
+        call()
 
 
 class HealthTest(parameterized.TestCase):

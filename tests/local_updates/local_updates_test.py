@@ -1,12 +1,17 @@
+"""Training in rounds: the methods, and what may stand in `outer` and around."""
+
 import functools
+import itertools
 import json
 import pathlib
 import re
 
 from absl.testing import parameterized
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
@@ -15,25 +20,38 @@ import local_methods
 import modes
 import shard_transforms
 from shard_transforms import aggregators
+from shard_transforms import compression
 from shard_transforms import cross_shard_mean
+from shard_transforms import drop_stale
 from shard_transforms import guard
+from shard_transforms import init_state
 from shard_transforms import local_params
 from shard_transforms import local_updates
+from shard_transforms import shard_update
+from shard_transforms import state_specs
+from shard_transforms import tower_reduce
+from shard_transforms import value_and_grad
+from shard_transforms.monitoring import wire_report
 
 AXIS = modes.AXIS
-SHARDS = 8
+SHARDS, STEPS = 8, 12
 TORCHFT = pathlib.Path(__file__).parent / 'torchft.json'
-# [steps, shards, features]
-CENTRES = np.random.default_rng(0).normal(size=(12, SHARDS, 5))
+START = np.linspace(-1, 1, 5)
+PARAMS = {'a': np.float32(START[:2]), 'b': np.float32(START[2:])}
+# [shards, steps, features]
+CENTRES = np.random.default_rng(0).normal(size=(SHARDS, STEPS, 5))
+CENTRES = CENTRES.astype(np.float32)
+SGD = optax.sgd(0.1)
 
 
-def _mean(*rest):
-  return optax.chain(cross_shard_mean(AXIS), *rest)
+def _mean(*rest, axis_name=AXIS):
+  return optax.chain(cross_shard_mean(axis_name), *rest)
 
 
-def _params():
-  whole = np.linspace(-1, 1, 5, dtype=np.float32)
-  return {'a': whole[:2], 'b': whole[2:]}
+def _local(outer=None, every=2, inner=None, **options):
+  outer = _mean(optax.sgd(1.0)) if outer is None else outer
+  inner = optax.sgd(0.3) if inner is None else inner
+  return local_updates(inner, outer, AXIS, every=every, **options)
 
 
 def _loss(params, centre):
@@ -41,42 +59,44 @@ def _loss(params, centre):
   return 0.5 * jnp.sum((whole - centre) ** 2)
 
 
-def _grad(params, centre):
-  """Returns that of half of the squared distance."""
-  return {'a': params['a'] - centre[:2], 'b': params['b'] - centre[2:]}
-
-
 def _joined(tree):
   return np.concatenate([tree['a'], tree['b']], axis=-1)
 
 
-def _train(tx, params, own, loss=None, weights=None, **kwargs):
-  """Returns parameters and own parameters [steps, ...] of a shard."""
+def _train(tx, params, data, weights=None, loss=_loss, local_step=None):
+  """Returns parameters and own ones [steps, ...] of a shard, and state."""
 
   def step(carry, inputs):
     params, state = carry
     data, weight = inputs
-    own = local_params(params, state)
-    if loss is None:
-      grads = _grad(own, data)
-    else:
-      _, grads = shard_transforms.value_and_grad(loss, AXIS)(own, data)
+    grads = value_and_grad(loss, AXIS)(local_params(params, state), data)[1]
     given = {} if weight is None else {'weight': weight}
+    if local_step is not None:
+      given['local_step'] = local_step(state)
     updates, state = tx.update(grads, state, params, **given)
     params = optax.apply_updates(params, updates)
     return (params, state), (params, local_params(params, state))
 
   start = params, tx.init(params)
-  (_, state), seen = lax.scan(step, start, (own, weights), **kwargs)
+  (_, state), seen = lax.scan(step, start, (data, weights))
   return *seen, state
+
+
+def _run(txs, data=CENTRES, weights=None, **options):
+  """Returns what `_train` does for each, [shards, steps, features]."""
+
+  def shard(params, own):
+    return [_train(tx, params, *own, **options) for tx in txs]
+
+  mapped = modes.map_shards('shard_map', shard)
+  found = jax.device_get(mapped(PARAMS, (data, weights)))
+  return [(_joined(anchor), _joined(own), x) for anchor, own, x in found]
 
 
 class DerivativeTest(parameterized.TestCase):
 
   def test_backward_is_forward(self):
-    tx = local_updates(
-        optax.sgd(0.1), _mean(optax.sgd(0.7, 0.9)), AXIS, every=2
-    )
+    tx = _local(_mean(optax.sgd(0.7, 0.9)))
 
     def trained(own, params):
       seen, _, _ = _train(tx, params, own)
@@ -85,81 +105,27 @@ class DerivativeTest(parameterized.TestCase):
     def shard(params, own):
       direction = jnp.cos(own)
       backward = jnp.sum(jax.grad(trained)(own, params) * direction)
-      forward = jax.jvp(lambda own: trained(own, params), (own,), (direction,))[
-          1
-      ]
+      forward = functools.partial(trained, params=params)
+      forward = jax.jvp(forward, (own,), (direction,))[1]
       return lax.psum(backward, AXIS), forward
 
-    own = np.float32(CENTRES.swapaxes(0, 1))
-
-    backward, forward = modes.map_shards('shard_map', shard)(_params(), own)
+    backward, forward = modes.map_shards('shard_map', shard)(PARAMS, CENTRES)
 
     self.assertGreater(np.abs(backward).min(), 0.1)
     np.testing.assert_allclose(backward, [forward.sum()] * SHARDS, rtol=1e-4)
-
-
-class StepTest(parameterized.TestCase):
-
-  def test_counts_if_it_has_a_weight(self):
-    # Each update is minus twice the gradient; the state is the last parameters.
-    def update(updates, state, params, *, value, weight=None, **extra_args):
-      del state, extra_args
-      assert weight is None
-      return jax.tree.map(lambda u: -value * u, updates), params
-
-    inner = optax.GradientTransformationExtraArgs(
-        lambda params: jax.tree.map(jnp.zeros_like, params), update
-    )
-    tx = local_updates(inner, _mean(optax.sgd(1.0)), AXIS, every=9)
-    params = {
-        'w': np.arange(3, dtype=np.float32),
-        'half': np.ones(2, jnp.bfloat16),
-        'n': np.arange(3),
-    }
-    grads = {
-        'w': np.ones((SHARDS, 3), np.float32),
-        'half': np.ones((SHARDS, 2), np.float32),
-    }
-    weights = {None: 1, 0.5: 1, 0.0: 0}
-
-    def shard(params, grads):
-      grads = {**grads, 'n': np.zeros(3, jax.dtypes.float0)}
-      found = []
-      for weight in weights:
-        given = {} if weight is None else {'weight': weight}
-        state = tx.init(params)
-        _, state = tx.update(grads, state, params, value=2, **given)
-        seen = jax.tree.map(lambda x: x[0], state.inner_state)
-        found.append((local_params(params, state), seen))
-      return found
-
-    found = modes.map_shards('shard_map', shard)(params, grads)
-
-    for counts, (moved, seen) in zip(weights.values(), found, strict=True):
-      for i in range(SHARDS):
-        np.testing.assert_array_equal(moved['w'][i], params['w'] - 2 * counts)
-        np.testing.assert_array_equal(seen['w'][i], params['w'] * counts)
-        np.testing.assert_array_equal(moved['n'][i], params['n'])
-      self.assertEqual(moved['half'].dtype, jnp.bfloat16)
-      np.testing.assert_array_equal(moved['half'], 1 - 2 * counts)
 
 
 class MethodTest(parameterized.TestCase):
 
   def test_is_each_method_of_the_table(self):
     methods = local_methods.METHODS
-    txs = {name: method.build() for name, method in methods.items()}
+    found = _run([method.build() for method in methods.values()])
 
-    def shard(params, own):
-      return {name: _train(tx, params, own)[:2] for name, tx in txs.items()}
-
-    own = np.float32(CENTRES.swapaxes(0, 1))
-    found = jax.device_get(modes.map_shards('shard_map', shard)(_params(), own))
-
-    for name, method in methods.items():
+    for (name, method), (anchor, own, _) in zip(
+        methods.items(), found, strict=True
+    ):
       with self.subTest(name):
-        anchor, own = map(_joined, found[name])
-        want_anchor, want_own = method.model(CENTRES)
+        want_anchor, want_own = method.model(CENTRES.swapaxes(0, 1))
         np.testing.assert_allclose(anchor, [want_anchor] * SHARDS, atol=1e-6)
         np.testing.assert_allclose(own.swapaxes(0, 1), want_own, atol=1e-6)
         bits = anchor.view(np.uint32)
@@ -175,18 +141,9 @@ class MethodTest(parameterized.TestCase):
   def test_gives_the_histories_of_torchft(self):
     recorded = json.loads(TORCHFT.read_text(encoding='utf-8'))['cases']
     self.assertLen(recorded, 4)
-    txs = [
-        local_updates(
-            optax.sgd(1.0),
-            _mean(optax.sgd(2.0)),
-            AXIS,
-            every=6,
-            mixing=case['mixing'],
-            fragments=2,
-            delay=case['delay'],
-        )
-        for case in recorded
-    ]
+    outer, inner = _mean(optax.sgd(2.0)), optax.sgd(1.0)
+    options = [{k: case[k] for k in ('mixing', 'delay')} for case in recorded]
+    txs = [_local(outer, 6, inner, fragments=2, **x) for x in options]
 
     def loss(params, x):
       return 2 * sum(map(jnp.sum, params)) + 0 * x
@@ -208,59 +165,33 @@ class MethodTest(parameterized.TestCase):
                 anchor[:, int(step) - 1], [layers] * SHARDS
             )
 
-  def test_gives_the_numbers_of_maxtext(self):
-    x = np.float32([[[0, 1], [1, 0]], [[1, 0], [0, 1]]])
-    y = np.float32([[[1], [2]], [[2], [3]]])
-    params = {'w': jnp.array([[2.0], [1.0]]), 'b': jnp.ones(1)}
-    outer = _mean(optax.sgd(1.0, 0.9, nesterov=True))
-    tx = local_updates(optax.sgd(0.1), outer, AXIS, every=3)
+  def test_rounds_of_one_step_and_rates_that_change(self):
+    def inject(schedule):
+      return optax.inject_hyperparams(optax.sgd)(schedule)
 
-    def loss(params, data):
-      x, y = data
-      return jnp.mean((x @ params['w'] + params['b'][None] - y) ** 2)
-
-    def shard(params, data):
-      run = functools.partial(_train, tx, params, loss=loss)
-      repeated = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), data)
-      anchor, own, _ = run(repeated)
-      before = jax.tree.map(
-          lambda first, rest: jnp.concatenate([first[None], rest]), params, own
-      )
-      return jax.vmap(loss, (0, None))(before, data), anchor
-
-    mapped = modes.map_shards('shard_map', shard, num_shards=2)
-    losses, anchor = mapped(params, (x, y))
-
-    np.testing.assert_allclose(losses[0], [1, 0.49, 0.2401, 0.2075], atol=5e-5)
-    np.testing.assert_allclose(
-        anchor['w'][0, -1], [[1.5345], [1.0494]], atol=5e-5
-    )
-    np.testing.assert_allclose(anchor['b'][0, -1], [0.5839], atol=5e-5)
-
-  def test_is_data_parallel_with_rounds_of_one_step(self):
+    outer = _mean(inject(lambda meeting: 1 - 0.25 * meeting))
+    changing = _local(outer, inner=inject(lambda step: 0.4 / (1 + step)))
     # All fragments share the steps of a round of fewer steps.
-    txs = [
-        local_updates(
-            optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=1, fragments=n
-        )
-        for n in (1, 2)
-    ]
+    one, two, changed = _run(
+        [
+            *(_local(every=1, fragments=n) for n in (1, 2)),
+            changing,
+        ]
+    )
 
-    def shard(params, own):
-      return [_train(tx, params, own)[0] for tx in txs]
-
-    own = np.float32(CENTRES.swapaxes(0, 1))
-    found = modes.map_shards('shard_map', shard)(_params(), own)
-
-    params, want = np.linspace(-1, 1, 5), []
-    for centres in CENTRES:
-      params = params - 0.3 * (params - centres.mean(0))
-      want.append(params)
-    for anchor in map(_joined, found):
-      np.testing.assert_allclose(anchor, [want] * SHARDS, atol=1e-6)
+    params, anchor = START, START
+    x = np.stack([START] * SHARDS)
+    for i in range(STEPS):
+      params = params - 0.3 * (params - CENTRES[:, i].mean(0))
+      x = x - 0.4 / (1 + i) * (x - CENTRES[:, i])
+      if i % 2:
+        anchor = anchor + (1 - 0.25 * (i // 2)) * (x.mean(0) - anchor)
+        x = np.stack([anchor] * SHARDS)
+      for (found, *_), want in (one, params), (two, params), (changed, anchor):
+        np.testing.assert_allclose(found[:, i], [want] * SHARDS, atol=1e-6)
 
   def test_a_round_that_became_shorter_still_ends_with_a_meeting(self):
-    tx = local_updates(optax.sgd(0.3), _mean(optax.sgd(1.0)), AXIS, every=5)
+    tx = _local(every=5)
 
     def shard(params, own):
       state = tx.init(params)._replace(step=jnp.int32(7))
@@ -271,30 +202,72 @@ class MethodTest(parameterized.TestCase):
       return jnp.stack(rounds)
 
     own = np.ones((SHARDS, 3), np.float32)
-    rounds = modes.map_shards('shard_map', shard)(jnp.zeros(3), own)
+    rounds = modes.map_shards('shard_map', shard)(np.zeros(3, 'f'), own)
 
     np.testing.assert_array_equal(rounds[0], [0, 0, 1, 1, 1])
 
-  def test_weighs_shards_by_the_tokens_of_the_round(self):
-    tx = local_updates(
-        optax.sgd(0.3), _mean(optax.sgd(1.0, 0.5)), AXIS, every=3
+  def test_spreads_leaves_evenly_over_fragments(self):
+    tx = _local(_mean(optax.sgd(1.0, 0.9)), fragments=2)
+    params = {k: np.ones(n, np.float32) for k, n in dict(a=5, b=4, c=3).items()}
+
+    state = jax.eval_shape(
+        jax.vmap(tx.init, axis_size=1, in_axes=None, axis_name=AXIS), params
     )
-    tokens = np.random.default_rng(1).integers(0, 4, (SHARDS, 12))
+
+    parts = [optax.tree_utils.tree_get(x, 'trace') for x in state.outer_state]
+    names = [{k for k, x in t.items() if hasattr(x, 'shape')} for t in parts]
+    self.assertEqual(names, [{'a'}, {'b', 'c'}])
+
+  def test_writes_a_donated_state_in_place(self):
+    tx = _local(_mean(optax.sgd(0.7, 0.9)), 20, optax.adam(0.1))
+
+    def step(params, state, grads):
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    def on_shards(fn):
+      return jax.vmap(fn, axis_name=AXIS)
+
+    params = np.zeros((1, 1003), np.float32)
+    state = jax.eval_shape(on_shards(tx.init), params)
+    jitted = jax.jit(on_shards(step), donate_argnums=(0, 1))
+    text = jitted.lower(params, state, params).compile().as_text()
+
+    entry = text[text.index('ENTRY') :]
+    self.assertEqual(re.findall(r'1003\S* copy\(.*', entry), [])
+
+
+class WeightTest(parameterized.TestCase):
+
+  def test_weighs_shards_by_the_tokens_of_the_round(self):
+    count = optax.scale_by_schedule(lambda _: 1.0)
+    tx = _local(
+        _mean(optax.sgd(1.0, 0.5)), 3, optax.chain(optax.sgd(0.3), count)
+    )
+    tokens = np.random.default_rng(1).integers(0, 4, (SHARDS, STEPS))
     tokens[2, :3] = 0
     tokens[:, 6:9] = 0
-    data = np.float32(CENTRES.swapaxes(0, 1))
-    own = data.copy()
-    own[tokens == 0] = np.nan
+    own = np.where((tokens == 0)[..., None], np.nan, CENTRES)
     given = np.float32(tokens)
     given[tokens == 0] = np.resize([0, np.nan, -1], (tokens == 0).sum())
 
-    def shard(params, data):
-      return _train(tx, params, data[0], weights=data[1])[:2]
+    ((anchor, own, state),) = _run([tx], np.float32(own), given)
 
-    mapped = modes.map_shards('shard_map', shard)
-    anchor, own = map(_joined, mapped(_params(), (own, given)))
+    check_weighed(anchor, own, tokens, CENTRES, 0.5)
+    counts = np.ravel(optax.tree_utils.tree_get(state.inner_state, 'count'))
+    np.testing.assert_array_equal(counts, (tokens > 0).sum(1))
 
-    check_weighed(anchor, own, tokens, data, 0.5)
+  def test_leaves_out_a_sick_shard_and_weighs_the_others(self):
+    tx = _local(guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude'), 3)
+    tokens = np.random.default_rng(2).integers(0, 4, (SHARDS, STEPS))
+    tokens[5, 1] = 9
+    tokens[4, :3] = 0
+    data = CENTRES.copy()
+    data[5, 1] = np.nan
+
+    ((anchor, own, _),) = _run([tx], data, np.float32(tokens))
+
+    check_weighed(anchor, own, tokens, data)
 
   def test_takes_the_word_of_the_user_about_the_weight(self):
     def update(updates, state, params=None, *, weight, **extra_args):
@@ -308,48 +281,26 @@ class MethodTest(parameterized.TestCase):
       return jax.tree.map(lambda u: -u / total, summed), state
 
     outer = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    data = np.float32(CENTRES.swapaxes(0, 1)), np.ones((SHARDS, 12), np.float32)
-
-    def train(*outers, **kwargs):
-      txs = [
-          local_updates(optax.sgd(0.3), x, AXIS, every=2, **kwargs)
-          for x in outers
-      ]
-
-      def shard(params, own):
-        return [_train(tx, params, own[0], weights=own[1])[0] for tx in txs]
-
-      return map(_joined, modes.map_shards('shard_map', shard)(_params(), data))
+    weights = np.ones((SHARDS, STEPS), np.float32)
 
     with self.assertRaisesRegex(
         ValueError, '`local_updates` with `assume_weighted=True`'
     ):
-      train(outer)
-    anchor, want = train(outer, _mean(optax.sgd(1.0)), assume_weighted=True)
+      _run([_local(outer)], weights=weights)
+    txs = _local(outer, assume_weighted=True), _local()
+    (found, *_), (want, *_) = _run(txs, weights=weights)
 
-    np.testing.assert_allclose(anchor, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
 
   def test_weighs_each_fragment_by_the_steps_since_it_was_sent(self):
-    tx = local_updates(
-        optax.sgd(0.3),
-        _mean(optax.sgd(1.0)),
-        AXIS,
-        every=4,
-        fragments={'a': 0, 'b': 1},
-    )
-    tokens = np.random.default_rng(3).integers(1, 5, (SHARDS, 12))
+    tx = _local(every=4, fragments={'a': 0, 'b': 1})
+    tokens = np.random.default_rng(3).integers(1, 5, (SHARDS, STEPS))
 
-    def shard(params, data):
-      return _train(tx, params, data[0], weights=data[1])[0]
+    ((anchor, *_),) = _run([tx], weights=np.float32(tokens))
 
-    data = np.float32(CENTRES.swapaxes(0, 1)), np.float32(tokens)
-    mapped = modes.map_shards('shard_map', shard)
-    anchor = _joined(mapped(_params(), data))
-
-    params = np.linspace(-1, 1, 5)
-    x = np.stack([params] * SHARDS)
-    for i, centres in enumerate(CENTRES):
-      x -= 0.3 * (x - centres)
+    params, x = START.copy(), np.stack([START] * SHARDS)
+    for i in range(STEPS):
+      x -= 0.3 * (x - CENTRES[:, i])
       for part, end in ((slice(0, 2), 2), (slice(2, 5), 0)):
         if (i + 1) % 4 == end:
           total = tokens[:, max(i - 3, 0) : i + 1].sum(1)
@@ -357,142 +308,47 @@ class MethodTest(parameterized.TestCase):
           x[:, part] = params[part]
       np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
 
-  def test_writes_a_donated_state_in_place(self):
-    outer = _mean(optax.sgd(0.7, 0.9))
-    tx = local_updates(optax.adam(0.1), outer, AXIS, every=20)
-
-    def step(params, state, grads):
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state
-
-    def on_shards(fn):
-      return jax.vmap(fn, axis_name=AXIS)
-
-    params = jnp.zeros((1, 1003))
-    state = jax.eval_shape(on_shards(tx.init), params)
-    jitted = jax.jit(on_shards(step), donate_argnums=(0, 1))
-    text = jitted.lower(params, state, params).compile().as_text()
-
-    entry = text[text.index('ENTRY') :]
-    self.assertEqual(re.findall(r'1003\S* copy\(.*', entry), [])
-
-  def test_sends_nothing_between_meetings(self):
-    tx = local_updates(
-        optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6, fragments=2
-    )
-
-    def shard(params, own):
-      return _train(tx, params, own, length=1)[:2]
-
-    own = np.zeros((SHARDS, 1, 5), np.float32)
-    mapped = modes.map_shards('shard_map', shard)
-    report = shard_transforms.monitoring.wire_report(mapped, _params(), own)
-
-    # Of five numbers, each is sent once in a round.
-    self.assertTrue(all(c.conditional for c in report.collectives))
-    self.assertEqual(report.total_bytes, 2 * 7 / 8 * 5 * 4)
-    self.assertEmpty(report.warnings)
-
-  def test_a_report_counts_what_inner_sends_in_each_step(self):
-    inner = optax.chain(cross_shard_mean('core'), optax.sgd(0.1))
-    tx = local_updates(inner, _mean(optax.sgd(1.0)), AXIS, every=20)
-
-    report = shard_transforms.monitoring.wire_report(
-        lambda x: tx.update(x, tx.init(x), x),
-        jnp.zeros(10),
-        axis_sizes={AXIS: 4, 'core': 2},
-    )
-
-    found = {c.axes: c.conditional for c in report.collectives}
-    self.assertEqual(found, {('core',): False, (AXIS,): True})
-
-  @cases.parameters('shard_map', 'pmap')
-  def test_a_report_warns_of_a_gradient_at_the_shared_parameters(self, mode):
-    tx = local_updates(optax.adam(0.1), _mean(optax.sgd(1.0)), AXIS, every=6)
-
-    def by_hand(params, own):
-      return jax.grad(_loss)(shard_transforms.per_shard(params, AXIS), own)
-
-    def by_name(params, own):
-      return shard_transforms.value_and_grad(_loss, AXIS)(params, own)[1]
-
-    def shard(params, own, grad=by_hand, at=lambda params, state: params):
-      def turn(carry, _):
-        params, state = carry
-        grads = jax.jit(grad)(at(params, state), own)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-      return lax.scan(turn, (params, tx.init(params)), length=2)[0][0]
-
-    fns = (
-        shard,
-        functools.partial(shard, grad=by_name),
-        functools.partial(shard, grad=by_name, at=local_params),
-    )
-    own = np.zeros((SHARDS, 5), np.float32)
-    found = [
-        shard_transforms.monitoring.wire_report(
-            modes.map_shards(mode, fn), _params(), own
-        ).warnings
-        for fn in fns
-    ]
-
-    self.assertEqual([len(warnings) for warnings in found], [1, 1, 0])
-    for warnings in found[:2]:
-      self.assertRegex(warnings[0], 'taken at `params`.*local_params')
-
-
-class SickShardTest(parameterized.TestCase):
-
-  def test_leaves_out_a_shard_that_is_not_finite_and_renews_it(self):
+  def test_renews_a_shard_that_is_not_finite(self):
     outer = guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=2)
-    txs = [
-        local_updates(optax.adam(0.1), outer, AXIS, every=4, fragments=n)
-        for n in (1, 2)
-    ]
-    data = np.float32(CENTRES.swapaxes(0, 1)).copy()
+    data = CENTRES.copy()
     data[5, 0] = np.nan
+    adam = optax.adam(0.1)
 
-    def shard(params, own):
-      return [_train(tx, params, own) for tx in txs]
-
-    found = modes.map_shards('shard_map', shard)(_params(), data)
+    found = _run([_local(outer, 4, adam, fragments=n) for n in (1, 2)], data)
 
     for fragments, (anchor, own, state) in enumerate(found, 1):
-      self.assertTrue(np.isfinite(_joined(anchor)).all())
-      finite = np.isfinite(_joined(own)).all(-1)
+      self.assertTrue(np.isfinite(anchor).all())
+      finite = np.isfinite(own).all(-1)
       self.assertFalse(finite[5, 0])
       self.assertTrue(finite[5, 4:].all())
       self.assertTrue(finite[np.arange(SHARDS) != 5].all())
       # Its moments have begun again.
       num_steps = optax.tree_utils.tree_get(state.inner_state, 'count')
-      want = np.where(np.arange(SHARDS) == 5, 12 - 4 // fragments, 12)
+      want = np.full(SHARDS, STEPS)
+      want[5] -= 4 // fragments
       np.testing.assert_array_equal(np.ravel(num_steps), want)
 
-  def test_weighs_the_others_by_their_tokens(self):
-    outer = guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude')
-    tx = local_updates(optax.sgd(0.3), outer, AXIS, every=3)
-    tokens = np.random.default_rng(2).integers(0, 4, (SHARDS, 12))
-    tokens[5, 1] = 9
-    tokens[4, :3] = 0
-    data = np.float32(CENTRES.swapaxes(0, 1)).copy()
-    data[5, 1] = np.nan
+  def test_skips_a_round_without_a_quorum(self):
+    outer = _mean(optax.sgd(1.0))
+    tx = _local(guard(outer, AXIS, on_bad='exclude', min_shards=8))
+    data = CENTRES[:, :6].copy()
+    data[3, 0] = np.nan
 
-    def shard(params, data):
-      return _train(tx, params, data[0], weights=data[1])[:2]
+    ((anchor, own, state),) = _run([tx], data)
 
-    mapped = modes.map_shards('shard_map', shard)
-    anchor, own = map(_joined, mapped(_params(), (data, tokens)))
-
-    check_weighed(anchor, own, tokens, data)
+    first = np.broadcast_to(_joined(PARAMS), (SHARDS, 3, 5))
+    np.testing.assert_array_equal(anchor[:, :3], first)
+    np.testing.assert_array_equal(own[:, 1], first[:, 1])
+    self.assertFalse(np.array_equal(anchor[:, 3], first[:, 0]))
+    skipped = optax.tree_utils.tree_get(state, 'skipped_count')
+    np.testing.assert_array_equal(skipped, np.ones(SHARDS))
 
 
 def check_weighed(anchor, own, tokens, data, decay=0):
   """Checks a training in rounds of three steps, whose outer rate is 1."""
-  params, velocity = np.linspace(-1, 1, 5), 0
+  params, velocity = START, 0
   x = np.stack([params] * SHARDS)
-  for i in range(12):
+  for i in range(STEPS):
     counts = tokens[:, i, None] > 0
     x = np.where(counts, x - 0.3 * (x - data[:, i]), x)
     if i % 3 == 2:
@@ -508,63 +364,395 @@ def check_weighed(anchor, own, tokens, data, decay=0):
     np.testing.assert_allclose(own[:, i], x, atol=1e-6)
 
 
-SGD = optax.sgd(0.1)
+class ReportTest(parameterized.TestCase):
+
+  def test_sends_nothing_between_meetings(self):
+    tx = _local(every=6, fragments=2, inner=optax.adam(0.1))
+
+    def shard(params, own):
+      return _train(tx, params, own)[:2]
+
+    own = np.zeros((SHARDS, 1, 5), np.float32)
+    report = wire_report(modes.map_shards('shard_map', shard), PARAMS, own)
+
+    # Of five numbers, each is sent once in a round.
+    self.assertTrue(all(c.conditional for c in report.collectives))
+    self.assertEqual(report.total_bytes, 2 * 7 / 8 * 5 * 4)
+    self.assertEmpty(report.warnings)
+
+  def test_counts_what_inner_sends_in_each_step(self):
+    tx = _local(every=20, inner=_mean(SGD, axis_name='core'))
+
+    report = wire_report(
+        lambda x: tx.update(x, tx.init(x), x),
+        np.zeros(10, np.float32),
+        axis_sizes={AXIS: 4, 'core': 2},
+    )
+
+    found = {c.axes: c.conditional for c in report.collectives}
+    self.assertEqual(found, {('core',): False, (AXIS,): True})
+
+  @cases.parameters('shard_map', 'pmap')
+  def test_warns_of_a_gradient_at_the_shared_parameters(self, mode):
+    tx = _local(every=6)
+
+    def by_hand(params, own):
+      return jax.grad(_loss)(shard_transforms.per_shard(params, AXIS), own)
+
+    def by_name(params, own):
+      return value_and_grad(_loss, AXIS)(params, own)[1]
+
+    def shard(params, own, grad, at=lambda params, state: params):
+      def turn(carry, _):
+        params, state = carry
+        grads = jax.jit(grad)(at(params, state), own)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+      return lax.scan(turn, (params, tx.init(params)), length=2)[0][0]
+
+    def warnings(*args):
+      fn = modes.map_shards(mode, lambda *given: shard(*given, *args))
+      return wire_report(fn, PARAMS, np.zeros((SHARDS, 5), 'f')).warnings
+
+    for grad in by_hand, by_name:
+      (warning,) = warnings(grad)
+      self.assertRegex(warning, 'taken at `params`.*local_params')
+    self.assertEmpty(warnings(by_name, local_params))
+
+
+class SurroundingsTest(parameterized.TestCase):
+
+  @cases.parameters(({'weight': 2.0},), ({'anchor': 2.0},))
+  def test_gets_extra_arguments(self, given):
+    def scale(updates, state, params=None, *, value, **extra_args):
+      del params, extra_args
+      return jax.tree.map(lambda u: -value * u, updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), scale
+    )
+    tx = _local(_mean(scaled), 1, scaled)
+
+    def shard(params, own):
+      return tx.update(own, tx.init(params), params, value=0.5, **given)[0]
+
+    own = jax.tree.map(lambda x: np.ones((8, *x.shape), np.float32), PARAMS)
+    updates = modes.map_shards('shard_map', shard)(PARAMS, own)
+
+    np.testing.assert_array_equal(_joined(updates), np.full((8, 5), -0.25))
+
+  def test_keeps_the_momentum_in_slices_and_sends_compressed(self):
+    momentum = optax.sgd(0.7, 0.9, nesterov=True)
+    sliced = shard_update(momentum, AXIS)
+
+    def compressed(dtype):
+      compressor = compression.cast(dtype)
+      mean = compression.compressed_mean(AXIS, compressor, min_elements=1)
+      return optax.chain(mean, momentum)
+
+    txs = {
+        'whole': _local(_mean(momentum)),
+        'sliced': _local(sliced),
+        'exact': _local(compressed('float32')),
+        'half': _local(compressed('bfloat16')),
+        'whole_2': _local(_mean(momentum), fragments=2),
+        'sliced_2': _local(sliced, fragments=2),
+    }
+    found = _run(txs.values(), CENTRES[:, :6])
+    found = dict(zip(txs, (anchor for anchor, *_ in found), strict=True))
+
+    whole = found['whole']
+    np.testing.assert_allclose(found['sliced'], whole, rtol=1e-6)
+    np.testing.assert_allclose(found['sliced_2'], found['whole_2'], rtol=1e-6)
+    np.testing.assert_allclose(found['exact'], whole, rtol=1e-5)
+    np.testing.assert_allclose(found['half'], whole, atol=0.02)
+    self.assertFalse(np.array_equal(found['half'], whole))
+    self.assertEqual(np.ptp(found['half'], axis=0).max(), 0)
+
+  def test_steps_once_a_window_of_towers(self):
+    towers = tower_reduce(2, _local(), axis_name=AXIS)
+
+    ((found, *_),) = _run([towers])
+    # The mean of two gradients at one place is that of the mean centre.
+    means = CENTRES.reshape(SHARDS, STEPS // 2, 2, 5).mean(2)
+    ((want, *_),) = _run([_local()], means)
+
+    np.testing.assert_allclose(found[:, 1::2], want, rtol=1e-5, atol=1e-6)
+
+  def test_a_stale_shard_does_not_step(self):
+    def local_step(state):
+      return state.global_step - jnp.where(lax.axis_index(AXIS) == 3, 1, 0)
+
+    tx = drop_stale(0, _local(), axis_name=AXIS)
+    ((anchor, own, _),) = _run([tx], local_step=local_step)
+
+    np.testing.assert_array_equal(own[3, 0], np.float32(START))
+    x = np.stack([START] * SHARDS)
+    for i in range(2):
+      x += 0.3 * (CENTRES[:, i] - x)
+    want = x[np.arange(SHARDS) != 3].mean(0)
+    np.testing.assert_allclose(anchor[:, 1], [want] * 8, rtol=1e-5, atol=1e-6)
+
+  def test_keeps_leaves_of_all_kinds(self):
+    params = {
+        'scalar': np.float32(1),
+        'matrix': np.ones((2, 5), np.float32),
+        'half': np.ones(3, jnp.bfloat16),
+        'complex': np.ones(2, np.complex64),
+        'zero-sized': np.ones((0, 4), np.float32),
+        'empty': {},
+        'none': None,
+        'masked': optax.MaskedNode(),
+    }
+    # Which makes more of what is half.
+    rate = np.float32(1)
+    double = optax.stateless_with_tree_map(lambda u, _: -rate * u)
+    txs = [
+        _local(_mean(*outer), 4, optax.sgd(0.5, 0.5), fragments=n)
+        for n, outer in ((1, [double]), (4, [optax.sgd(1.0, 0.5)]))
+    ]
+
+    def train(tx, params, own):
+      def step(carry, i):
+        params, state = carry
+        grads = jax.tree.map(lambda x: (x * (own + i)).astype(x.dtype), params)
+        updates, state = tx.update(grads, state, params)
+        kinds = jax.tree.map(jnp.result_type, (updates, params))
+        assert kinds[0] == kinds[1]
+        return (optax.apply_updates(params, updates), state), None
+
+      start = params, tx.init(params)
+      params, state = lax.scan(step, start, jnp.arange(4.0))[0]
+      return params, local_params(params, state)
+
+    def shard(params, own):
+      return [train(tx, params, own) for tx in txs]
+
+    steps = np.arange(SHARDS, dtype=np.float32)
+    trained = modes.map_shards('shard_map', shard)(params, steps)
+
+    kinds = jax.eval_shape(lambda: params)
+    for found, _ in trained:
+      of_first = jax.tree.map(lambda x: jax.typeof(x[0]), found)
+      chex.assert_trees_all_equal_shapes_and_dtypes(of_first, kinds)
+      self.assertTrue((found['matrix'] < 0).all())
+    # Of one fragment, which is taken over in the last step.
+    chex.assert_trees_all_equal(*trained[0], strict=True)
+
+
+def _on_mesh(fn, other, in_specs, out_specs, check=True):
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((4, 2), (AXIS, other), auto)
+  return mesh, jax.jit(
+      jax.shard_map(
+          fn,
+          mesh=mesh,
+          in_specs=in_specs(mesh),
+          out_specs=out_specs(mesh),
+          check_vma=check,
+      )
+  )
+
+
+class MeshTest(parameterized.TestCase):
+
+  def test_refuses_what_differs_along_another_axis(self):
+    def step(params, data):
+      return _local().update(data[0], _local().init(params), params)[0]
+
+    both = P((AXIS, 'core'))
+    _, step = _on_mesh(step, 'core', lambda _: (P(), both), lambda _: both)
+    with self.assertRaisesRegex(ValueError, r"must name \['core'\]"):
+      jax.eval_shape(step, np.zeros(3, 'f'), np.zeros((8, 3), 'f'))
+
+  def test_islands_reduce_among_themselves_and_meet_once_a_round(self):
+    tx = _local(inner=_mean(optax.sgd(0.3), axis_name='core'))
+
+    def step(params, state, data):
+      grad = value_and_grad(_loss, 'core')
+      _, grads = grad(local_params(params, state), data[0])
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    def specs(mesh):
+      return P(), state_specs(tx, PARAMS, mesh), P((AXIS, 'core'))
+
+    mesh, step = _on_mesh(step, 'core', specs, lambda m: specs(m)[:2])
+    params, state = PARAMS, init_state(tx, PARAMS, mesh)
+    for i in range(2):
+      params, state = step(params, state, CENTRES[:, i])
+
+    x = np.stack([START] * 4)
+    for i in range(2):
+      x += 0.3 * (CENTRES[:, i].reshape(4, 2, 5).mean(1) - x)
+    np.testing.assert_allclose(_joined(params), x.mean(0), rtol=1e-5, atol=1e-6)
+    self.assertEqual(state.own_params['a'].shape, (4, 2))
+
+  @cases.parameters(True, False)
+  def test_parameters_may_be_sharded_over_another_axis(self, check):
+    tx = _local(_mean(optax.sgd(0.7, 0.9)), inner=optax.adam(0.3))
+    params = np.linspace(-1, 1, 6, dtype=np.float32)
+    data = np.float32(np.random.default_rng(1).normal(size=(4, 3, 6)))
+    sick = data.copy()
+    sick[1, 0, 2] = np.nan
+
+    def step(params, state, data):
+      own = local_params(params, state)
+      updates, state = tx.update(own - data[0], state, params)
+      return optax.apply_updates(params, updates), state
+
+    def run(own_specs, *runs):
+      def specs(mesh):
+        kept = state_specs(tx, params, mesh, in_specs=own_specs)
+        return own_specs, kept, P(AXIS, *own_specs)
+
+      mesh, mapped = _on_mesh(
+          step, 'model', specs, lambda m: specs(m)[:2], check
+      )
+      for data in runs:
+        found = params
+        state = init_state(tx, params, mesh, in_specs=own_specs)
+        for i in range(3):
+          found, state = mapped(found, state, data[:, i])
+        yield found, state.own_params
+
+    (found, own), (with_nan, _) = run(P('model'), data, sick)
+    ((expected, expected_own),) = run(P(), data)
+
+    self.assertEqual(own.sharding.spec, P(AXIS, 'model'))
+    self.assertEqual(own.shape, (4, 6))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(own, expected_own, rtol=1e-6)
+    # The mean has the NaN of one shard, in its own place alone.
+    self.assertEqual(np.flatnonzero(np.isnan(with_nan)).tolist(), [2])
+
+
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 MUST_REDUCE = "`outer` .* must reduce .*along \\['data'\\]"
+NESTED = optax.chain(_local())
+# Outer and inner transformations, and what is said of them.
 REFUSED = (
-    (_mean(SGD), _mean(), '`inner` .* must not send .*`psum`.*`outer`'),
-    (SGD, optax.sgd(0.7, 0.9), MUST_REDUCE),
-    (SGD, cross_shard_mean(AXIS, groups=HALVES), MUST_REDUCE),
-    (SGD, optax.masked(_mean(), {'a': True, 'b': False}), MUST_REDUCE),
+    ({'inner': _mean(SGD)}, '`inner` .* must not send .*`psum`.*`outer`'),
+    ({'outer': optax.sgd(0.7, 0.9)}, MUST_REDUCE),
+    ({'outer': cross_shard_mean(AXIS, groups=HALVES)}, MUST_REDUCE),
+    ({'outer': optax.masked(_mean(), {'a': True, 'b': False})}, MUST_REDUCE),
     (
-        *(SGD, _mean(optax.stateless(lambda updates, params: updates['a']))),
+        {'outer': _mean(optax.stateless(lambda updates, params: updates['a']))},
         '`outer` .* must keep the tree',
+    ),
+    ({'inner': NESTED}, "must not hold .*'host'"),
+    ({'outer': NESTED}, "must not hold .*'host'"),
+)
+EVERY, FRAGMENTS = '`every` must be', '`fragments` must be'
+ARGUMENTS = (
+    (dict(inner=1), TypeError, '`inner` of `local_updates` must be an Optax'),
+    (dict(mixing=1.0), ValueError, '`mixing` must be .* less than 1, got 1'),
+    (dict(assume_weighted=1), TypeError, '`assume_weighted` must be a boolean'),
+    (dict(every=0), ValueError, f'{EVERY} at least 1, got 0'),
+    (dict(delay=-1), ValueError, '`delay` must be at least 0, got -1'),
+    (dict(every=4, delay=2, fragments=2), ValueError, 'less than .* 2, got 2'),
+    (dict(fragments='all'), TypeError, f"{FRAGMENTS} an integer, got 'all'"),
+    (dict(fragments={'a': 1, 'b': 'x'}), TypeError, 'labels that are all str'),
+    (dict(fragments={'a': 0.5}), TypeError, 'an integer, or a tree of labels'),
+    (dict(fragments={}), TypeError, 'a tree of labels .* got {}'),
+)
+TREES = (
+    (6, 'must be at most the number of leaves, 3, got 6'),
+    ({'a': 0, 'b': 1}, 'must have the tree of the parameters'),
+    ({'a': 0, 'b': None, 'c': 1}, r"each leaf, got None at \['b'\]"),
+)
+OTHER_KINDS = PARAMS | {'b': np.ones(3, jnp.bfloat16)}
+# Calls of `update`, given a state, parameters and a shard's own gradient.
+MOMENTUM = _local(_mean(optax.sgd(1.0, 0.9)))
+UPDATES = (
+    (
+        lambda state, params, own: MOMENTUM.update(
+            jax.grad(_loss)(params, _joined_own(own)), state, params
+        ),
+        ValueError,
+        r"got \['a'\] .* already reduced.*`.*local_params\(params",
+    ),
+    (
+        lambda state, params, own: MOMENTUM.update(own, state),
+        ValueError,
+        'must be the parameters, got None',
+    ),
+    (
+        lambda state, params, own: MOMENTUM.update(
+            own, state, local_params(params, state)
+        ),
+        ValueError,
+        r"same on all shards, got \['a'\].*along \['data'\].*local_par",
+    ),
+    (
+        lambda state, params, own: MOMENTUM.update(own, state, OTHER_KINDS),
+        ValueError,
+        '`params` .* its state was made',
+    ),
+    (
+        lambda state, params, own: MOMENTUM.update(own, (), params),
+        TypeError,
+        'must be a `LocalUpdatesState`',
     ),
 )
 
 
+def _joined_own(own):
+  return jnp.concatenate([own['a'], own['b']])
+
+
+def _traced(fn, mode='shard_map'):
+  own = jax.tree.map(lambda x: np.ones((8, *x.shape), x.dtype), PARAMS)
+  jax.eval_shape(modes.map_shards(mode, fn), PARAMS, own)
+
+
 class RefusalTest(parameterized.TestCase):
 
-  def test_takes_the_gradient_of_integers_which_all_shards_share(self):
-    params = {'w': jnp.ones(3), 'n': jnp.arange(4)}
-    inner = optax.masked(optax.sgd(0.5), {'w': True, 'n': False})
-    tx = local_updates(inner, _mean(optax.sgd(1.0)), AXIS, every=1)
-
-    def shard(x):
-      state = tx.init(params)
-      own = shard_transforms.local_params(params, state)
-      _, grads = shard_transforms.value_and_grad(
-          lambda p: jnp.sum(p['w']) * x, AXIS, allow_int=True
-      )(own)
-      return tx.update(grads, state, params)[0]['w']
-
-    updates = jax.jit(jax.vmap(shard, axis_name=AXIS))(jnp.arange(8.0))
-    np.testing.assert_allclose(updates, np.full((8, 3), -1.75))
-
   # Without types, all is followed through the program.
-  @cases.product(case=REFUSED, mode=('shard_map', 'shard_map_unchecked'))
-  def test_refuses(self, case, mode):
-    inner, outer, message = case
-    tx = local_updates(inner, outer, AXIS, every=2)
+  @cases.parameters('shard_map', 'shard_map_unchecked')
+  def test_refuses_what_does_not_reduce_and_takes_what_does(self, mode):
+    def trace(**given):
+      tx = _local(**given)
+      _traced(lambda p, own: tx.update(own, tx.init(p), p)[0], mode)
 
-    with self.assertRaisesRegex(ValueError, message):
-      _traced(tx, mode)
+    for given, words in REFUSED:
+      with self.subTest(words), self.assertRaisesRegex(ValueError, words):
+        trace(**given)
+    for outer in (
+        optax.chain(aggregators.adasum(AXIS), optax.sgd(1.0)),
+        shard_update(optax.sgd(1.0, 0.9), AXIS),
+        guard(_mean(optax.sgd(1.0)), AXIS),
+    ):
+      trace(outer=outer)
 
-  @cases.product(
-      outer=(
-          optax.chain(aggregators.adasum(AXIS), optax.sgd(1.0)),
-          shard_transforms.shard_update(optax.sgd(1.0, 0.9), AXIS),
-          guard(_mean(optax.sgd(1.0)), AXIS),
-      ),
-      mode=('shard_map', 'shard_map_unchecked'),
-  )
-  def test_takes_an_outer_that_reduces(self, outer, mode):
-    _traced(local_updates(optax.sgd(0.1), outer, AXIS, every=2), mode)
+  @cases.parameters(*ARGUMENTS)
+  def test_refuses_bad_arguments(self, given, error, words):
+    with self.assertRaisesRegex(error, words):
+      _local(**given)
 
+  def test_refuses_fragments_that_do_not_fit_the_tree(self):
+    for fragments, words in TREES:
+      tx = _local(every=9, fragments=fragments)
+      with self.subTest(words), self.assertRaisesRegex(ValueError, words):
+        _traced(lambda params, _, tx=tx: tx.init({**params, 'c': jnp.ones(4)}))
 
-def _traced(tx, mode):
-  def shard(params, own):
-    return _train(tx, params, own)[0]
+  @cases.parameters(*UPDATES)
+  def test_refuses_a_bad_call(self, update, error, words):
+    with self.assertRaisesRegex(error, words):
+      _traced(lambda p, own: update(MOMENTUM.init(p), p, own))
 
-  own = np.float32(CENTRES.swapaxes(0, 1))
-  jax.eval_shape(modes.map_shards(mode, shard), _params(), own)
+  @cases.parameters('shard_map', 'vmap')
+  def test_refuses_the_state_of_other_fragments(self, mode):
+    txs = [
+        _local(_mean(optax.sgd(1.0, 0.9)), every=4, fragments=fragments)
+        for fragments in (2, {'a': 'x', 'b': 'y'}, {'a': 0, 'b': 0})
+    ]
+
+    for made, given in itertools.permutations(txs, 2):
+
+      def shard(params, own, made=made, given=given):
+        return given.update(own, made.init(params), params)
+
+      with self.assertRaisesRegex(ValueError, 'same fragments'):
+        _traced(shard, mode)

@@ -121,17 +121,13 @@ class FullTest(parameterized.TestCase):
         strict=True,
     )
 
-  @cases.product(
-      name=tuple(WRAPPERS),
-      given=(jax.device_get, lambda tree: tree),
-  )
-  def test_is_placed_as_if_made_there(self, name, given):
+  @cases.parameters(*WRAPPERS)
+  def test_is_placed_as_if_made_there(self, name):
     tx = WRAPPERS[name](COPY)
-    sizes = (8, 3) if given is jax.device_get else (3, 8)
-    before, after = map(modes.mesh, sizes)
+    before, after = map(modes.mesh, (8, 3))
     state = init_state(tx, params_of(), before)
 
-    full = given(full_state(state, tx, params_of(), before))
+    full = jax.device_get(full_state(state, tx, params_of(), before))
     placed = place_state(full, tx, jax.eval_shape(params_of), after)
 
     assert_same(placed, init_state(tx, params_of(), after))
@@ -188,8 +184,9 @@ class FullTest(parameterized.TestCase):
 
   @cases.parameters(*WRAPPERS)
   def test_numpy_gives_numpy_and_nothing_is_shared(self, name):
-    tx, mesh = WRAPPERS[name](COPY), modes.mesh()
-    params = {'w': ones((64, 64))}
+    # JAX keeps the memory of some arrays of NumPy, by where they lie.
+    tx, mesh = optax.chain(WRAPPERS[name](COPY), COPY), modes.mesh()
+    params = {k: ones((64, 64)) for k in 'vw'}
     state = jax.tree.map(np.array, init_state(tx, params, mesh))
 
     full = full_state(state, tx, params, mesh)
@@ -199,24 +196,26 @@ class FullTest(parameterized.TestCase):
       self.assertIsInstance(leaf, np.ndarray)
     for leaf in jax.tree.leaves(state):
       leaf[...] = -1
-    np.testing.assert_array_equal(full.inner_state[1]['w'], params['w'])
+    chex.assert_trees_all_equal(full[0].inner_state[1], full[1][1], params)
     for leaf in jax.tree.leaves(full):
       leaf[...] = -1
     again = full_state(placed, tx, params, mesh)
-    np.testing.assert_array_equal(again.inner_state[1]['w'], params['w'])
+    chex.assert_trees_all_equal(again[0].inner_state[1], again[1][1], params)
 
   @cases.parameters(*WRAPPERS)
   def test_stays_when_the_state_is_donated(self, name):
     tx, mesh = optax.chain(WRAPPERS[name](COPY), COPY), modes.mesh()
     state = init_state(tx, params_of(), mesh)
     full = full_state(state, tx, params_of(), mesh)
+    resized = resize_state(state, tx, params_of(), mesh)
 
     spoil = jax.jit(
         lambda s: jax.tree.map(lambda x: x * 2 + 1, s), donate_argnums=0
     )
     jax.block_until_ready(spoil(state))
 
-    for count, copy in full[0].inner_state, full[1]:
+    again = full_state(resized, tx, params_of(), mesh)
+    for count, copy in full[0].inner_state, full[1], again[0].inner_state:
       np.testing.assert_array_equal(count, 3)
       np.testing.assert_array_equal(copy['scalar'], 0.5)
 
@@ -351,144 +350,149 @@ class CheckpointTest(parameterized.TestCase):
       flax.serialization.from_bytes(like.inner_state.rows, rows)
 
 
+TRACE = {name: wrap(optax.trace(0.9)) for name, wrap in WRAPPERS.items()}
+SLICED = TRACE['elements']
+
+
+def on_axes(sizes, axes):
+  return jax.make_mesh(sizes, axes, (AxisType.Auto,) * len(axes))
+
+
+def convert(
+    params,
+    tx=SLICED,
+    fn=full_state,
+    other=None,
+    others=None,
+    mesh=((8,), (AXIS,)),
+    after=None,
+    specs=P(),
+    change=lambda state: state,
+    **options,
+):
+  """Converts a state that another transformation may have made."""
+  made_on = on_axes(*mesh)
+  state = change(init_state(tx, params, made_on, in_specs=specs))
+  here = on_axes(*after) if after else made_on
+  fn(state, other or tx, params if others is None else others, here, **options)
+
+
+def traced(shape, dtype=np.float32):
+  """Puts a leaf into a full state."""
+  trace = optax.TraceState({'w': np.zeros(shape, dtype)})
+  return {
+      'fn': place_state,
+      'change': lambda state: state._replace(inner_state=trace),
+  }
+
+
+def owned(shape, change):
+  def changed(state):
+    rows = jax.device_get(state.inner_state.rows)
+    rows = {name: change(row) for name, row in rows.items()}
+    return state._replace(inner_state=state.inner_state._replace(rows=rows))
+
+  params = {'w': zeros(shape), 'v': zeros((8, 2))}
+  return {'params': params, 'tx': TRACE['owners'], 'change': changed}
+
+
+MODEL, LARGE, SMALL = (
+    P('model'),
+    {'w': zeros((64, 100))},
+    {'w': zeros((60, 90))},
+)
+MADE_BY = '`state` must be made by .*'
+# The parts, [3], are padded at their ends, and all of it looks like [6].
+PARTS = {
+    'params': np.arange(6, dtype=np.float32),
+    'mesh': ((2, 4), ('model', AXIS)),
+    'specs': MODEL,
+}
+# What both wrappers refuse: changes of a call, an error and words.
+BOTH = (
+    ({'fn': place_state}, ValueError, r'got .* at \.inner_state.* instead of'),
+    (traced((2, 8)), ValueError, r'\(2, 8\) at .*\(4, 4\)\. It must be what'),
+    (traced((4, 4), 'f8'), TypeError, 'float64 instead of float32'),
+    ({'others': {'w': zeros((4, 99))}}, ValueError, MADE_BY + r'\.inner_state'),
+    ({'others': {'v': zeros((4, 4))}}, ValueError, MADE_BY + r'\.inner_state'),
+    (
+        # Its parts, [3, 5], are padded.
+        {
+            'params': {name: zeros((6, 5)) for name in 'vw'},
+            'mesh': ((4, 2), (AXIS, 'model')),
+            'specs': MODEL,
+            'in_specs': MODEL,
+        },
+        ValueError,
+        '`in_specs` must not shard',
+    ),
+    (
+        {
+            'params': {name: zeros((4, 5)) for name in 'vw'},
+            'mesh': ((2, 4), (AXIS, 'model')),
+            'specs': MODEL,
+        },
+        ValueError,
+        'made',
+    ),
+)
+# What one of them refuses.
+EACH = (
+    (
+        {
+            'tx': reproducible.towers(2, optax.trace(0.9), AXIS),
+            'fn': place_state,
+            'other': SLICED,
+        },
+        'got the tree .*TowersState.* instead',
+    ),
+    (
+        {
+            'tx': shard_update(
+                optax.trace(0.9), AXIS, groups=[[0, 1, 2, 3], [4, 5, 6, 7]]
+            )
+        },
+        '`groups` divide has no full form',
+    ),
+    (
+        {
+            'tx': tower_reduce(2, SLICED, axis_name=AXIS),
+            'fn': place_state,
+            'others': {'v': zeros((4, 5))},
+        },
+        r'got the tree .* at \.total',
+    ),
+    # The raw tree of a checkpoint.
+    ({'change': lambda s: s._asdict()}, r'got nothing at \.inner_state'),
+    (owned((4, 4), lambda row: row[:, :3]), 'the row .* whose owners keep 16'),
+    (owned((8, 2), lambda row: row.mT), 'the row .* whose owners keep 16'),
+    (
+        {'params': LARGE, 'others': SMALL, 'change': jax.device_get},
+        'made',
+    ),
+    ({'params': LARGE, 'others': SMALL}, 'made'),
+    ({'params': LARGE, 'others': SMALL, 'fn': resize_state}, 'made'),
+    (PARTS, '`in_specs` must be those'),
+    (PARTS | {'fn': resize_state}, '`in_specs` must be those'),
+    (
+        PARTS | {'fn': resize_state, 'after': ((2, 4), ('other', AXIS))},
+        '`in_specs` must be those',
+    ),
+)
+
+
 class RefusalTest(parameterized.TestCase):
 
-  @cases.parameters(*WRAPPERS)
-  def test_names_what_is_not_full(self, name):
-    tx, mesh = WRAPPERS[name](optax.trace(0.9)), modes.mesh()
-    state = init_state(tx, {'w': zeros(15)}, mesh)
-
-    with self.assertRaisesRegex(
-        ValueError,
-        r'`state` must be made by .* got .* at \.inner_state.* instead of',
-    ):
-      place_state(state, tx, {'w': zeros(15)}, mesh)
-
-  @cases.parameters(*WRAPPERS)
-  def test_names_a_leaf_of_another_shape_or_dtype(self, name):
-    tx, mesh = WRAPPERS[name](optax.trace(0.9)), modes.mesh()
-    params = {'w': zeros((4, 4))}
-    full = full_state(init_state(tx, params, mesh), tx, params, mesh)
-    cases_of = (
-        (
-            zeros((2, 8)),
-            ValueError,
-            r'\(2, 8\) at .*\(4, 4\)\. It must be what',
-        ),
-        (np.zeros((4, 4), np.float64), TypeError, 'float64 instead of float32'),
-    )
-
-    for trace, error, message in cases_of:
-      wrong = full._replace(inner_state=optax.TraceState({'w': trace}))
-      with self.assertRaisesRegex(error, message):
-        place_state(wrong, tx, params, mesh)
-
-  @cases.parameters(*WRAPPERS)
-  def test_names_a_state_of_other_parameters(self, name):
-    tx, mesh = WRAPPERS[name](optax.trace(0.9)), modes.mesh()
-    state = init_state(tx, {'w': zeros((4, 4))}, mesh)
-    message = r'`state` must be made by .* at \.inner_state'
-
-    for others in (
-        {'w': zeros((4, 99))},
-        {'v': zeros((4, 4))},
-    ):
-      with self.assertRaisesRegex(ValueError, message):
-        full_state(state, tx, others, mesh)
-
-  def test_names_a_state_of_another_class(self):
-    params, mesh = zeros(16), modes.mesh()
-    towers = reproducible.towers(2, optax.trace(0.9), AXIS)
-    sliced = shard_update(optax.trace(0.9), AXIS)
-    state = init_state(towers, params, mesh)
-
-    with self.assertRaisesRegex(
-        ValueError, 'got the tree .*TowersState.* instead'
-    ):
-      place_state(state, sliced, params, mesh)
-
-  def test_refuses_state_that_groups_divide(self):
-    params, mesh = jnp.zeros(16), modes.mesh()
-    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    sliced = shard_update(optax.trace(0.9), AXIS, groups=groups)
-    state = init_state(sliced, params, mesh)
-
-    with self.assertRaisesRegex(ValueError, '`groups` divide has no full form'):
-      full_state(state, sliced, params, mesh)
-
-  def test_names_what_a_raw_tree_of_a_checkpoint_lacks(self):
-    params, mesh = jnp.zeros(16), modes.mesh()
-    sliced = shard_update(optax.trace(0.9), AXIS)
-    raw = init_state(sliced, params, mesh)._asdict()
-
-    with self.assertRaisesRegex(ValueError, r'got nothing at \.inner_state'):
-      full_state(raw, sliced, params, mesh)
-
-  @cases.parameters(
-      ((4, 4), lambda row: row[:, :3]), ((8, 2), lambda row: row.mT)
-  )
-  def test_names_rows_of_other_owners(self, shape, change):
-    tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()
-    params = {
-        'w': zeros(shape),
-        'v': zeros((8, 2)),
-    }
-    state = jax.device_get(init_state(tx, params, mesh))
-    rows = {name: change(row) for name, row in state.inner_state.rows.items()}
-    state = state._replace(inner_state=state.inner_state._replace(rows=rows))
-
-    with self.assertRaisesRegex(
-        ValueError, r'the row .* at \.inner_state, whose owners keep 16'
-    ):
-      full_state(state, tx, params, mesh)
-
-  @cases.parameters(*WRAPPERS)
-  def test_refuses_parameters_that_are_sharded(self, name):
-    tx = WRAPPERS[name](optax.trace(0.9))
-    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
-    # Its parts, [3, 5], are padded.
-    params, specs = {n: zeros((6, 5)) for n in 'vw'}, P('model')
-    state = init_state(tx, params, mesh, in_specs=specs)
-
-    with self.assertRaisesRegex(ValueError, '`in_specs` must not shard'):
-      full_state(state, tx, params, mesh, in_specs=specs)
-
-  @cases.parameters(*WRAPPERS)
-  def test_refuses_a_state_that_was_made_with_other_specs(self, name):
-    tx = WRAPPERS[name](optax.trace(0.9))
-    mesh = jax.make_mesh((2, 4), (AXIS, 'model'), (AxisType.Auto,) * 2)
-    params = {name: zeros((4, 5)) for name in 'vw'}
-    state = init_state(tx, params, mesh, in_specs=P('model'))
-
-    with self.assertRaisesRegex(ValueError, 'made'):
-      full_state(state, tx, params, mesh)
-
-  @cases.parameters(jax.device_get, lambda state: state)
-  def test_refuses_slices_of_larger_parameters(self, given):
-    tx, mesh = shard_update(COPY, AXIS), modes.mesh()
-    state = given(init_state(tx, {'w': zeros((64, 100))}, mesh))
-    params = {'w': zeros((60, 90))}
-
-    with self.assertRaisesRegex(ValueError, 'made'):
-      full_state(state, tx, params, mesh)
-    with self.assertRaisesRegex(ValueError, 'made'):
-      resize_state(state, tx, params, modes.mesh(4))
-
-  @cases.parameters(
-      (full_state, ('model', AXIS)),
-      (resize_state, ('model', AXIS)),
-      (resize_state, ('other', AXIS)),
-  )
-  def test_refuses_slices_of_parts_of_parameters(self, convert, axes):
-    # The parts, [3], are padded at their ends, and all of it looks like [6].
-    tx = shard_update(COPY, AXIS)
-    params = jnp.arange(6.0)
-    mesh = jax.make_mesh((2, 4), ('model', AXIS), (AxisType.Auto,) * 2)
-    state = init_state(tx, params, mesh, in_specs=P('model'))
-    other = jax.make_mesh((2, 4), axes, (AxisType.Auto,) * 2)
-
-    with self.assertRaisesRegex(ValueError, '`in_specs` must be those'):
-      convert(state, tx, params, other)
+  def test_refuses_what_it_was_not_made_of(self):
+    given = {'params': {'w': zeros((4, 4))}}
+    for name, tx in TRACE.items():
+      for changes, error, words in BOTH:
+        named = self.subTest(f'{name} {words}')
+        with named, self.assertRaisesRegex(error, words):
+          convert(**{'tx': tx} | given | changes)
+    for changes, words in EACH:
+      with self.subTest(words), self.assertRaisesRegex(ValueError, words):
+        convert(**given | changes)
 
   def test_what_is_not_resized_may_be_elsewhere(self):
     tx, params = guard(shard_update(COPY, AXIS), AXIS), {'w': ones((3, 5))}

@@ -1,3 +1,5 @@
+"""Where the state of a step lies: `state_specs`, `specs_of`, `init_state`."""
+
 import functools
 
 from absl.testing import parameterized
@@ -5,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -20,7 +23,6 @@ PARAMS = {
 }
 # Over 4 shards of the axis `model`.
 MODEL_SPECS = {'w': P(None, 'model'), 'h': P('model'), 'b': P()}
-GROUPS = [[0, 5], [1, 3], [7, 2], [4, 6]]
 
 
 def _mesh(kind, shape=(8,)):
@@ -29,32 +31,228 @@ def _mesh(kind, shape=(8,)):
   )
 
 
-def _momentum(**options):
+def _momentum():
   return optax.chain(
-      shard_transforms.cross_shard_mean('data', **options), optax.trace(0.5)
+      shard_transforms.cross_shard_mean('data'), optax.trace(0.5)
   )
+
+
+class StateSpecsTest(parameterized.TestCase):
+
+  @cases.parameters(*KINDS)
+  def test_what_is_kept_per_shard_is_sharded_over_its_axis(self, kind):
+    tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
+
+    for shape in (8,), (2, 4):
+      specs = shard_transforms.state_specs(tx, PARAMS, _mesh(kind, shape))
+
+      expected = shard_transforms.TowerReduceState(
+          tower=P(),
+          total=dict.fromkeys(PARAMS, P('data')),
+          total_weight=P('data'),
+          oldest_local_step=P('data'),
+          inner_state=jax.tree.map(lambda _: P(), _momentum().init(PARAMS)),
+      )
+      self.assertEqual(specs, expected)
+
+  def test_what_varies_over_two_axes_is_sharded_over_both(self):
+    tx = shard_transforms.tower_reduce(2, axis_name=('model', 'data'))
+
+    specs = shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0], (2, 4)))
+
+    both = P(('data', 'model'))
+    self.assertEqual(specs.total, dict.fromkeys(PARAMS, both))
+    self.assertEqual(specs.total_weight, both)
+
+  @cases.parameters(*KINDS)
+  def test_what_is_like_a_parameter_is_sharded_like_it(self, kind):
+    mask = {'w': True, 'h': False, 'b': True}
+    tx = optax.chain(
+        shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data'),
+        optax.masked(optax.trace(0.9), mask),
+        shard_transforms.tower_reduce(3, optax.sgd(0.1)),
+    )
+
+    specs = shard_transforms.state_specs(
+        tx, PARAMS, _mesh(kind, (2, 4)), in_specs=MODEL_SPECS
+    )
+
+    per_shard = {'w': P('data', None, 'model'), 'h': P('data', 'model')}
+    self.assertEqual(specs[0].total, per_shard | {'b': P('data')})
+    self.assertEqual(specs[0].oldest_local_step, P('data'))
+    adam = specs[0].inner_state[0]
+    self.assertEqual((adam.mu, adam.nu), (MODEL_SPECS, MODEL_SPECS))
+    self.assertEqual(adam.count, P())
+    self.assertEqual(
+        specs[1].inner_state.trace, MODEL_SPECS | {'h': optax.MaskedNode()}
+    )
+    self.assertEqual(specs[2].total, MODEL_SPECS)
+    self.assertEqual(specs[2].total_weight, P())
+
+  def test_a_stack_of_parameters_is_sharded_like_them(self):
+    mesh = _mesh(AxisType.Auto, (2, 4))
+    tx = optax.chain(
+        shard_transforms.delay_updates(2, axis_name='data'),
+        shard_transforms.delay_updates(2),
+    )
+
+    specs = shard_transforms.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+    state = shard_transforms.init_state(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+
+    stacked = {'w': P(None, None, 'model'), 'h': P(None, 'model'), 'b': P()}
+    self.assertEqual(specs[1].pending, stacked)
+    per_shard = {'w': P('data', None, None, 'model'), 'b': P('data')}
+    per_shard['h'] = P('data', None, 'model')
+    self.assertEqual(specs[0].pending, per_shard)
+    for name, param in PARAMS.items():
+      self.assertEqual(state[0].pending[name].shape, (2, 3, *param.shape))
+      self.assertEqual(state[1].pending[name].shape, (3, *param.shape))
+
+  def test_a_constant_that_looks_like_a_stack_is_replicated(self):
+    tx = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros((5, *p.shape)), params),
+        lambda updates, state, params=None: (updates, state),
+    )
+
+    specs = shard_transforms.state_specs(
+        tx, PARAMS, _mesh(KINDS[0], (2, 4)), in_specs=MODEL_SPECS
+    )
+
+    self.assertEqual(specs, dict.fromkeys(PARAMS, P()))
+
+  def test_what_is_not_like_its_parameter_is_replicated(self):
+    # Where it does not factor, Adafactor keeps placeholders of length 1.
+    tx = optax.adafactor(0.1)
+    params = {'h': jnp.ones(8)}
+
+    specs = shard_transforms.state_specs(
+        tx, params, _mesh(KINDS[0], (2, 4)), in_specs=P('model')
+    )
+
+    self.assertEqual(specs[0].v, {'h': P('model')})
+    self.assertEqual((specs[0].v_row, specs[0].v_col), ({'h': P()},) * 2)
+
+  def test_one_spec_stands_for_all_parameters_below(self):
+    params = {'layer': [jnp.ones((3, 8)), jnp.ones((5, 4))], 'b': jnp.ones(4)}
+    in_specs = {'layer': P(None, 'model'), 'b': P()}
+
+    specs = shard_transforms.state_specs(
+        optax.trace(0.9), params, _mesh(KINDS[0], (2, 4)), in_specs=in_specs
+    )
+
+    sharded = P(None, 'model')
+    self.assertEqual(specs.trace, {'layer': [sharded, sharded], 'b': P()})
+
+  @cases.parameters(
+      {'in_specs': P(), 'lead': ('data', 'model'), 'own': (P(), P(), P())},
+      {
+          'in_specs': MODEL_SPECS,
+          'lead': 'data',
+          'own': (P(None, 'model'), P('model'), P()),
+      },
+  )
+  def test_per_shard_puts_all_free_axes_in_front_of_every_leaf(
+      self, in_specs, lead, own
+  ):
+    specs = shard_transforms.state_specs(
+        optax.adam(0.1),
+        PARAMS,
+        _mesh(KINDS[0], (2, 4)),
+        in_specs=in_specs,
+        per_shard=True,
+    )
+
+    expected = {
+        name: P(lead, *spec) for name, spec in zip('whb', own, strict=True)
+    }
+    self.assertEqual(specs[0].mu, expected)
+    self.assertEqual(specs[0].count, P(lead))
+
+  def test_an_axis_in_front_is_not_named_again(self):
+    tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
+
+    one = shard_transforms.state_specs(
+        tx, PARAMS, _mesh(KINDS[0]), per_shard=True
+    )
+    two = shard_transforms.state_specs(
+        tx,
+        PARAMS,
+        _mesh(KINDS[0], (2, 4)),
+        in_specs=MODEL_SPECS,
+        per_shard=True,
+    )
+
+    self.assertEqual(one.total_weight, P('data', None))
+    self.assertEqual(one.total['w'], P('data', None))
+    self.assertEqual(one.inner_state[0].mu['w'], P('data'))
+    self.assertEqual(two.total['w'], P('data', None, None, 'model'))
+
+  @cases.parameters(
+      (
+          optax.adafactor(0.1, min_dim_size_to_factor=2),
+          {'in_specs': MODEL_SPECS},
+          r"v_row\['w'\], which varies over \['model'\]",
+      ),
+      (
+          optax.trace(0.9),
+          {'in_specs': P(('data', 'model')), 'per_shard': True},
+          '`per_shard` must be False where `in_specs` uses all axes of',
+      ),
+  )
+  def test_refuses_what_cannot_be_sharded(self, tx, options, words):
+    params = PARAMS if len(options) == 1 else np.ones(8)
+
+    for fn in shard_transforms.state_specs, shard_transforms.init_state:
+      with self.assertRaisesRegex(ValueError, words):
+        fn(tx, params, _mesh(AxisType.Auto, (2, 4)), **options)
+
+
+class SpecsOfTest(parameterized.TestCase):
+
+  @cases.parameters(*KINDS)
+  def test_reads_how_arrays_are_placed(self, kind):
+    sharding = NamedSharding(_mesh(kind), P('data'))
+    tree = {
+        'placed': jax.device_put(jnp.ones((8, 2)), sharding),
+        'abstract': jax.ShapeDtypeStruct((8,), 'float32', sharding=sharding),
+        'elsewhere': jnp.ones(3),
+        'numbers': [np.ones(8), 3],
+        'none': None,
+    }
+
+    specs = shard_transforms.specs_of(tree)
+
+    expected = {
+        'placed': P('data'),
+        'abstract': P('data'),
+        'elsewhere': P(),
+        'numbers': [P(), P()],
+        'none': None,
+    }
+    self.assertEqual(specs, expected)
+
+  def test_refuses_arrays_on_several_meshes(self):
+    tree = [
+        jax.device_put(
+            jnp.ones(8), NamedSharding(_mesh(KINDS[0], (n,)), P('data'))
+        )
+        for n in (8, 8, 4)
+    ]
+
+    with self.assertRaisesRegex(
+        ValueError,
+        r"All arrays of `tree` must be on one mesh, got \[\('\[0\]',"
+        r" {'data': 8}\), \('\[2\]', {'data': 4}\)\]\. Place them",
+    ):
+      shard_transforms.specs_of(tree)
 
 
 class InitStateTest(parameterized.TestCase):
 
-  @cases.parameters('state_specs', 'init_state')
-  def test_refuses_per_shard_where_no_axis_is_free(self, name):
-    with self.assertRaisesRegex(
-        ValueError,
-        '`per_shard` must be False where `in_specs` uses all axes of the mesh',
-    ):
-      getattr(shard_transforms, name)(
-          optax.trace(0.9),
-          {'w': jnp.ones(8)},
-          _mesh(KINDS[0], (2, 4)),
-          in_specs=P(('data', 'model')),
-          per_shard=True,
-      )
-
   def assert_placed(self, state, specs, mesh):
     def check(leaf, spec):
       # Where there are no elements, there is nothing to shard.
-      sharding = jax.NamedSharding(mesh, spec)
+      sharding = NamedSharding(mesh, spec)
       self.assertTrue(
           leaf.sharding.is_equivalent_to(sharding, leaf.ndim),
           f'{leaf.sharding} is not {sharding}',
@@ -122,7 +320,7 @@ class InitStateTest(parameterized.TestCase):
 
   def test_leaves_the_parameters_as_they_are(self):
     mesh = _mesh(KINDS[0])
-    params = jax.device_put({'w': jnp.ones(5)}, jax.NamedSharding(mesh, P()))
+    params = jax.device_put({'w': jnp.ones(5)}, NamedSharding(mesh, P()))
 
     state = shard_transforms.init_state(optax.trace(0.9), params, mesh)
     params['w'].delete()
@@ -147,9 +345,7 @@ class TrainingTest(parameterized.TestCase):
     make = functools.partial(
         shard_transforms.init_state, tx, mesh=mesh, in_specs=P('model')
     )
-    w = jax.device_put(
-        np.zeros(8, np.float32), jax.NamedSharding(mesh, P('model'))
-    )
+    w = jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, P('model')))
     specs = shard_transforms.state_specs(tx, w, mesh, in_specs=P('model'))
 
     def step(w, state, x):
@@ -170,7 +366,7 @@ class TrainingTest(parameterized.TestCase):
     state = make(params=w)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     for x in DATA[:, :2]:
-      x = jax.device_put(x, jax.NamedSharding(mesh, data_specs))
+      x = jax.device_put(x, NamedSharding(mesh, data_specs))
       w, state = step(w, state, x)
 
     first, second = DATA[:, :2].mean(1).reshape(2, 2, 8).mean(1)
@@ -183,41 +379,3 @@ class TrainingTest(parameterized.TestCase):
         state,
         places,
     )
-
-  def test_trains_each_group_by_itself(self):
-    mesh = _mesh(AxisType.Explicit)
-    tx = shard_transforms.tower_reduce(
-        2, _momentum(groups=GROUPS), axis_name='data'
-    )
-    w = np.zeros(8, np.float32)
-
-    def step(own, x):
-      w, state = jax.tree.map(lambda leaf: leaf[0], own)
-      _, grads = shard_transforms.value_and_grad(_loss, 'data')(w, x[0])
-      updates, state = tx.update(grads, state, w, local_step=jnp.int32(0))
-      return jax.tree.map(lambda leaf: leaf[None], (w - updates, state))
-
-    step = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(P('data'), P('data')),
-            out_specs=P('data'),
-        )
-    )
-
-    place = jax.NamedSharding(mesh, P('data'))
-    state = shard_transforms.init_state(tx, w, mesh, per_shard=True)
-    own = jax.device_put(np.zeros((8, 8), np.float32), place), state
-    for x in DATA:
-      own = step(own, jax.device_put(x, place))
-
-    # The gradient of a group is the mean of its data.
-    means = np.zeros_like(DATA)
-    for group in GROUPS:
-      means[:, group] = DATA[:, group].mean(1, keepdims=True)
-    expected, momentum = np.zeros((8, 8)), np.zeros((8, 8))
-    for mean in means.astype(np.float64).reshape(2, 2, 8, 8).mean(1):
-      momentum = mean + 0.5 * momentum
-      expected -= momentum
-    np.testing.assert_allclose(own[0], expected, rtol=1e-5)

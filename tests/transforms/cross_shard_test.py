@@ -169,28 +169,6 @@ class DtypeTest(parameterized.TestCase):
     }
     chex.assert_trees_all_equal(updates, expected, strict=True)
 
-  def test_complex_leaves_are_reduced_like_real_ones(self):
-    x = DATA[:, 0] + 1j * DATA[:, 1]
-    weight = np.array(WEIGHTS['some_zero'])
-    mean = shard_transforms.cross_shard_mean(modes.AXIS)
-
-    def shard(w, own):
-      x, weight = own
-      w = shard_transforms.per_shard(w, modes.AXIS)
-      # The gradient of the real part of a product is the other factor.
-      grads = jax.grad(lambda w: jnp.sum(jnp.real(w * x)))(w)
-      return mean.update(grads, mean.init(w), weight=weight)[0]
-
-    updates = modes.map_shards('shard_map', shard)(
-        jnp.ones(5, jnp.complex64), (x, weight)
-    )
-
-    expected = np.average(x.astype(np.complex128), axis=0, weights=weight)
-    np.testing.assert_allclose(
-        updates, np.tile(expected, (8, 1)).astype('complex64'), rtol=1e-6
-    )
-    self.assertEqual(updates.dtype, jnp.complex64)
-
   def test_takes_leaves_that_are_no_arrays_of_jax(self):
     total = shard_transforms.cross_shard_sum(modes.AXIS)
 
@@ -276,8 +254,6 @@ class SeveralAxesTest(parameterized.TestCase):
 
   @cases.parameters(
       (True, ('host', 'core')),
-      (False, ('core', 'host')),
-      (True, 'core'),
       (False, 'host'),
   )
   def test_reduces_over_the_axes_that_it_is_given(self, check_vma, axes):

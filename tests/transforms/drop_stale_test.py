@@ -248,23 +248,6 @@ class StateTest(parameterized.TestCase):
     for state in dropped, accepted:
       self.assertEqual(list(map(int, state[:3])), [INT32.max] * 3)
 
-  def test_can_be_read_and_set_back_by_name(self):
-    tx = optax.chain(shard_transforms.drop_stale(0), optax.scale(-1.0))
-    state = tx.init(jnp.zeros(3))
-    for step in range(3):
-      _, state = tx.update(jnp.ones(3), state, local_step=step)
-    back = optax.tree.set(state, global_step=jnp.int32(1))
-
-    _, late = tx.update(jnp.ones(3), state, local_step=1)
-    _, fresh = tx.update(jnp.ones(3), back, local_step=1)
-
-    self.assertEqual(optax.tree.get(state, 'global_step'), 3)
-    self.assertEqual(optax.tree.get(fresh, 'global_step'), 2)
-    self.assertEqual(optax.tree.get(fresh, 'stale_count'), 0)
-    drop_state = optax.tree.get(late, 'DropStaleState')
-    self.assertEqual(drop_state.stale_count, 1)
-    self.assertEqual(drop_state.stale_fraction, 0.25)
-
 
 class HandedOnTest(parameterized.TestCase):
 

@@ -200,7 +200,6 @@ class CompressedReduction(abc.ABC):
     """
     arguments.check_state(state, self.kind, self.caller)
     checked = leaf_sums.check(updates, weight, self.options)
-    leaves_lib.check_per_shard(updates, self.axes, self.caller)
     leaves_lib.check_not_explicit(updates, self.caller)
     split = Split.of(updates, self.compresses)
     own = self._own(state, updates, split)

@@ -201,7 +201,8 @@ def compression_error(state: optax.OptState) -> jax.Array:
     )
   held = sum(jnp.square(x).reshape(len(x), -1).sum(1) for x, _ in pairs)
   sent = sum(jnp.square(_by_shard(norms, x)).sum(1) for x, norms in pairs)
-  ratio = jnp.where(sent > 0, held / jnp.where(sent > 0, sent, 1), 0)
+  # Who has sent nothing yet holds nothing back.
+  ratio = held / jnp.where(sent > 0, sent, 1)
   return jnp.sqrt(ratio).astype(jnp.float32)
 
 
