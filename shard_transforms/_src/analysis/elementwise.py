@@ -191,7 +191,7 @@ class Cutting:
   """How leaves are cut.
 
   Attributes:
-    num_slices: The number of slices of a leaf for each axis.
+    num_slices: The number of slices of a leaf for each axis, several together.
     axes: The mapped axes over which only slices vary.
   """
 
@@ -205,7 +205,7 @@ class Cutting:
     # state if only one of them varies.
     def zeros(leaf):
       varying = axes_lib.varying_axes(leaf).difference(self.axes)
-      if leaves_lib.is_cut(leaf, math.prod(self.num_slices)):
+      if _can_be_cut(leaf):
         varying = varying.union(self.axes)
       zeros = jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf))
       return axes_lib.to_varying(zeros, tuple(varying))
@@ -237,8 +237,6 @@ class Cutting:
       tree: Tree of types.
       is_cut: Whether each leaf is sliced.
     """
-    if math.prod(self.num_slices) == 1:
-      return tree
     return _map_types(
         lambda leaf: axes_lib.to_varying(leaf, self.axes), tree, is_cut
     )
