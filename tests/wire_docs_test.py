@@ -49,7 +49,7 @@ class WireReportPageTest(parameterized.TestCase):
     self.assertEqual(run.returncode, 0, run.stderr)
     printed = [text for text in json.loads(run.stdout) if text]
 
-    self.assertLen(shown, 2)
+    self.assertLen(shown, 3)
     self.assertEqual(
         list(map(without_lines, printed)), list(map(without_lines, shown))
     )
