@@ -242,6 +242,7 @@ ERRORS = {
         ('`var_list` must hold.*else, got', lambda t: t.over(t.w, 'w')),
         ('int32 for n:0', lambda t: t.over(t.w, t.n)),
         (r"\['w'\] again", lambda t: t.over(t.w, t.b, t.w)),
+        ('No variables provided', lambda t: t.apply()),
         ('No gradients provided.*w:0', lambda t: t.apply((None, t.w))),
         ('must hold pairs', lambda t: t.apply(t.w)),
         ('must hold pairs.*in its place', lambda t: t.apply((t.b, 1.0))),
