@@ -78,10 +78,11 @@ _CPU_PROCESSES = dataclasses.replace(
     piece_bytes=256 * 1024,
 )
 
-# XLA joins all-reduces by itself, where buffers cost temporary memory, but not
-# permutes: in `reproducible`, 50 leaves of 400 B send 3 in place of 150. With
-# leaves of 120 kB, buffers take 2.6 times as long to compile, with those of 32
-# kB 1.5 times. No command repeats these figures.
+# XLA joins all-reduces by itself, where buffers cost temporary memory, but
+# neither gathers nor permutes: of GPT-2, 19 gathers in place of 22, and in
+# `reproducible`, 3 permutes in place of 150 for 50 leaves of 400 B. With leaves
+# of 120 kB, buffers take 2.6 times as long to compile, with those of 32 kB 1.5
+# times: python benchmarks/hardware.py v5e:2x4 --shapes=gpt2 shard_update
 _TPU = Thresholds(slice_buffers=(Level(32 * 1024, 4 * 1024**2, 64),))
 
 # For GPUs, XLA joins all collectives of these.
