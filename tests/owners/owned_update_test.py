@@ -98,11 +98,6 @@ INNERS = {
         learning_rate=optax.linear_schedule(0.1, 0.01, 3), b1=0.8
     ),
     'schedule-free': lambda: optax.contrib.schedule_free_adamw(0.1),
-    'norm of parameters': lambda: optax.stateless(
-        lambda updates, params: jax.tree.map(
-            lambda u: u * optax.tree.norm(params), updates
-        )
-    ),
 }
 
 
@@ -134,6 +129,11 @@ def data_of(x):
 
 # The programs of leaves of one shape differ, or read other leaves.
 STACKED = {
+    'norm of parameters': lambda: optax.stateless(
+        lambda updates, params: jax.tree.map(
+            lambda u: u * optax.tree.norm(params), updates
+        )
+    ),
     'adamw': lambda: optax.adamw(0.1),
     'listed': listed,
     'keys': one_key_a_leaf,
@@ -249,9 +249,7 @@ def train(named, mode='shard_map', num_shards=SHARDS):
 
   def fn(params, data):
     return {
-        name: [
-            train_one(case, tx, params[name], data[name]) for tx in case[:2]
-        ]
+        name: [train_one(case, tx, params[name], data[name]) for tx in case[:2]]
         for name, case in named.items()
     }
 
@@ -288,8 +286,8 @@ class EqualityTest(parameterized.TestCase):
 
   def test_trains_so_where_matrices_stand_in_stacks(self):
     # One more than the shards have, each one or two.
-    numbers = {'adamw': 3, 'listed': 5, 'keys': 3, 'keys of XLA': 3}
-    numbers |= {'callback': 5, 'frozen': 5}
+    numbers = {'adamw': 3, 'listed': 5, 'keys': 3, 'keys of XLA': 5}
+    numbers |= {'callback': 5, 'frozen': 5, 'norm of parameters': 3}
     named = {
         name: Case.of(STACKED[name](), stack(n), tolerance=2e-5)
         for name, n in numbers.items()

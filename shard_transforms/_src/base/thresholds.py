@@ -44,10 +44,11 @@ _BUFFERS = {'cpu': (Level(32 * 1024, 128 * 1024),)}
 # collectives, which XLA does not combine: python benchmarks/sharded.py
 #   --params=200x1_000,100x12_000,100x30_000
 # XLA for TPUs joins all-reduces by itself, where buffers cost temporary memory,
-# but not permutes: in `reproducible`, 50 leaves of 400 B send 3 in place of
-# 150. With leaves of 120 kB, buffers take 2.6 times as long to compile, with
-# those of 32 kB 1.5 times; no command repeats these figures. XLA for GPUs joins
-# all of them.
+# but neither gathers nor permutes: of GPT-2, 19 gathers in place of 22, and in
+# `reproducible`, 3 permutes in place of 150 for 50 leaves of 400 B. With leaves
+# of 120 kB, buffers take 2.6 times as long to compile, with those of 32 kB 1.5
+# times: python benchmarks/hardware.py v5e:2x4 --shapes=gpt2 shard_update
+# XLA for GPUs joins all of them.
 _SLICE_BUFFERS = {
     'cpu': (Level(128 * 1024, 4 * 1024**2, 64),),
     'tpu': (Level(32 * 1024, 4 * 1024**2, 64),),

@@ -2,26 +2,33 @@
 
 Whether `inner` treats each leaf alone is read off its program: on which updates
 and which state each of its results depends. What depends on parameters may
-depend on all of them, because they are the same on all shards.
+depend on all of them, because they are the same on all shards. A result may be
+found to depend on an input that does not change it, as where leaves are
+concatenated and split again; it never depends on an input that is not found.
 """
 
 from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
+import operator
 from typing import Any
 
 import jax
 
+from shard_transforms._src.analysis import interpreter
+from shard_transforms._src.analysis import primitives
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.owners import leaf_flow
 from shard_transforms._src.owners import leaf_program
 
 # What an array belongs to, where that is not the number of one parameter: to
 # none, and is the same on all shards; or to several of them.
 SHARED, MIXED = -1, -2
+# The bit of numbers that differ between shards; those of inputs are above it.
+_OWN_NUMBERS = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +70,15 @@ class Dependence:
       axes: The mapped axes over which parameters must not vary.
     """
     kinds = [
-        leaf_flow.OWN_NUMBERS if axes_lib.varying_axes(x) & set(axes) else 0
+        _OWN_NUMBERS if axes_lib.varying_axes(x) & set(axes) else 0
         for x in program.jaxpr.in_avals
     ]
     for i, number in enumerate(of):
       kinds[i] = 0 if i < num_updates and number == SHARED else _bit(i)
     kinds[program.num_inputs :] = [0] * len(program.terms)
-    found = leaf_flow.follow(program.flat, kinds, axes)
-    return cls(program, of, num_updates, *found)
+    reader = _Inputs(frozenset(axes))
+    depends = interpreter.interpret(program.flat, kinds, reader)
+    return cls(program, of, num_updates, depends, reader.first_sent)
 
   def belongs(self, output: int) -> set[int]:
     """Returns to which parameters belongs what an output depends on."""
@@ -98,7 +106,7 @@ class Dependence:
     paths = [x for x, _ in jax.tree.leaves_with_path(self.program.results)]
     for output, path in enumerate(paths):
       own, bits = self.of[output], self.depends[output]
-      if bits & leaf_flow.OWN_NUMBERS:
+      if bits & _OWN_NUMBERS:
         return (
             'shards bring numbers of their own, such as parameters of'
             ' `per_shard` in place of replicated ones, in'
@@ -122,7 +130,7 @@ class Dependence:
   def _problem_of_totals(self):
     for term in (term for terms in self.program.terms for term in terms):
       belongs = self.belongs(term)
-      if self.depends[term] & leaf_flow.OWN_NUMBERS:
+      if self.depends[term] & _OWN_NUMBERS:
         return 'shards add up numbers of their own'
       if not belongs:
         return '`psum` adds up what is the same on all shards'
@@ -167,8 +175,43 @@ class Dependence:
     return reach
 
 
+class _Inputs(interpreter.Reader[int]):
+  """Follows sets of inputs, as the bits of an integer.
+
+  Joining the sets of a large tree takes one operation.
+
+  Attributes:
+    axes: The mapped axes over which a constant must not vary.
+    first_sent: The name of the first collective, if there is one.
+  """
+
+  def __init__(self, axes: frozenset[Hashable]):
+    self.axes = axes
+    self.first_sent = None
+
+  def constant(self, value):
+    varies = self.axes.intersection(axes_lib.varying_axes(value.aval))
+    return _OWN_NUMBERS if varies else 0
+
+  def join(self, kinds):
+    return functools.reduce(operator.or_, kinds, 0)
+
+  def chosen(self, step, predicate, kinds):
+    return [predicate | kind for kind in kinds]
+
+  def primitive(self, step, kinds):
+    if step.name == 'optimization_barrier':
+      return kinds
+    if step.name in primitives.SENDING and self.first_sent is None:
+      self.first_sent = step.name
+    kind = self.join(kinds)
+    if step.name == 'axis_index':
+      kind |= _OWN_NUMBERS
+    return [kind] * len(step.outputs)
+
+
 def _bit(number):
-  return 2 * leaf_flow.OWN_NUMBERS << number
+  return 2 * _OWN_NUMBERS << number
 
 
 def _numbers(bits: int) -> Iterator[int]:
