@@ -123,6 +123,8 @@ WRONG_SUMS = (
     (lambda x: x * axis_index(), OWN),
     (lambda x: x * lax.fori_loop(0, 2, lambda _, y: y + axis_index(), 1), OWN),
     (lambda x: x * (2 * jnp.sum(x)), OF_A_SLICE),
+    (lambda x: x * lax.psum(jnp.sqrt(jnp.sum(x)), AXIS), OF_A_SLICE),
+    (lambda x: x * lax.psum(1 + jnp.sum(x), AXIS), OF_A_SLICE),
     (lambda x: x * lax.pmax(jnp.sum(x), AXIS), OF_A_SLICE),
     (lambda x: x * lax.psum(jnp.sum(x).astype(int), AXIS), OF_A_SLICE),
     (lambda x: x * lax.psum(jnp.sum(x), 'model'), OF_A_SLICE),
@@ -134,6 +136,7 @@ WRONG_SUMS = (
     (lambda x: x * jnp.sum(x[None], 0), '`reduce_sum` takes several'),
     (lambda x: x * lax.cond(total(x) > 0, total, jnp.max, x), '`reduce_max` '),
     (lambda x: x * total(x + 1), NOT_ZERO),
+    (lambda x: x * total(x**0), NOT_ZERO),
     (lambda x: x * total(x**-2), NOT_ZERO),
     (lambda x: x * total(jnp.maximum(x, 1)), NOT_ZERO),
     (lambda x: x * total(jnp.where(x == 0, 1, x)), NOT_ZERO),
@@ -254,6 +257,8 @@ TOGETHER = (
     ),
     # Their size, as a number, a table, a choice, a bit, a sign and a dtype.
     (lambda u, p: u / u.size, SHAPES),
+    (lambda u, p: u**u.size, SHAPES),
+    (lambda u, p: 2 * u if u.size > 3 else u, SHAPES),
     (lambda u, p: u * jnp.mean(jnp.ones((2, *u.shape)) + u.size), SHAPES),
     (lambda u, p: lax.fori_loop(0, 3, lambda _, x: x * u.size, u), SHAPES),
     (
