@@ -97,7 +97,6 @@ INNERS = {
     'injected': lambda: optax.inject_hyperparams(optax.lamb)(
         learning_rate=optax.linear_schedule(0.1, 0.01, 3), b1=0.8
     ),
-    'schedule-free': lambda: optax.contrib.schedule_free_adamw(0.1),
 }
 
 
