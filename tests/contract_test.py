@@ -154,9 +154,7 @@ def _mean(inner):
 
 
 ROWS = {
-    'cross_shard_mean': Row(
-        lambda inner, n: _mean(inner), per_shard=True, chained=True
-    ),
+    'cross_shard_mean': _link(cross_shard_mean(AXIS)),
     'reproducible.mean': _link(reproducible.mean(AXIS)),
     'reproducible.sum': _link(reproducible.sum(AXIS), factor=SHARDS),
     # Numbers of towers are powers of two.
@@ -182,15 +180,6 @@ ROWS = {
         refuser='owned_update',
         cuts=True,
         owns=True,
-    ),
-    'drop_stale_of_shard_update': Row(
-        lambda inner, n: drop_stale(
-            2, shard_update(inner, AXIS), axis_name=AXIS
-        ),
-        takes_local_step=True,
-        per_shard=True,
-        refuser='drop_stale',
-        cuts=True,
     ),
     'tower_reduce': Row(
         lambda inner, n: tower_reduce(n, inner), towers='in turn'
@@ -289,15 +278,6 @@ ROWS = {
         refuser='delay_updates',
         keeps=True,
         delays=True,
-    ),
-    'tower_reduce_of_drop_stale_per_shard': Row(
-        lambda inner, n: tower_reduce(
-            n, drop_stale(2, _mean(inner), axis_name=AXIS), axis_name=AXIS
-        ),
-        takes_local_step=True,
-        towers='in turn',
-        per_shard=True,
-        refuser='tower_reduce',
     ),
     'guard': Row(lambda inner, n: guard(inner, spikes=SPIKES)),
     'guard_per_shard': Row(

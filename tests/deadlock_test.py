@@ -68,12 +68,13 @@ def run_in_process(mode, *names, seconds=PATIENCE):
 
 class DeadlockTest(parameterized.TestCase):
 
+  @cases.parameters(('decide_alone', 0), ('apply_if_finite', 1))
   @pytest.mark.slow
-  def test_a_gate_that_shards_decide_alone_hangs(self):
-    done = run_in_process('pmap', 'decide_alone', seconds=IMPATIENCE)
+  def test_a_gate_that_shards_decide_alone_hangs(self, case, num_finished):
+    done = run_in_process('pmap', case, seconds=IMPATIENCE)
 
     self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
-    self.assertNotIn(FINISHED, done.stdout)
+    self.assertEqual(done.stdout.count(FINISHED), num_finished)
 
   @cases.parameters(*modes.PARALLEL_MODES)
   @pytest.mark.slow
@@ -105,6 +106,21 @@ def decide_alone(mode):
     return lax.cond(x >= 4, lambda x: lax.psum(x, AXIS), lambda x: x, x)
 
   print(modes.map_shards(mode, fn)(0.0, jnp.arange(8.0)))
+
+
+def apply_if_finite(mode):
+  """Deadlocks once one of the shards is not finite."""
+  tx = optax.apply_if_finite(momentum(), 3)
+
+  def fn(params, x):
+    return tx.update(own_gradient(params, x), tx.init(params), params)[0]
+
+  mapped = modes.map_shards(mode, fn)
+  jax.block_until_ready(mapped(np.float32(1), gradients()))
+  print(FINISHED, flush=True)
+  bad = gradients()
+  bad[3] = np.nan
+  jax.block_until_ready(mapped(np.float32(1), bad))
 
 
 def momentum():
@@ -368,6 +384,7 @@ CASES = {
     fn.__name__: fn
     for fn in (
         decide_alone,
+        apply_if_finite,
         stale_shards,
         stale_towers,
         weightless_shards,

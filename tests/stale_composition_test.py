@@ -3,7 +3,6 @@
 import pathlib
 
 from absl.testing import parameterized
-import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -89,16 +88,6 @@ class CompositionTest(parameterized.TestCase):
 
     line = '| ' + ' | '.join([row, *found]) + ' |'
     self.assertIn(f'\n{line}\n', DOCUMENT.read_text())
-
-  def test_both_global_steps_are_found(self):
-    tx = build('`scale_by_staleness` with `inner`', 'in `drop_stale`')
-    state = tx.init(PARAMS)
-
-    with self.assertRaisesRegex(KeyError, 'multiple values'):
-      optax.tree_utils.tree_get(state, 'global_step')
-    chex.assert_trees_all_equal(
-        state.global_step, state.inner_state.global_step, strict=True
-    )
 
 
 class PlainJitTest(parameterized.TestCase):

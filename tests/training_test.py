@@ -251,62 +251,19 @@ class TrainingTest(parameterized.TestCase):
         )
       assert_same(actual, harness.on_each_shard(expected, len(group)))
 
-  @cases.parameters('vmap', 'shard_map')
-  def test_trains_without_jit_as_one_device(self, mode):
+  def test_trains_without_jit_as_one_device(self):
     examples = np.random.default_rng(0).normal(size=(SHARDS, 3))
     examples = examples.astype(np.float32)
     tx = mean(optax.sgd(0.1))
 
     def train(params, x):
       grad = harness.gradient(lambda w, x: jnp.sum((w - x) ** 2) / 2)
-      updates, _ = tx.update(grad(params, x), tx.init(params))
+      updates, _ = tx.update(grad(params, x[0]), tx.init(params))
       return optax.apply_updates(params, updates)
 
-    if mode == 'vmap':
-      mapped = jax.vmap(train, (None, 0), axis_name=AXIS)
-      trained = mapped(np.zeros(3, np.float32), examples)[0]
-    else:
-      trained = jax.shard_map(
-          lambda params, x: train(params, x[0]),
-          mesh=modes.mesh(),
-          in_specs=(P(), P(AXIS)),
-          out_specs=P(),
-      )(np.zeros(3, np.float32), examples)
+    mapped = jax.shard_map(
+        train, mesh=modes.mesh(), in_specs=(P(), P(AXIS)), out_specs=P()
+    )
+    trained = mapped(np.zeros(3, np.float32), examples)
 
     np.testing.assert_allclose(trained, 0.1 * examples.mean(0), rtol=1e-5)
-
-  def test_trains_step_by_step_on_a_mesh_of_explicit_axes(self):
-    name = 'all together'
-    job, mesh = JOBS[name], jax.make_mesh((SHARDS,), (AXIS,))
-    self.assertEqual(mesh.axis_types, (jax.sharding.AxisType.Explicit,))
-    params = jax.device_put(initial_params(), jax.NamedSharding(mesh, P()))
-    state = shard_transforms.init_state(job.tx, params, mesh)
-    specs = shard_transforms.state_specs(job.tx, params, mesh)
-
-    def one_shard(params, state, batch):
-      batch = jax.tree.map(lambda x: x[0], batch)
-      updates, state = job.tx.update(
-          harness.gradient(loss)(params, batch),
-          state,
-          params,
-          **extra_args_of(job, state, batch),
-      )
-      return optax.apply_updates(params, updates), state
-
-    step = jax.jit(
-        jax.shard_map(
-            one_shard,
-            mesh=mesh,
-            in_specs=(P(), specs, P(AXIS)),
-            out_specs=(P(), specs),
-        ),
-        donate_argnums=(0, 1),
-    )
-    batches = jax.device_put(batches_of(job), jax.NamedSharding(mesh, P()))
-    for call in range(3 * TOWERS):
-      batch = jax.tree.map(lambda x, i=call: x[:, i], batches)
-      batch = jax.device_put(batch, jax.NamedSharding(mesh, P(AXIS)))
-      params, state = jax.block_until_ready(step(params, state, batch))
-
-    expected = jax.tree.map(lambda x: x[2], one_device(name, ALL[0]))
-    assert_same(jax.device_get(params), expected)

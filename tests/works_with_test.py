@@ -1,4 +1,4 @@
-"""What people use beside this library: frameworks, and wrappers of Optax.
+"""Wrappers of Optax inside and around what this library has.
 
 `ROWS` is the table of `docs/composing.md`: each wrapper of Optax inside and
 around each transformation, and the result.
@@ -6,24 +6,15 @@ around each transformation, and the result.
 
 import collections
 from collections.abc import Callable
-import os
 import pathlib
-import signal
-import subprocess
-import sys
-import tempfile
 from typing import Any, NamedTuple
 
 from absl.testing import parameterized
 import chex
-from flax import nnx
-from flax.training import train_state
 import jax
 from jax import lax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import cases
 import modes
@@ -32,11 +23,6 @@ import shard_transforms
 AXIS = modes.AXIS
 SHARDS, STEPS, TOWERS, FEATURES, OUTPUTS = 4, 3, 2, 5, 3
 DOCUMENT = pathlib.Path(__file__).parents[1] / 'docs' / 'composing.md'
-FLAGS = (
-    '--xla_cpu_collective_call_warn_stuck_timeout_seconds=1'
-    ' --xla_cpu_collective_call_terminate_timeout_seconds=2'
-)
-FINISHED = 'finished'
 
 # The largest difference that rounding makes in any of these tests is 6e-7.
 TOLERANCE = dict(rtol=2e-6, atol=2e-6)
@@ -87,68 +73,6 @@ def on_each_shard(tree):
 def assert_same(actual, expected):
   chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
   chex.assert_trees_all_close(actual, expected, **TOLERANCE)
-
-
-class FrameworkTest(parameterized.TestCase):
-  """What `frameworks_test.py` does not: mistakes, and what is not handed on."""
-
-  @cases.parameters(
-      (
-          optax.chain(MEAN, MOMENTUM),
-          'weight',
-          "unexpected keyword .*'weight'",
-      ),
-      (
-          shard_transforms.drop_stale(
-              1, optax.chain(MEAN, MOMENTUM), axis_name=AXIS
-          ),
-          'local_step',
-          '`local_step` .*, got None',
-      ),
-  )
-  def test_apply_gradients_hands_on_no_extra_argument(self, tx, name, words):
-    params = {'w': np.ones(FEATURES, np.float32)}
-    state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    def step(state, x):
-      grads = jax.tree.map(lambda w: w * x, state.params)
-      return state.apply_gradients(grads=grads, **{name: 1})
-
-    with self.assertRaisesRegex(TypeError, words):
-      jax.eval_shape(
-          modes.map_shards('shard_map', step), state, np.ones(8, np.float32)
-      )
-
-  def test_gradients_of_nnx_are_per_shard_with_per_shard_models(self):
-    model = nnx.Linear(FEATURES, OUTPUTS, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(model)
-    x = np.random.default_rng(0).normal(size=(SHARDS, FEATURES))
-    x = x.astype(np.float32)
-
-    def loss_fn(model, x):
-      return jnp.sum(model(x) ** 2)
-
-    def of_per_shard(model, x):
-      model = shard_transforms.per_shard(model, AXIS)
-      return nnx.grad(loss_fn)(model, x)
-
-    def by_library(model, x):
-      return shard_transforms.value_and_grad(loss_fn, AXIS)(model, x)[1]
-
-    def reduced(*takes):
-      def fn(state, x):
-        found = []
-        for take in takes:
-          grads = jax.tree.leaves(take(nnx.merge(graph, state), x))
-          found.append(MEAN.update(grads, MEAN.init(grads))[0])
-        return found
-
-      return modes.map_shards('shard_map', fn, SHARDS)(state, x)
-
-    found = reduced(of_per_shard, by_library)
-    chex.assert_trees_all_equal(*found, strict=True)
-    with self.assertRaisesRegex(ValueError, 'must be per shard'):
-      reduced(nnx.grad(loss_fn))
 
 
 def wrapped_momentum(wrap):
@@ -541,31 +465,6 @@ class ComposingTest(parameterized.TestCase):
         extra_args = {'local_step': 0} if place.takes_local_step else {}
         self.assertEqual(can_hang(name, tx, extra_args), outcome == 'hangs')
 
-  @pytest.mark.slow
-  def test_hangs_once_a_shard_is_not_finite(self):
-    name, label = '`apply_if_finite`', 'around `cross_shard_mean`'
-    source = pathlib.Path(shard_transforms.__file__).parents[1]
-    paths = [str(source), os.environ.get('PYTHONPATH', '')]
-    env = {
-        **os.environ,
-        'JAX_PLATFORMS': 'cpu',
-        'JAX_NUM_CPU_DEVICES': '2',
-        'PYTHONPATH': os.pathsep.join(filter(None, paths)),
-        'XLA_FLAGS': FLAGS,
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, name, label],
-        env=env,
-        cwd=self.enterContext(tempfile.TemporaryDirectory()),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-    self.assertEqual(done.stdout.split(), [FINISHED], done.stderr)
-    self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
-
 
 class LostTest(parameterized.TestCase):
   """Extra arguments that Optax drops in silence."""
@@ -660,27 +559,3 @@ class DocumentTest(parameterized.TestCase):
     text = DOCUMENT.read_text()
     for word in TRAINS:
       self.assertIn(f'\n- **{word}**: ', text)
-
-
-def hang(name, label):
-  """Trains with two shards, and then once more with a NaN on one of them."""
-  place = PLACES[label]
-  tx = place.sharded(ROWS[name].wrap)
-
-  def fn(params, x):
-    state = tx.init(params)
-    for _ in range(2 * TOWERS):
-      updates = jax.tree.map(lambda p: jnp.full_like(p, x), params)
-      _, state = tx.update(updates, state, params)
-    return state
-
-  mapped = modes.map_shards('pmap', fn, num_shards=2)
-  params = initial_params(name)
-  jax.block_until_ready(mapped(params, np.float32([1, 2])))
-  print(FINISHED, flush=True)
-  jax.block_until_ready(mapped(params, np.float32([1, np.nan])))
-  print(FINISHED, flush=True)
-
-
-if __name__ == '__main__':
-  hang(*sys.argv[1:])

@@ -121,3 +121,48 @@ class AccumulatorTest(parameterized.TestCase):
     found = _update(tx, [jnp.ones((2, 5), x) for x in dtypes], **extra_args)
 
     self.assertEqual([x.dtype for x in found], list(map(jnp.dtype, dtypes)))
+
+  @cases.parameters(None, 1.0)
+  def test_few_bits_add_up_in_float32(self, weight):
+    # 1 is lost where it is added to the first one in so few bits.
+    first = {'bfloat16': 256, 'float16': 2048, 'float8_e4m3fn': 16}
+    each = {
+        k: np.array([x] + 7 * [1]).astype(jnp.dtype(k))
+        for k, x in first.items()
+    }
+    three = jax.tree.map(lambda x: x[:3], each)
+    identity = optax.identity()
+    kinds = 'mean', 'sum'
+
+    def in_turn(kind):
+      tx = shard_transforms.tower_reduce(3, identity, reduction=kind)
+      state = tx.init(jax.tree.map(lambda x: x[0], each))
+      for i in range(3):
+        tower = jax.tree.map(lambda x, i=i: x[i], three)
+        found, state = tx.update(tower, state, weight=weight)
+      return found
+
+    def stacked(kind):
+      tx = shard_transforms.reduce_towers(3, identity, reduction=kind)
+      weights = None if weight is None else np.ones(3)
+      return tx.update(three, tx.init(None), weight=weights)[0]
+
+    def shard(_, own):
+      over_shards = [
+          tx.update(own, tx.init(own), weight=weight)[0]
+          for tx in (
+              shard_transforms.cross_shard_mean(modes.AXIS),
+              shard_transforms.cross_shard_sum(modes.AXIS),
+          )
+      ]
+      return over_shards, [fn(k) for fn in (in_turn, stacked) for k in kinds]
+
+    over_shards, towers = modes.map_shards('shard_map', shard)(0.0, each)
+
+    for number, found in (8, over_shards), (3, towers[:2]), (3, towers[2:]):
+      for divisor, updates in zip((number, 1), found, strict=True):
+        for dtype, x in first.items():
+          total = np.full(8, (x + number - 1) / divisor)
+          np.testing.assert_array_equal(
+              updates[dtype], total.astype(jnp.dtype(dtype)), strict=True
+          )

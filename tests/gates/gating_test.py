@@ -532,16 +532,15 @@ class ExplicitMeshTest(parameterized.TestCase):
 class WeightTest(parameterized.TestCase):
   """Gates that leave out shards require that `inner` uses the weight."""
 
-  def update(self, gate, inner, mode, params=None, weight_of=None, **kwargs):
-    tx = WEIGHING[gate](inner=inner, **kwargs)
+  def update(self, gate, inner, mode, params=None):
+    tx = WEIGHING[gate](inner=inner)
 
     def fn(params, x):
       updates = jax.tree.map(lambda p: x * p, params)
       updates = shard_transforms.per_shard(updates, AXIS)
-      weight = 1.0 if weight_of is None else weight_of(x)
       state = tx.init(params)
       for _ in range(2):
-        result = tx.update(updates, state, params, local_step=0, weight=weight)
+        result = tx.update(updates, state, params, local_step=0, weight=1.0)
         state = result[1]
       return result
 
@@ -563,26 +562,6 @@ class WeightTest(parameterized.TestCase):
     updates = jax.jit(jax.vmap(fn, axis_name=AXIS))(jnp.array([1.0, 3.0]))
 
     np.testing.assert_allclose(updates, [2.5, 2.5])
-
-  def test_takes_the_word_of_the_user(self):
-    def update(updates, state, params=None, *, weight, **extra_args):
-      del params, extra_args
-      # The first sum has no weight, and the second takes away what it should.
-      mask = jnp.where(weight > 0, 1.0, 0.0)
-      total = lax.psum(mask, AXIS)
-      summed = jax.tree.map(
-          lambda u: lax.psum(u, AXIS) - lax.psum((1 - mask) * u, AXIS), updates
-      )
-      return jax.tree.map(lambda u: u / total, summed), state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    given = 'guard', inner, 'vmap', {'w': jnp.ones(3)}, lambda x: x >= 6
-
-    with self.assertRaisesRegex(ValueError, '`assume_weighted=True`'):
-      self.update(*given)
-    updates, _ = self.update(*given, assume_weighted=True)
-
-    np.testing.assert_allclose(updates['w'], np.full((8, 3), 6.5))
 
   def test_the_word_of_the_user_is_a_boolean(self):
     message = "`assume_weighted` must be a boolean, got 'yes'"

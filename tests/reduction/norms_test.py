@@ -109,6 +109,12 @@ class GlobalNormTest(parameterized.TestCase):
   @cases.parameters(
       (np.int32, {}, TypeError, '`global_norm` must be real'),
       (float, {'axis_name': 'x'}, NameError, '`global_norm` needs the mapped'),
+      (
+          float,
+          {'axis_name': AXIS, 'sharded': AXIS},
+          TypeError,
+          '`sharded` of `global_norm` must be a `PartitionSpec`',
+      ),
       (float, {'axis_name': AXIS}, ValueError, 'must say which .* not track'),
       (float, {'sharded': P(AXIS)}, ValueError, 'must come with `axis_name`'),
       (

@@ -235,28 +235,10 @@ class GatesTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates['a'], [3.0 + 0.5 * 9 * 2])
     np.testing.assert_array_equal(updates['b'], np.ones(2))
 
-  def test_its_numbers_can_be_injected(self):
-    tx = optax.inject_hyperparams(compensate_delay)(
-        optax.linear_schedule(1.0, 0.0, 2), decay=0.0, eps=EPS
-    )
-    params = jnp.full(2, 2.0)
-    state = tx.init(params)
-
-    found = []
-    for _ in range(2):
-      updates, state = tx.update(params, state, params, read_params=params - 1)
-      found.append(updates[0])
-
-    added = 4 / np.sqrt(4 + EPS)
-    np.testing.assert_allclose(found, [2 + added, 2 + added / 2], rtol=1e-6)
-
 
 class StateTest(parameterized.TestCase):
 
-  def test_is_empty_without_decay(self):
-    self.assertEqual(compensate_delay(1.0).init(jnp.ones(3)).mean_square, ())
-
-  @cases.parameters((8, 4, [1, 3, 5, 7]), (8, 1, [7]), (3, 5, [0, 1, 2, 2, 2]))
+  @cases.parameters((8, 4, [1, 3, 5, 7]), (3, 5, [0, 1, 2, 2, 2]))
   def test_is_never_less_on_other_shards(self, before, after, rows):
     tx = _compensate(True, axis_name=AXIS)
     state = shard_transforms.init_state(tx, jnp.zeros(3), modes.mesh(before))
@@ -276,9 +258,7 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       ((-1,), {}, ValueError, '`lam` must not be negative, got -1'),
-      (('1',), {}, TypeError, "`lam` must be a real number, got '1'"),
       ((1,), {'decay': 1}, ValueError, '`decay` must be .* less than 1, got 1'),
-      ((1,), {'decay': True}, TypeError, '`decay` must be a real number'),
       ((1,), {'eps': 0}, ValueError, '`eps` must be positive, got 0'),
   )
   def test_refuses_bad_arguments(self, args, kwargs, error, message):
@@ -320,13 +300,11 @@ class RefusalTest(parameterized.TestCase):
       tx.update(**{**given, **wrong})
 
   @cases.parameters(
-      ('updates that are reduced', '`updates` of .* reduced'),
       ('parameters read by each shard', '`updates` of .* reduced'),
       ('no axis', r"`axis_name` of `compensate_delay` must name \['data'\]"),
   )
   def test_refuses_what_would_diverge(self, which, message):
-    of_axis = which == 'updates that are reduced'
-    tx = _compensate(True, axis_name=AXIS if of_axis else None)
+    tx = _compensate(True)
 
     def shard(params, x):
       read = params

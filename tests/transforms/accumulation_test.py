@@ -119,26 +119,6 @@ class AccumulationTest(parameterized.TestCase):
     self.assertEqual(sent_over(report, 'data'), expected)
     self.assertEmpty(report.warnings)
 
-  def test_plain_scan_reduces_each_micro_batch(self):
-    """What the function replaces, by the same measure."""
-    mesh = make_mesh((8,))
-    x = place(mesh, X.reshape(TOWERS, -1, WIDTH), P(None, 'data'))
-
-    @jax.jit
-    def plain(params, x):
-      def tower(total, x):
-        return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(params, x)), None
-
-      return jax.lax.scan(tower, jax.tree.map(jnp.zeros_like, params), x)[0]
-
-    params = place(mesh, PARAMS, LAYOUTS['replicated'][1])
-    report = monitoring.wire_report(plain, params, x, compiled=True)
-
-    once = sum(p.nbytes for p in PARAMS.values())
-    self.assertEqual(sent_over(report, 'data'), {'psum': TOWERS * once})
-    (warning,) = set(report.warnings)
-    self.assertIn('`accumulated_value_and_grad(', warning)
-
   def test_gradients_get_specs_that_mix_axes_in_a_dimension(self):
     mesh = make_mesh((4, 2))
     both = ('model', 'data')

@@ -135,40 +135,6 @@ class CrossShardTest(parameterized.TestCase):
 
 class DtypeTest(parameterized.TestCase):
 
-  @cases.parameters(None, 1)
-  def test_few_bits_are_summed_in_float32(self, weight):
-    # The sum of these and of seven ones is lost where each addition is rounded.
-    first = {
-        'bfloat16': 256,
-        'float16': 2048,
-        'float8_e4m3fn': 16,
-        'float8_e5m2': 8,
-    }
-    mean = shard_transforms.cross_shard_mean(modes.AXIS)
-    total = shard_transforms.cross_shard_sum(modes.AXIS)
-
-    def shard(_, x):
-      return {
-          'mean': mean.update(x, mean.init(x), weight=weight)[0],
-          'sum': total.update(x, total.init(x), weight=weight)[0],
-      }
-
-    x = {
-        dtype: np.array([x] + [1] * 7).astype(jnp.dtype(dtype))
-        for dtype, x in first.items()
-    }
-
-    updates = modes.map_shards('shard_map', shard)(0.0, x)
-
-    expected = {
-        kind: {
-            dtype: np.full(8, (x + 7) / divisor).astype(jnp.dtype(dtype))
-            for dtype, x in first.items()
-        }
-        for kind, divisor in (('mean', 8), ('sum', 1))
-    }
-    chex.assert_trees_all_equal(updates, expected, strict=True)
-
   def test_takes_leaves_that_are_no_arrays_of_jax(self):
     total = shard_transforms.cross_shard_sum(modes.AXIS)
 

@@ -9,7 +9,6 @@ import optax
 import cases
 import harness
 import modes
-import one_device
 import shard_transforms
 
 STALENESS = 1
@@ -18,113 +17,9 @@ INT32 = np.iinfo(np.int32)
 # [shards, calls, features] and [shards, calls]
 DATA = np.random.default_rng(0).normal(size=(8, 7, 5)).astype(np.float32)
 WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 7)).astype(np.float32)
-# Of parameters that are 0 to 3 steps old, as the calls advance.
-STEPS = np.arange(7) - np.random.default_rng(2).integers(0, 4, (8, 7))
-STEPS = STEPS.astype(np.int32)
-
-
-def _loss(params, x):
-  return 0.5 * jnp.sum((params - x) ** 2)
-
-
-def _train(data=DATA, weights=None, steps=STEPS, mode='shard_map', own=True):
-  """Returns what each of 7 calls gave: updates, momentum and counts."""
-  axis_name = modes.HOSTS if mode == 'hosts' else modes.AXIS
-  grad = harness.gradient(_loss, axis_name)
-
-  def extra_args(_, batch):
-    _, step, *weight = batch
-    step = step if own else lax.pmax(step, axis_name)
-    return {'local_step': step} | ({'weight': weight[0]} if weight else {})
-
-  trained = harness.train(
-      shard_transforms.drop_stale(
-          STALENESS,
-          harness.momentum(axis_name),
-          axis_name=axis_name if own else None,
-      ),
-      np.zeros(5, np.float32),
-      (data, steps) if weights is None else (data, steps, weights),
-      mode,
-      grad=lambda params, batch: grad(params, batch[0]),
-      extra_args=extra_args,
-      see=lambda state: (
-          optax.tree_utils.tree_get(state, 'trace'),
-          *state[:3],
-      ),
-  )
-  return trained.updates, *trained.seen
-
-
-def _expected(data, weights, steps, staleness=STALENESS):
-  """Returns updates, momenta and exact counts of the same calls."""
-  device = one_device.Device()
-  global_step, dropped, left_out = 0, 0, 0
-  calls = []
-  for x, weight, step in zip(
-      data.swapaxes(0, 1), weights.T, steps.T, strict=True
-  ):
-    late = global_step - step.astype(int) > staleness
-    weight = np.where(late, 0, weight)
-    update = device.step(x, weight)
-    global_step += weight.any()
-    dropped += late.any() and not weight.any()
-    left_out += late.sum()
-    calls.append((update, device.momentum, global_step, dropped, left_out))
-  updates, momenta, *counts = zip(*calls, strict=True)
-  on_all = one_device.on_all
-  return (
-      on_all(*updates),
-      on_all(*momenta),
-      *(on_all(*count, dtype=np.int32) for count in counts),
-  )
 
 
 class DropStaleTest(parameterized.TestCase):
-
-  def assert_close(self, calls, expected):
-    chex.assert_trees_all_close(
-        calls, expected, rtol=1e-5, atol=1e-6, strict=True
-    )
-
-  def test_drops_what_is_too_old_on_all_shards(self):
-    steps = np.broadcast_to(STEPS[0], (8, 7))
-
-    calls = _train(steps=steps, own=False)
-
-    expected = _expected(DATA, np.ones((8, 7)), steps)
-    # A call is dropped or not; without an axis, it counts as one shard.
-    self.assertIn(0, np.diff(expected[2][0]))
-    self.assertIn(1, np.diff(expected[2][0]))
-    self.assert_close(calls, (*expected[:4], expected[3]))
-
-  def test_leaves_out_the_shards_that_are_too_late(self):
-    steps = STEPS.copy()
-    # Where all shards are late, nothing changes.
-    data = DATA.copy()
-    steps[:, 4], data[:, 4] = -9, np.nan
-
-    calls = _train(data, steps=steps)
-
-    self.assert_close(calls, _expected(data, np.ones((8, 7)), steps))
-    np.testing.assert_array_equal(calls[0][:, 4], np.zeros((8, 5)))
-    np.testing.assert_array_equal(calls[1][:, 4], calls[1][:, 3])
-
-  @cases.parameters('shard_map', 'hosts')
-  def test_counts_the_shards_in_time_by_their_weights(self, mode):
-    data, weights = DATA.copy(), WEIGHTS.copy()
-    weights[3] = 0
-    weights[:, 1] = 0
-    # What is left out contributes nothing. Where no shard has any weight, none
-    # of them is late, and one in another call.
-    steps = STEPS.copy()
-    steps[6], steps[:, 1] = -9, 9
-    weights[:, 5] = 0
-    data[[3, 6]] = np.nan
-
-    calls = _train(data, weights, steps, mode)
-
-    self.assert_close(calls, _expected(data, weights, steps))
 
   def test_is_a_link_of_a_chain_without_inner(self):
     tx = optax.chain(
@@ -161,24 +56,6 @@ class DropStaleTest(parameterized.TestCase):
         r'write `drop_stale\(staleness, optax.chain\(...\), axis_name=...\)`',
     ):
       shard_transforms.drop_stale(1, axis_name='data')
-
-  def test_refuses_updates_whose_sum_is_pending(self):
-    tx = shard_transforms.drop_stale(
-        1, harness.momentum(), axis_name=modes.AXIS
-    )
-
-    def shard(params, x):
-      given = lax.pcast(params, modes.AXIS, to='reduced')
-      grads = jax.grad(_loss)(given, x)
-      return tx.update(grads, tx.init(params), local_step=0)[0]
-
-    with self.assertRaisesRegex(
-        ValueError,
-        "`updates` of `drop_stale` must be per shard over 'data', got the root"
-        r' \[5\], typed unreduced',
-    ):
-      mapped = modes.map_shards('shard_map', shard)
-      jax.eval_shape(mapped, jnp.zeros(5), DATA[:, 0])
 
 
 class AcceptanceTest(parameterized.TestCase):

@@ -113,30 +113,6 @@ class ReduceTowersTest(parameterized.TestCase):
     self.assertEqual(recorded['local_step'], 7)
 
 
-class LeavesTest(parameterized.TestCase):
-
-  @cases.product(reduction=('mean', 'sum'), weighted=(False, True))
-  def test_few_bits_add_up_in_float32(self, reduction, weighted):
-    # 1 is lost where it is added to the first one in so few bits.
-    first = {'bfloat16': 256, 'float16': 2048, 'float8_e4m3fn': 16}
-    tx = shard_transforms.reduce_towers(
-        3, optax.identity(), reduction=reduction
-    )
-    updates = {k: jnp.array([x, 1, 1], k) for k, x in first.items()}
-    weight = np.ones(3) if weighted else None
-
-    reduced, _ = jax.jit(
-        lambda: tx.update(updates, tx.init(None), weight=weight)
-    )()
-
-    divisor = 1 if reduction == 'sum' else 3
-    expected = {
-        k: np.array((x + 2) / divisor).astype(jnp.dtype(k))
-        for k, x in first.items()
-    }
-    chex.assert_trees_all_equal(reduced, expected, strict=True)
-
-
 class WeightTest(parameterized.TestCase):
 
   def test_refuses_own_weights_for_updates_that_are_already_reduced(self):
