@@ -62,6 +62,12 @@ def pytest_collection_modifyitems(items):
   items += quick
 
 
+def pytest_runtest_teardown(item, nextitem):
+  # No test uses what one of another file compiled, which takes memory.
+  if nextitem is None or nextitem.path != item.path:
+    jax.clear_caches()
+
+
 def pytest_collection_finish():
   # Tracing makes many objects that stay: looking through them, and all that was
   # imported, each time takes an eighth of the tests' time.
