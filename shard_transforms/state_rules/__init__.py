@@ -1,4 +1,4 @@
-"""What a state of your own declares: how it is resized, saved and measured."""
+"""What a state of your own declares: how it is resized, saved and checked."""
 
 from shard_transforms._src.base.states import Rule
 
