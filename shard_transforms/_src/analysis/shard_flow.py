@@ -1,8 +1,8 @@
 """Which values differ between shards, which are sent, and what deadlocks.
 
-The kind of a value is a set of differences: over which axis it differs, and how.
-The result of a collective that is the same on all shards differs over none of
-its axes. A value that is found to differ may be the same by chance; a value
+The kind of a value is a set of differences: over which axis it differs, and
+how. The result of a collective that is the same on all shards differs over none
+of its axes. A value that is found to differ may be the same by chance; a value
 that is not found is the same, provided that the inputs are.
 
 A predicate that differs, and decides whether a shard gets to a collective,
