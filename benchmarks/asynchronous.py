@@ -9,8 +9,8 @@ or of the first program. The parts:
 * ray, pipes, shared: the library, with any staleness, over the programs of
   `asynchronous_programs.py`;
 * rpc: the library over PyTorch's RPC, where `torch` is installed;
-* journal, checkpoints: with a journal over without, and with a checkpoint each
-  second as well;
+* journal, checkpoints: with a journal over without, and with a checkpoint after
+  so many updates as take about a second as well;
 * waiting: four workers over one, where each gradient waits for 50 ms;
 * pacing: pacing over dropping, four workers that wait so, and staleness 2;
 * slow_worker: the same, where one of them waits ten times as long;
@@ -47,7 +47,7 @@ from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import parameter_server
 
 # Programs that are compared with the library, and runs of it that keep
-# something, with the seconds between checkpoints.
+# something, with about how many seconds are between checkpoints.
 KEEPS = {'journal': 10**6, 'checkpoints': 1}
 OTHERS = ('ray', 'pipes', 'shared', 'rpc', *KEEPS)
 PARTS = (

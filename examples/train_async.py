@@ -136,7 +136,7 @@ class Run(NamedTuple):
     name: The name of the way.
     result: What `train` returns.
     journal: What became of each gradient.
-    losses: The numbers of updates, and losses of their batches [2, n].
+    losses: The numbers of some updates, and losses of their batches [2, n].
     rate: Accepted updates a second.
   """
 
@@ -206,7 +206,7 @@ class Progress:
 
   def __init__(self, bar: tqdm.tqdm):
     self._bar = bar
-    self._losses: list[tuple[int, float]] = []
+    self._losses: dict[int, float] = {}
     self._start = time.monotonic()
     self._first_step = 0
 
@@ -222,7 +222,7 @@ class Progress:
     self._bar.set_postfix_str(
         f'dropped {report.num_dropped}, mean age {report.mean_age:.1f}'
     )
-    self._losses.append((report.global_step, report.metrics['loss']))
+    self._losses[report.global_step] = report.metrics['loss']
 
   def rate(self) -> float:
     """Returns the accepted updates a second, from the first to the last."""
@@ -230,7 +230,7 @@ class Progress:
 
   def losses(self) -> np.ndarray:
     """Returns steps and losses [2, n]."""
-    return np.reshape(self._losses, (-1, 2)).T
+    return np.reshape(sorted(self._losses.items()), (-1, 2)).T
 
   def _seconds(self):
     return time.monotonic() - self._start
@@ -381,7 +381,7 @@ def plot(runs: Sequence[Run], path: pathlib.Path) -> None:
 
 
 def plot_losses(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
-  """Draws the losses of the batches of all updates."""
+  """Draws the losses of the batches of the updates that were reported."""
   for run in runs:
     axes.plot(*run.losses, label=run.name, linewidth=1)
   axes.set(yscale='log', title='Loss of a batch')

@@ -132,9 +132,10 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
       if saved.is_due():
         full = st.full_state(state, tx, params, mesh)
         saved.save((params, full), metrics)
-    faulthandler.cancel_dump_traceback_later()
   except checkpoints.CheckpointError as error:
     return f'FAILED: {error}'
+  finally:
+    faulthandler.cancel_dump_traceback_later()
   if is_first:
     params = jax.tree.map(np.asarray, params)
     print(f'test accuracy {digits.accuracy(params, *test_data):.2%}')

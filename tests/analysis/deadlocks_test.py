@@ -20,6 +20,9 @@ AXIS = modes.AXIS
 # Where types do not refuse most of what hangs.
 UNCHECKED = 'shard_map_unchecked'
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+# Pairs of which each has a shard of either half.
+PAIRS = [[i, i + 4] for i in range(4)]
+QUARTERS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 RING = [(i, (i + 1) % 8) for i in range(8)]
 # Of eight shards with five examples of three features each.
 OWN = jax.ShapeDtypeStruct((8, 5, 3), jnp.float32)
@@ -94,6 +97,10 @@ def first(x):
   return gather(x)[0]
 
 
+def positive_in_halves(x):
+  return jnp.sum(gather(x, axis_index_groups=HALVES)) > 0
+
+
 def permute(x):
   return lax.ppermute(x, AXIS, RING)
 
@@ -124,6 +131,9 @@ HANGS = {
     'both_send_but_one': lambda x: lax.switch(
         jnp.argmax(x[0]), [permute, lambda x: x, first], x
     ),
+    'scatter': if_positive(
+        lambda x: lax.psum_scatter(jnp.tile(x, (8, 1)), AXIS, tiled=True)
+    ),
     'all_to_all': if_positive(
         lambda x: lax.all_to_all(jnp.stack([x] * 8), AXIS, 0, 0)[0]
     ),
@@ -134,6 +144,7 @@ HANGS = {
     'scanned_result': lambda x: if_positive(permute)(
         lax.scan(lambda c, y: (c, y), x, x)[1]
     ),
+    'nested': if_positive(lambda x: lax.cond(True, first, lambda x: x, x)),
     'while': lambda x: until_small(x, permute),
     'condition_of_while': lambda x: lax.while_loop(
         lambda x: jnp.sum(x + first(x)) > 1, lambda x: x / 2, x
@@ -147,6 +158,9 @@ HANGS = {
     'in_a_branch': lambda x: lax.cond(
         psum(jnp.sum(x)) > 0, if_positive(permute), lambda x: x, x
     ),
+    'bound_of_loop': lambda x: lax.fori_loop(
+        0, jnp.argmax(x[0]), lambda _, x: permute(x), x
+    ),
     'chosen_by_own_choice': lambda x: lax.cond(
         lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0) > 1,
         first,
@@ -158,11 +172,10 @@ HANGS = {
     'mixed_with_what_is_alike': decided(
         lambda x: jnp.sum(psum(x) + x) > 0, first
     ),
-    'decided_in_groups': lambda x: lax.cond(
-        jnp.sum(gather(x, axis_index_groups=HALVES)) > 0,
-        first,
-        lambda x: x,
-        x,
+    'groups': if_positive(lambda x: gather(x, axis_index_groups=HALVES)[0]),
+    'decided_in_groups': decided(positive_in_halves, first),
+    'decided_in_other_groups': decided(
+        positive_in_halves, lambda x: gather(x, axis_index_groups=PAIRS)[0]
     ),
     'in_a_solver': lambda x: lax.custom_linear_solve(
         lambda y: 2 * y,
@@ -174,6 +187,9 @@ HANGS = {
 # What decides alike, or sends nothing, or nothing that is waited for.
 FINE = {
     'reduced': lambda x: lax.cond(psum(jnp.sum(x)) > 0, psum, pmean, x),
+    'smallest': decided(
+        lambda x: lax.pmin(jnp.isfinite(x).all().astype(int), AXIS) > 0, first
+    ),
     'gathered': decided(lambda x: jnp.sum(gather(x)) > 0, first),
     'sends_nothing': if_positive(jnp.sin),
     'loop_sends_nothing': lambda x: until_small(x, jnp.sin) + psum(x),
@@ -195,9 +211,22 @@ FINE = {
     'no_numbers_of_its_own': decided(
         lambda x: jnp.sum(jnp.zeros_like(x)) > 0, first
     ),
-    # Shards of a group may decide together.
+    # The halves decide each for itself.
     'group': decided(
         lambda x: index() < 4, lambda x: gather(x, axis_index_groups=HALVES)[0]
+    ),
+    'reduced_in_groups': decided(
+        positive_in_halves, lambda x: gather(x, axis_index_groups=HALVES)[0]
+    ),
+    'reduced_in_larger_groups': decided(
+        positive_in_halves, lambda x: gather(x, axis_index_groups=QUARTERS)[0]
+    ),
+    'reduced_in_groups_in_a_solver': lambda x: if_positive(permute)(
+        lax.custom_linear_solve(
+            lambda y: 2 * y,
+            x,
+            lambda _, y: psum(y, axis_index_groups=HALVES) / 8,
+        )
     ),
     'reduced_in_a_solver': lambda x: if_positive(permute)(
         lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: pmean(y) / 2)
@@ -365,6 +394,7 @@ AROUND = {
 # Reductions, with the extra arguments that they need.
 REDUCTIONS = {
     'cross_shard_mean': (mean_of(sgd), {}),
+    'groups': (mean_of(sgd, groups=HALVES), {}),
     'shard_update': (update_in_slices, {}),
     'tower_reduce': (tower_reduce(2, mean_of(sgd), axis_name=AXIS), {}),
     'drop_stale': (

@@ -82,7 +82,7 @@ class JournalTest(parameterized.TestCase):
       b'',
       b'shard_transforms jour',
       b'PK\x03\x04 something else',
-      b'shard_transforms journal 3 15534411 [{}, [0, 0, ""]]\n',
+      b'shard_transforms journal 4 265304186 [{}, null]\n',
       bytes(1000),
   )
   def test_other_file_is_refused_and_left_alone(self, data):

@@ -24,7 +24,7 @@ folder, *deeds = sys.argv[1:]
 number = int(os.environ['JAX_PROCESS_ID'])
 path = pathlib.Path(folder) / f'{number}.pid'
 deed = deeds[number]
-if deed == 'ignore_sigterm':
+if deed in ('ignore_sigterm', 'stop'):
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
 elif deed == 'tidy_up':
   signal.signal(signal.SIGTERM, lambda *_: (path.unlink(), sys.exit()))
@@ -44,6 +44,8 @@ if deed == 'exit':
   sys.exit(7)
 elif deed == 'be_killed':
   os.kill(os.getpid(), signal.SIGKILL)
+elif deed == 'stop':
+  os.kill(os.getpid(), signal.SIGSTOP)
 elif deed == 'report':
   pipe.read()
   # On a busy machine, the end of the other, whose files are closed by now, may
@@ -124,6 +126,7 @@ class ProcessesTest(parameterized.TestCase):
           ('wait', 'be_killed', 'wait'),
           'got process 1 of 3 .* killed by SIGKILL.',
       ),
+      (('exit', 'stop'), r'got process 1 of 2 .*\(SIGSTOP\), then process 0 '),
   )
   def test_names_who_failed_and_ends_the_others(self, deeds, message):
     with self.assertRaisesRegex(

@@ -28,6 +28,7 @@ OPEN_MPI = {
     'OMPI_COMM_WORLD_RANK': '1',
     'OMPI_COMM_WORLD_LOCAL_RANK': '1',
 }
+ONE_OF_OPEN_MPI = {'OMPI_COMM_WORLD_SIZE': '1', 'OMPI_COMM_WORLD_RANK': '0'}
 KUBERNETES = {
     'KUBERNETES_SERVICE_HOST': '10.0.0.1',
     'JOB_COMPLETION_INDEX': '1',
@@ -37,6 +38,7 @@ JAX = {
     'JAX_NUM_PROCESSES': '2',
     'JAX_PROCESS_ID': '1',
 }
+SLICES = KUBERNETES | {'MEGASCALE_NUM_SLICES': '2'}
 ELSEWHERE = JAX | {'JAX_COORDINATOR_ADDRESS': '10.0.0.1:80'}
 FOUND = 'h:1', 3, 1, None
 RANKS = 'SLURM_PROCID', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_RANK'
@@ -110,6 +112,8 @@ class SchedulersTest(parameterized.TestCase):
       ({}, 'gcetpu'),
       (SLURM | BESIDE, 'slurm'),
       (BATCH_SCRIPT | OPEN_MPI, 'ompi'),
+      # The first task of the second slice of TPUs.
+      (SLICES | {'JOB_COMPLETION_INDEX': '0'}, 'gketpu'),
   )
   def test_joins_what_jax_detects(self, values, method):
     found = '127.0.0.1:99', 2, 1, [1]
@@ -131,6 +135,7 @@ class SchedulersTest(parameterized.TestCase):
       (SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}, None),
       # The shell of `salloc` is no task.
       ({'SLURM_NTASKS': '2'}, None),
+      ({'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '1'}, None),
       ({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}, None),
       (KUBERNETES | {'JOB_COMPLETION_INDEX': '0'}, ('h:1', 1, 0, None)),
   )
@@ -142,15 +147,24 @@ class SchedulersTest(parameterized.TestCase):
 
   @cases.parameters(
       (BATCH_SCRIPT, None, 'a batch script is no task'),
+      (
+          {'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '2'},
+          None,
+          r'\(SLURM_JOB_NUM_NODES=2, .*=0\), .* nothing \(a batch script is no',
+      ),
+      (SLURM | {'SLURM_NTASKS': '1'}, None, 'NTASKS=1, .*=1.* nothing. Set'),
+      (SLURM | {'SLURM_NTASKS': '1'}, ('h:1', 1, 1, None), 'process 1 of 1'),
+      (SLURM | JAX | {'JAX_PROCESS_ID': '0'}, None, 'knows process 0 of 2.'),
       ({'PMI_SIZE': '2', 'PMI_RANK': '0'}, None, r'MPI \(PMI_SIZE=2, PMI_RANK'),
       ({'WORLD_SIZE': '2', 'RANK': '0'}, None, 'torchrun .* unset RANK'),
       (KUBERNETES, None, r"pip install 'jax\[k8s\]'"),
       (OPEN_MPI, None, 'knows nothing .*OMPI_MCA_orte_hnp_uri'),
-      (SLURM, None, 'Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_PROCID'),
+      (SLURM, None, 'nothing. Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_P'),
+      (SLICES, None, 'knows nothing .it needs Kubernetes'),
       (SLURM, FOUND, 'knows process 1 of 3. Set'),
       (SLURM | BESIDE | {'PMI_SIZE': '4'}, ('h:1', 2, 1, None), 'got MPI .*=4'),
       # Two tasks of Slurm, each of which starts one of Open MPI.
-      (SLURM | OPEN_MPI | {'OMPI_COMM_WORLD_SIZE': '1'}, None, 'got Slurm'),
+      (SLURM | OPEN_MPI | ONE_OF_OPEN_MPI, None, 'got Slurm'),
       (SLURM | {'SLURM_PROCID': 'one'}, None, "`SLURM_PROCID` must .*, got 'o"),
       (
           SLURM | ELSEWHERE | {'JAX_PROCESS_ID': '0'},
@@ -181,6 +195,7 @@ class SchedulersTest(parameterized.TestCase):
       # The processes of `run_processes` are no tasks of what it runs in.
       (BATCH_SCRIPT | JAX,),
       (KUBERNETES | {'JOB_COMPLETION_INDEX': '5'} | JAX,),
+      (SLICES | {'JOB_COMPLETION_INDEX': '0'} | ELSEWHERE,),
       # An allocation counts what it has started itself.
       (OPEN_MPI | JAX | BATCH_SCRIPT,),
   )

@@ -1,21 +1,21 @@
 """Which values differ between shards, which are sent, and what deadlocks.
 
-The kind of a value is the set of axes over which it differs. The result of a
-collective that is the same on all shards differs over none of its axes. A value
-that is found to differ may be the same by chance; a value that is not found is
-the same, provided that the inputs are.
+The kind of a value is a set of differences: over which axis it differs, and
+how. The result of a collective that is the same on all shards differs over none
+of its axes. A value that is found to differ may be the same by chance; a value
+that is not found is the same, provided that the inputs are.
 
 A predicate that differs, and decides whether a shard gets to a collective,
 deadlocks: where it is computed from slices of the arguments of a mapped
 function, or from `axis_index`. A slice of one element does not count: it may be
 a copy, such as a counter that `jax.pmap` gets once for each shard. There is no
 warning of what is not known: arguments may differ although the program does not
-show it, branches that all send may still not match, and shards of a group may
-decide together.
+show it, and branches that all send may still not match.
 """
 
 from collections.abc import Hashable
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.extend
 
@@ -24,10 +24,27 @@ from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 
 Axes = frozenset[Hashable]
-NONE: Axes = frozenset()
 
 
-class Shards(interpreter.Reader[Axes]):
+class Difference(NamedTuple):
+  """How values differ between shards.
+
+  Attributes:
+    axis: The mapped axis over which they differ.
+    by_index: Whether they are computed from `axis_index` alone.
+    groups: The groups of shards within which they are the same, if any.
+  """
+
+  axis: Hashable
+  by_index: bool = False
+  groups: tuple[tuple[int, ...], ...] = ()
+
+
+Differences = frozenset[Difference]
+NONE: Differences = frozenset()
+
+
+class Shards(interpreter.Reader[Differences]):
   """Follows what differs between shards."""
 
   def constant(self, value):
@@ -42,10 +59,10 @@ class Shards(interpreter.Reader[Axes]):
       return kinds
     if step.name in primitives.SENDING and len(kinds) == len(step.outputs):
       return [_received(step, kind) for kind in kinds]
-    axes = self.join(kinds).union(*map(_by_place, step.bodies))
+    differences = self.join(kinds).union(*map(_by_place, step.bodies))
     if step.name == 'axis_index':
-      axes = frozenset(step.axes)
-    return [axes] * len(step.outputs)
+      differences = _over(step.axes, by_index=True)
+    return [differences] * len(step.outputs)
 
   def chosen(self, step, predicate, kinds):
     # Even branches that return constants give results that differ with the
@@ -53,24 +70,28 @@ class Shards(interpreter.Reader[Axes]):
     return [predicate | kind for kind in kinds]
 
 
+def _over(axes, **how):
+  return frozenset(Difference(axis, **how) for axis in axes)
+
+
 def _received(step, kind):
-  """Returns over which axes a result of a collective differs."""
+  """Returns how a result of a collective differs."""
   groups = step.params.get('axis_index_groups')
   if step.name in primitives.SCATTERING:
     # Each shard gets another part, even of what is the same everywhere.
-    return kind.union(step.axes)
-  others = kind.difference(step.axes)
+    return kind | _over(step.axes)
+  others = frozenset(d for d in kind if d.axis not in step.axes)
   if groups is None or (others == kind and len(set(map(len, groups))) == 1):
     return others
-  return kind.union(step.axes)
+  return others | _over(step.axes, groups=tuple(map(tuple, groups)))
 
 
 def _by_place(program):
-  """Returns over which axes what it makes of `axis_index` differs."""
+  """Returns how what a program makes of `axis_index` differs."""
   found = NONE
   for step in program.steps:
     if step.name == 'axis_index':
-      found = found.union(step.axes)
+      found |= _over(step.axes, by_index=True)
     found = found.union(*map(_by_place, step.bodies))
   return found
 
@@ -84,7 +105,8 @@ def differing(
     program: The program of the shards.
     given: The axes over which each of its inputs differs.
   """
-  return interpreter.interpret(program, given, Shards())
+  results = interpreter.interpret(program, [*map(_over, given)], Shards())
+  return [frozenset(d.axis for d in kind) for kind in results]
 
 
 def first_sent(
@@ -129,14 +151,14 @@ class _Deadlocks(Shards):
     self.warnings = {}
 
   def primitive(self, step, kinds):
-    axes = inlining.axis_sizes(step)
-    if any(_first_waiting(body, axes) for body in step.bodies):
+    anyhow = _over(inlining.axis_sizes(step))
+    if any(_first_waiting(body, anyhow) for body in step.bodies):
       # A collective in its bodies may make values equal again, as in the
       # iterative solver of a `lax.custom_linear_solve`.
       return [NONE] * len(step.outputs)
     results = super().primitive(step, kinds)
     if step.name == 'shard_map' and step.outputs[0].aval.size > 1:
-      results = [results[0].union(step.axes)]
+      results = [results[0] | _over(step.axes)]
     return [_inside(step, result) for result in results]
 
   def inside(self, step, kinds):
@@ -151,10 +173,10 @@ class _Deadlocks(Shards):
     return [_inside(step, result) for result in results]
 
 
-def _inside(step, axes):
-  """Returns those axes along which there are several shards around a step."""
+def _inside(step, differences):
+  """Returns the differences along which there are several shards around it."""
   sizes = inlining.axis_sizes(step)
-  return frozenset(axis for axis in axes if sizes.get(axis, 1) > 1)
+  return frozenset(d for d in differences if sizes.get(d.axis, 1) > 1)
 
 
 def _warning(step, predicate):
@@ -185,7 +207,18 @@ def _first_waiting(program, chosen):
 
 def _awaited(step, chosen):
   """Returns the axes along which a step waits for shards of other choices."""
-  in_groups = step.params.get('axis_index_groups') is not None
-  if step.name not in primitives.SENDING or in_groups:
+  if step.name not in primitives.SENDING:
     return []
-  return [axis for axis in step.axes if axis in chosen]
+  groups = step.params.get('axis_index_groups')
+  axes = {d.axis for d in chosen if groups is None or _splits(d, groups)}
+  return [axis for axis in step.axes if axis in axes]
+
+
+def _splits(difference, groups):
+  """Whether shards of one group may choose differently."""
+  # `axis_index` may stand for the group of a shard, as in `index() < 4` where
+  # each half gathers on its own.
+  return not difference.by_index and not all(
+      any(set(group) <= set(agreeing) for agreeing in difference.groups)
+      for group in groups
+  )

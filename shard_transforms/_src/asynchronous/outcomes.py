@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 JOURNAL_FILE = 'journal.bin'
-_MAGIC = b'shard_transforms journal 4 '
+_MAGIC = b'shard_transforms journal 5 '
 
 _FIELDS = {
     '<i8': ('sequence', 'batch'),
@@ -58,7 +58,7 @@ class Report:
       journal when the run resumed.
     mean_age: Mean staleness of the accepted updates, in steps.
     seconds: Seconds since the run was started or resumed.
-    metrics: The metrics of the latest accepted update.
+    metrics: The metrics of the latest accepted update; empty before the first.
     params: The parameters, if `on_progress` asked for them; the last report has
       them in any case.
 

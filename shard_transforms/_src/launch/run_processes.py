@@ -50,8 +50,10 @@ def run_processes(
   `grace` seconds to report their errors; then they get SIGTERM, and after as
   many seconds SIGKILL. If one is killed by a signal, no collective with it can
   end, and the others have at most 1.25 seconds each time instead of `grace`.
-  No process is left behind, whatever ends the call: an error, Ctrl-C or, in the
-  main thread, SIGTERM. Processes that the program itself starts are not ended.
+  One that was stopped (SIGSTOP) is named first: the others failed because they
+  waited for it. No process is left behind, whatever ends the call: an error,
+  Ctrl-C or, in the main thread, SIGTERM. Processes that the program itself
+  starts are not ended.
 
   Args:
     num_processes: How many processes to start.
@@ -99,13 +101,13 @@ def run_processes(
       if not sigterms:
         grace_left = _grace_after(failed, grace)
     finally:
-      _stop(children, grace_left)
+      stopped = _stop(children, grace_left)
   if sigterms:
     sys.exit(128 + signal.SIGTERM)
   if failed:
     deaths = [
         f'process {process_id} of {num_processes} that {_end(status)}'
-        for process_id, status in failed.items()
+        for process_id, status in {**stopped, **failed}.items()
     ]
     raise RuntimeError(
         '`command` must exit with status 0 in every process, got'
@@ -198,7 +200,11 @@ def _grace_after(failed, grace):
 
 
 def _stop(children, grace_left):
-  """Ends all children: SIGTERM first, then SIGKILL."""
+  """Ends all children: SIGTERM first, then SIGKILL.
+
+  Returns:
+    Those that were stopped, which SIGTERM does not reach, with `None`.
+  """
   try:
     for child in children:
       child.terminate()
@@ -206,14 +212,25 @@ def _stop(children, grace_left):
     for child in children:
       with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(max(deadline - time.monotonic(), 0))
+    return {i: None for i, child in enumerate(children) if _is_stopped(child)}
   finally:
     for child in children:
       child.kill()
       child.wait()
 
 
+def _is_stopped(child):
+  # Not every system can tell, nor of a process that has ended.
+  with contextlib.suppress(AttributeError, ChildProcessError):
+    options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, child.pid, options) is not None
+  return False
+
+
 def _end(status):
   """Says in words how a process ended."""
+  if status is None:
+    return 'was stopped (SIGSTOP)'
   if status >= 0:
     return f'exited with status {status}'
   try:

@@ -17,6 +17,7 @@ class Scheduler(NamedTuple):
     process_id: The variable with the number of this task.
     method: JAX's name of its detection of such a cluster, if it has one.
     hint: What that detection may lack.
+    hosts: The variable with the number of hosts, for where there is no size.
   """
 
   name: str
@@ -24,6 +25,7 @@ class Scheduler(NamedTuple):
   process_id: str
   method: str = ''
   hint: str = ''
+  hosts: str = ''
 
 
 class Cluster(NamedTuple):
@@ -43,6 +45,14 @@ class Cluster(NamedTuple):
 
 
 _OPEN_MPI_COUNT = 'OMPI_COMM_WORLD_SIZE'
+_SLURM = Scheduler(
+    'Slurm',
+    'SLURM_NTASKS',
+    'SLURM_PROCID',
+    'slurm',
+    ' (a batch script is no task: start the program by `srun`)',
+    'SLURM_JOB_NUM_NODES',
+)
 _SCHEDULERS = (
     Scheduler(
         'Open MPI',
@@ -53,13 +63,7 @@ _SCHEDULERS = (
     ),
     Scheduler('MPI', 'PMI_SIZE', 'PMI_RANK'),
     Scheduler('torchrun', 'WORLD_SIZE', 'RANK'),
-    Scheduler(
-        'Slurm',
-        'SLURM_NTASKS',
-        'SLURM_PROCID',
-        'slurm',
-        ' (a batch script is no task: start the program by `srun`)',
-    ),
+    _SLURM,
     Scheduler(
         'Kubernetes',
         '',
@@ -95,28 +99,35 @@ def find_cluster(timeout: int) -> Cluster | None:
         ' unset the variables of the scheduler for a program that runs alone.'
     ) from error
   cluster = Cluster(*found) if found else None
-  check_agrees(cluster)
+  check_agrees(cluster, only_sure=cluster is not None)
   return cluster if cluster and cluster.num_processes > 1 else None
 
 
-def check_agrees(cluster: Cluster | None) -> None:
+def check_agrees(cluster: Cluster | None, *, only_sure: bool) -> None:
   """Checks that each scheduler says what is known, so that no task is alone.
 
   Args:
     cluster: What the variables of JAX, or its detection, say.
+    only_sure: Whether to ask only those that count all processes of a program.
 
   Raises:
     ValueError: If one says something else.
   """
   for scheduler, num_tasks, process_id in _tasks():
-    num_tasks = num_tasks or (cluster and cluster.num_processes)
-    if cluster and cluster[1:3] == (num_tasks, process_id):
+    is_sure = _is_sure(scheduler)
+    if only_sure and not is_sure:
       continue
-    names = scheduler.size, scheduler.process_id
-    shown = [f'{x}={os.environ[x]}' for x in names if x]
-    known = f'nothing{scheduler.hint}'
+    if cluster is not None:
+      num_tasks = num_tasks or cluster.num_processes
+      if cluster[1:3] == (num_tasks, process_id) and process_id < num_tasks:
+        continue
+    names = scheduler.size, scheduler.hosts, scheduler.process_id
+    shown = [f'{x}={os.environ[x]}' for x in names if x in os.environ]
+    known = 'nothing'
     if cluster:
       known = f'process {cluster.process_id} of {cluster.num_processes}'
+    elif scheduler is not _SLURM or not is_sure:
+      known += scheduler.hint
     raise ValueError(
         'Each scheduler must say what JAX knows of the tasks of a program, got'
         f' {scheduler.name} ({", ".join(shown)}), of which JAX knows'
@@ -130,14 +141,28 @@ def check_agrees(cluster: Cluster | None) -> None:
 def _tasks() -> Iterator[tuple[Scheduler, int | None, int]]:
   """Yields the schedulers of several tasks: their number, and that of this."""
   for scheduler in _SCHEDULERS:
-    name, count, process_id, *_ = scheduler
-    if not os.environ.get(process_id) or (count and not os.environ.get(count)):
+    has_size = bool(os.environ.get(scheduler.size))
+    is_one_host = os.environ.get(scheduler.hosts, '1') == '1'
+    is_shell = scheduler.size and not has_size and is_one_host
+    if is_shell or not os.environ.get(scheduler.process_id):
       continue
-    num_tasks = _number(count) if count else None
+    num_tasks = _number(scheduler.size) if has_size else None
+    process_id = _number(scheduler.process_id)
     # An `mpirun` knows more than the allocation of Slurm that it is in.
-    is_around = name == 'Slurm' and os.environ.get(_OPEN_MPI_COUNT, '1') != '1'
-    if num_tasks != 1 and not is_around:
-      yield scheduler, num_tasks, _number(process_id)
+    is_around = (
+        scheduler is _SLURM and os.environ.get(_OPEN_MPI_COUNT, '1') != '1'
+    )
+    if (num_tasks, process_id) != (1, 0) and not is_around:
+      yield scheduler, num_tasks, process_id
+
+
+def _is_sure(scheduler):
+  """Whether a scheduler started this process, and counts all of its program."""
+  if scheduler is _SLURM:
+    # A batch script or a shell is in no step.
+    return any(name.startswith('SLURM_STEP_') for name in os.environ)
+  # Kubernetes counts within a slice of TPUs.
+  return bool(scheduler.size)
 
 
 def _number(name):
