@@ -129,6 +129,7 @@ SOUND = {
 }
 # The first part that differs, and a cause.
 WRONG = {
+    'no mean': (mean_loss, optax.chain(CLIP, ADAM), None, 'update', 'at all'),
     'clip': (mean_loss, optax.chain(CLIP, MEAN), None, 'update', 'clipping'),
     'signs': (
         *(mean_loss, optax.chain(optax.scale_by_sign(), MEAN), None),
@@ -165,12 +166,17 @@ ONES = np.ones(3)
 FLAGS = np.array([1, 0, 1]), np.array([1, 1, 1])
 # A part, what one device and several give, and what is said of it.
 DIFFERENT = (
-    ('gradient', ONES, 8 * ONES, ['8 times that of one', 'reduced twice']),
+    ('gradient', ONES, 8 * ONES, ['8 times that of one', 'or not at all']),
     ('gradient', ONES, ONES / 8, ['0.125 times that of one device']),
     ('gradient', *FLAGS, ['before its gradient']),
     ('statistics', *FLAGS, ['inside the model']),
     ('update', 0 * ONES, ONES, ['update: relative difference inf']),
-    ('loss', np.ones(()), np.array(np.nan), ['loss: relative difference nan']),
+    (
+        'loss',
+        np.ones(()),
+        np.array(np.nan),
+        ['difference nan', 'in a later step'],
+    ),
     ('update', np.array([1 + 1j]), np.array([1.0]), ['update']),
     (
         *('update', np.array([3 + 4j]), np.array([3 - 1j])),

@@ -18,8 +18,9 @@ _CALLER = 'assert_trains_as_one_device'
 _CAUSES = {
     'loss': (
         'random keys that depend on the shard, or are the same on all shards;'
-        ' shards with different numbers of rows or tokens without that number'
-        ' as `weight`; batch statistics of a shard alone.'
+        ' different numbers of rows or tokens without that number as `weight`;'
+        ' batch statistics of a shard alone; in a later step, no reduction at'
+        ' all.'
     ),
     'statistics': (
         'batch statistics of a shard alone: take their mean over the shards'
@@ -31,14 +32,14 @@ _CAUSES = {
         ' statistics of a shard alone.'
     ),
     'update': (
-        'clipping, signs, moments or noise before the mean: put the reduction'
-        ' first; a missing or wrong `weight`; random keys that depend on the'
-        ' shard.'
+        'no reduction at all; clipping, signs, moments or noise before the mean:'
+        ' put the reduction first; a missing or wrong `weight`; random keys that'
+        ' depend on the shard.'
     ),
 }
 _CAUSES_OF_FACTOR = (
     'a loss that is a sum over examples: take its mean, or reduce by'
-    ' `cross_shard_sum`; a gradient that is reduced twice.'
+    ' `cross_shard_sum`; a gradient that is reduced twice, or not at all.'
 )
 # A leaf that is smaller than this part of the others may be rounding alone.
 _SMALL = 1e-3
@@ -93,7 +94,10 @@ def assert_trains_as_one_device(
       'loss', 'statistics', 'gradient' and 'update', each a tree of arrays. All
       are values of the whole batch: the `shard_mean` of losses and gradients,
       and as update the parameters after the step minus those before. A leading
-      axis of shards, as `jax.pmap` adds it, is compared row by row.
+      axis of shards, as `jax.pmap` adds it, is compared row by row. Return the
+      loss of the first step: a later one may differ by an earlier update. Return
+      the gradient if the optimizer clips, takes signs or is like Adam: these
+      hide a gradient that is N times too large.
     num_shards: The number of shards, at least 2.
     rtol: The relative difference that still counts as rounding. Give more for
       16-bit parameters. Adam and signs magnify rounding where a gradient is
@@ -125,7 +129,7 @@ def assert_trains_as_one_device(
         ...
     AssertionError: 4 shards must train as one device, but they differ in
       update: relative difference 0.5
-    The usual causes of the first: clipping, signs, moments or noise before ...
+    The usual causes of the first: no reduction at all; clipping, signs, ...
   """
   num_shards = arguments.as_at_least('num_shards', num_shards, 2)
   rtol = arguments.as_positive('rtol', rtol)
