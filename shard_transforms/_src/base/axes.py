@@ -68,9 +68,9 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
       raise NameError(
           f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
           f' (mapped axes: {mapped}). Call it, and `tx.init`, inside'
-          ' `jax.shard_map`, `jax.pmap` or `jax.vmap`; or bind `tx` by'
-          ' `shard_transforms.on_mesh(tx, mesh)`. Under plain `jax.jit`, leave'
-          f' `{caller}` out, or accumulate gradients by'
+          ' `jax.shard_map`, `jax.pmap` or `jax.vmap`; or, except for'
+          ' `jax.pmap`, take `shard_transforms.on_mesh(tx, mesh)`. Under plain'
+          f' `jax.jit`, leave `{caller}` out, or take'
           ' `shard_transforms.accumulated_value_and_grad`.'
       ) from error
   return math.prod(map(lax.axis_size, axes))

@@ -32,9 +32,9 @@ _CAUSES = {
         ' statistics of a shard alone.'
     ),
     'update': (
-        'no reduction at all; clipping, signs, moments or noise before the mean:'
-        ' put the reduction first; a missing or wrong `weight`; random keys that'
-        ' depend on the shard.'
+        'no reduction at all; clipping, signs, moments or noise before the'
+        ' mean: put the reduction first; a missing or wrong `weight`; random'
+        ' keys that depend on the shard.'
     ),
 }
 _CAUSES_OF_FACTOR = (
@@ -94,10 +94,10 @@ def assert_trains_as_one_device(
       'loss', 'statistics', 'gradient' and 'update', each a tree of arrays. All
       are values of the whole batch: the `shard_mean` of losses and gradients,
       and as update the parameters after the step minus those before. A leading
-      axis of shards, as `jax.pmap` adds it, is compared row by row. Return the
-      loss of the first step: a later one may differ by an earlier update. Return
-      the gradient if the optimizer clips, takes signs or is like Adam: these
-      hide a gradient that is N times too large.
+      axis of shards, as `jax.pmap` adds it, is compared row by row. Return
+      the loss of the first step: a later one may differ because of an earlier
+      update. Return the gradient if the optimizer clips, takes signs or is
+      like Adam: these hide a gradient that is N times too large.
     num_shards: The number of shards, at least 2.
     rtol: The relative difference that still counts as rounding. Give more for
       16-bit parameters. Adam and signs magnify rounding where a gradient is

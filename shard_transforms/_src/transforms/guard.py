@@ -140,7 +140,8 @@ def guard(
     min_shards: The number of good shards that is enough for a step with
       `on_bad='exclude'`, at least 1; 1 by default.
     max_consecutive: The number of skipped steps in a row at which
-      `check_health` raises; `None` for any number.
+      `check_health` raises; `None` for any number. A step that leaves out bad
+      shards counts as taken.
     sharded: Which leaves are sliced over other axes than `axis_name`, as in
       `global_norm`; needed where JAX does not track types.
     assume_weighted: Turns off the check that `inner` uses `weight` in all of
