@@ -111,9 +111,10 @@ def get_variable(
       regularize: Any = regularizer or scope.regularizer
       if regularize is not None:
         losses = graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES)
-        losses.append(leaves.Rate(lambda: regularize(made), name))
+        loss = leaves.Rate(lambda: regularize(made), name)
+        losses.append(loss)
         if regularize(made) is None:
-          losses.pop()
+          losses[:] = [x for x in losses if x is not loss]
   return made
 
 

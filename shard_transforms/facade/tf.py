@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 import warnings
 
 from absl import logging
@@ -119,6 +119,20 @@ def _arg(function, x, axis=0, dtype=None):
   return jnp.asarray(function(x, axis), dtype)
 
 
+def _count_nonzero(x, axis=None, keepdims=False, dtype=None):
+  axis = tuple(axis) if isinstance(axis, list) else axis
+  return jnp.asarray(jnp.count_nonzero(x, axis, keepdims=keepdims), dtype)
+
+
+class _TopK(NamedTuple):
+  values: jax.Array
+  indices: jax.Array
+
+
+def _top_k(x, k=1):
+  return _TopK(*jax.lax.top_k(x, k))
+
+
 def _norm(x, order='euclidean', axis=None, **options):
   if order not in ('euclidean', 2) or not (axis is None or np.ndim(axis) == 0):
     raise ValueError(
@@ -168,7 +182,8 @@ def _variance_scaling(
     scale=1.0, mode='fan_in', distribution='truncated_normal', **options
 ):
   # By its older name, too, the normal one is truncated in TensorFlow.
-  kind = 'truncated_normal' if distribution == 'normal' else distribution
+  kinds = {'normal': 'truncated_normal', 'untruncated_normal': 'normal'}
+  kind = kinds.get(distribution, distribution)
   return _initializers.variance_scaling(scale, mode, kind, **options)
 
 
@@ -356,9 +371,9 @@ _FUNCTIONS = {
         **_members('all any max mean min prod sum', 'reduce_'),
         **_members('logsumexp', 'reduce_', jax.scipy.special),
     },
-    'input_tensor axis keepdims dtype=None name reduction_indices keep_dims': (
-        _members('count_nonzero')
-    ),
+    'input_tensor axis keepdims dtype name reduction_indices keep_dims': {
+        'count_nonzero': _count_nonzero
+    },
     'a b transpose_a transpose_b name': {'matmul': _matmul},
     'a perm=axes name': _members('transpose'),
     'condition x y name': {'where': _where},
@@ -369,7 +384,7 @@ _FUNCTIONS = {
         for name in ('argmax', 'argmin')
     },
     'input axis name squeeze_dims': _members('squeeze'),
-    'input k sorted=None name': _members('top_k', 'nn.', jax.lax),
+    'input k sorted=None name': {'nn.top_k': _top_k},
     'input multiples name': _members('tile'),
     'input name': {
         **_members('identity=asarray rank=ndim shape size'),

@@ -101,16 +101,14 @@ class AggregatorTest(parameterized.TestCase):
         np.testing.assert_allclose(found[key][0], x, rtol=3e-5, atol=1e-6)
 
   @cases.parameters(*AGGREGATORS)
-  def test_a_sharded_optimizer_refuses_it_and_says_what_to_do(self, name):
+  def test_a_sharded_optimizer_refuses_it(self, name):
     tx = shard_transforms.shard_update(AGGREGATORS[name](), AXIS)
 
     def fn(params, update):
       return tx.update(update, tx.init(params), params)[0]
 
     with self.assertRaisesRegex(
-        ValueError,
-        r'`inner` of `shard_update` must .*chain\(.*before `shard_update`, with'
-        " `on_invariant='averaged'`",
+        ValueError, '`inner` of `shard_update` must treat each element'
     ):
       modes.map_shards('shard_map', fn)(np.zeros(3), np.ones((8, 3)))
 

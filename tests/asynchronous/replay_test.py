@@ -80,5 +80,5 @@ class ReplayTest(parameterized.TestCase):
     )
     asynchronous_cases.train(task, optax.sgd(0.1), folder=self.folder)
 
-    with self.assertRaisesRegex(ValueError, 'a function is not pure'):
+    with self.assertRaisesRegex(ValueError, 'and pure functions'):
       asynchronous.replay(self.folder, task, optax.sgd(0.1))

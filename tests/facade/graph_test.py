@@ -326,7 +326,15 @@ class GetVariableTest(facade_cases.GraphTest):
     w = facade.get_variable(
         'w', initializer=W, regularizer=lambda w: jnp.sum(w * w) / 2
     )
-    facade.get_variable('b', initializer=W, regularizer=lambda b: None)
+    # This one returns nothing, and adds a loss of its own.
+    facade.get_variable(
+        'b',
+        initializer=W,
+        regularizer=lambda b: facade.add_to_collection(
+            'regularization_losses', 7.0
+        ),
+    )
+    self.assertIn(7.0, facade.get_collection('regularization_losses'))
     opt = facade.GradientDescentOptimizer(0.5)
 
     def loss():

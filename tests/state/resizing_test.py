@@ -706,6 +706,16 @@ class RuleTest(parameterized.TestCase):
   """Of rows, what no state outside of the library declares."""
 
   @cases.parameters(
+      (dict(resize='some'), ValueError, '`resize` must be'),
+      (dict(metric='some'), ValueError, '`metric` must be'),
+      (dict(problem='some'), TypeError, '`problem` must be'),
+      (dict(full=len), ValueError, '`full` and `place` must be'),
+  )
+  def test_refuses(self, rule, error, words):
+    with self.assertRaisesRegex(error, words):
+      Rule(**rule)
+
+  @cases.parameters(
       (dict(resize='average'), FOUR, [315] * 3),
       # No weight is known.
       (dict(resize='average', row_weights=np.zeros(4)), FOUR, [315] * 3),

@@ -105,8 +105,8 @@ class TowerReduceTest(parameterized.TestCase):
 
     self.assert_trains_like(data, weights, mode=mode, reduction=reduction)
 
-  @cases.parameters(*GATED)
-  def test_a_nan_leaves_no_bit_in_the_next_window(self, gate):
+  @cases.parameters(('inside', True), ('inside', False), ('around', True))
+  def test_a_nan_leaves_no_bit_in_the_next_window(self, gate, weighted):
     tx = GATED[gate](harness.momentum())
     x, weights = DATA[:, :6], WEIGHTS[:, :6]
 
@@ -116,7 +116,8 @@ class TowerReduceTest(parameterized.TestCase):
     def train(x, weight):
       def step(state, own):
         x, weight = own
-        updates, state = tx.update(x, state, jnp.ones(5), weight=weight)
+        extra_args = {'weight': weight} if weighted else {}
+        updates, state = tx.update(x, state, jnp.ones(5), **extra_args)
         return state, updates
 
       return lax.scan(step, tx.init(jnp.ones(5)), (x, weight))[1]

@@ -150,6 +150,10 @@ class Rule:
           f'`metric` must be None or one of {get_args(Summary)}, got'
           f' {self.metric!r}.'
       )
+    if not (self.problem is None or callable(self.problem)):
+      raise TypeError(
+          f'`problem` must be None or a function, got {self.problem!r}.'
+      )
     if (self.full is None) != (self.place is None):
       raise ValueError(
           '`full` and `place` must be given together, got'

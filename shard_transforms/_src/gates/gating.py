@@ -262,7 +262,8 @@ def run_when_due(
   """Returns the result of `run` if it is due, else zeros and the state.
 
   This is a branch, for what is due in few calls: nothing of `run` is executed,
-  and nothing sent, in the others.
+  and nothing sent, in the others. `local_updates` has another reason, by which
+  its step is always due.
 
   Args:
     is_due: Whether to run, bool []; the same on all shards.

@@ -131,7 +131,10 @@ class ShardedReduction(leaf_sums.Reduction):
     ]
 
   def sends_in_rows(self, leaf: chex.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether slices are sent as rows, such as those that share a buffer."""
+    """Whether slices are scattered as rows, such as those that share a buffer.
+
+    Over several axes, they are gathered likewise.
+    """
     size = math.prod(jnp.shape(leaf)) * leaves_lib.dtype_of(leaf).itemsize
     levels = thresholds.levels(self.axes, in_slices=True)
     is_small = any(size < level.leaf_bytes for level in levels)

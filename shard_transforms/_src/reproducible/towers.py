@@ -34,9 +34,10 @@ def towers(
   Where a tower has `None` in place of a gradient, it adds zero, and counts in
   the mean. A tower of weight 0 is left out, even if it is not finite. If all
   weights are zero, the update is zero, and the state of `inner` keeps every
-  bit. `inner` gets the extra arguments of the last tower, without the weight.
-  Weights multiply as they are, so that products with the updates must be in the
-  range of float32, as with numbers of tokens.
+  bit: `inner` runs on zeros, where its derivative must be finite. `inner` gets
+  the extra arguments of the last tower, without the weight. Weights multiply as
+  they are, so that products with the updates must be in the range of float32,
+  as with numbers of tokens.
 
   Give each shard as many micro-batches in a row as it has towers: the product
   of both numbers is that of the micro-batches of a step. Do not put a gate
