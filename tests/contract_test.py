@@ -1061,7 +1061,7 @@ class RefusalTest(parameterized.TestCase):
       with self.assertRaisesRegex(
           ValueError,
           rf"`{refuser}` .* over 'data', got \['b'\] .* already reduced"
-          '.*per_shard',
+          '.*value_and_grad',
       ):
         tx = row.build(optax.identity(), num_towers)
         self.trace_first_call(row, tx, grad)
