@@ -429,7 +429,7 @@ UPDATES = {
         (
             'towers',
             {'updates': lambda updates: {'w': updates['w']}},
-            r"tree that its state was .* \['b'\] is only in the state",
+            r"state was .* \['b'\] is only in the state. Give gradients",
         ),
         (
             'shards of towers',

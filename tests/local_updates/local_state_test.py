@@ -82,7 +82,7 @@ class LocalParamsTest(parameterized.TestCase):
         (
             lambda: _on_shard(of_others)(params, np.zeros(8)),
             ValueError,
-            '`params` of `local_params` must',
+            '`params` of `local_params` must .*another. With nnx',
         ),
     ):
       with self.subTest(words), self.assertRaisesRegex(error, words):

@@ -190,8 +190,8 @@ def check_like(tree: Any, reference: Any, caller: str) -> None:
       raise ValueError(
           f'`updates` of `{caller}` must have the tree that its state was made'
           f' for, but {leaves.name_of(path)} is only in'
-          f' {"the state" if path in want else "the updates"}. Call `init` with'
-          ' parameters of the same tree.'
+          f' {"the state" if path in want else "the updates"}. Give'
+          ' gradients in the tree of the parameters, and these to `init`.'
       )
     update, kept = got[path], want[path]
     if update is None or kept is None:

@@ -222,8 +222,7 @@ def _take_over(state, params):
   except ValueError as error:
     raise ValueError(
         '`params` of `local_params` must have the tree that the state was made'
-        f' for, got {jax.tree.structure(params)} instead of'
-        f' {jax.tree.structure(own)}.'
+        ' for, got another. With nnx, give `nnx.as_pure` of both.'
     ) from error
 
 

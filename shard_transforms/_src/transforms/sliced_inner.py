@@ -173,18 +173,19 @@ class SlicedInner:
     """
     if problem:
       caller = self._reduction.caller
-      clip = (
-          ' To clip, put'
-          ' `shard_transforms.clip_by_global_norm(max_norm, axis_name)` first.'
-      )
+      owned = clip = ''
+      if self._reduction.axes_of_sums():
+        owned = ' `owners.owned_update(inner, axis_name)`, or'
+        clip = (
+            ' To clip, put `shard_transforms.clip_by_global_norm(max_norm,'
+            ' axis_name)` first.'
+        )
       raise ValueError(
           f'`inner` of `{caller}` must treat each element of the parameters'
-          f' alone, but {problem}. Use'
+          f' alone, but {problem}. Use{owned}'
           ' `optax.chain(cross_shard_mean(axis_name), inner)`, for some'
-          ' parameters by `optax.partition`.'
-          f'{clip if self._reduction.axes_of_sums() else ""}'
-          f' If the check is wrong, say `{caller}(...,'
-          ' assume_elementwise=True)`.'
+          f' parameters by `optax.partition`.{clip} If the check is wrong, say'
+          f' `{caller}(..., assume_elementwise=True)`.'
       )
 
   def _find_problem(self, updates, params, update):
