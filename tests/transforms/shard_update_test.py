@@ -357,18 +357,6 @@ class AxesTest(parameterized.TestCase):
       whole = np.asarray(state)[tuple(map(slice, shape))]
     np.testing.assert_array_equal(whole, params)
 
-  def test_says_how_to_give_it_a_mean(self):
-    tx = shard_update(optax.sgd(1.0), AXIS)
-
-    @functools.partial(
-        jax.shard_map, mesh=modes.mesh(), in_specs=P(), out_specs=P()
-    )
-    def step(grads):
-      return tx.update(grads, tx.init(grads), grads)[0]
-
-    with self.assertRaisesRegex(ValueError, r'say `shard_update\(.*averaged'):
-      step(jnp.ones(20))
-
   def test_takes_what_is_reduced_already_without_sending(self):
     mesh = modes.mesh()
     tx = shard_update(optax.sgd(1.0), AXIS, on_invariant='averaged')

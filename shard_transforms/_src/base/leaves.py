@@ -30,16 +30,13 @@ _REMEDIES = {
     'invariant': (
         'it is already reduced; `jax.grad` of replicated parameters is a sum.'
         ' Take `shard_transforms.value_and_grad`, and reduce once. If it is a'
-        " mean, say `{reducer}(..., on_invariant='averaged')`."
+        " mean, the reduction takes `on_invariant='averaged'`."
     ),
     'unreduced': (
         'its sum over the shards is pending. Take the gradient of each shard:'
         ' differentiate at `shard_transforms.per_shard(params, {axis!r})`.'
     ),
 }
-
-# Callers that take `on_invariant` themselves.
-_REDUCERS = 'shard_mean', 'shard_update', 'owned_update'
 
 
 def is_none(leaf: Any) -> bool:
@@ -199,11 +196,10 @@ def check_per_shard(
       state = axes_lib.state(leaf, axis)
       if state == 'invariant' and allow_invariant:
         continue
-      reducer = caller if caller in _REDUCERS else 'cross_shard_mean'
       raise ValueError(
           f'`updates` of `{caller}` must be per shard over {axis!r}, got'
           f' {name_of(path)} {list(jnp.shape(leaf))}, typed {state}:'
-          f' {_REMEDIES[state].format(axis=axis, reducer=reducer)}'
+          f' {_REMEDIES[state].format(axis=axis)}'
       )
 
 
