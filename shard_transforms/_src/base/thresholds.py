@@ -47,7 +47,8 @@ _BUFFERS = {'cpu': (Level(32 * 1024, 128 * 1024),)}
 # but neither gathers nor permutes: of GPT-2, 19 gathers in place of 22, and in
 # `reproducible`, 3 permutes in place of 150 for 50 leaves of 400 B. With leaves
 # of 120 kB, buffers take 2.6 times as long to compile, with those of 32 kB 1.5
-# times: python benchmarks/hardware.py v5e:2x4 --shapes=gpt2 shard_update
+# times. Of these figures, a command repeats the 19 gathers alone:
+# python benchmarks/hardware.py v5e:2x4 --shapes=gpt2 shard_update
 # XLA for GPUs joins all of them.
 _SLICE_BUFFERS = {
     'cpu': (Level(128 * 1024, 4 * 1024**2, 64),),
