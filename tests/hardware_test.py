@@ -178,12 +178,13 @@ class HardwareTest(parameterized.TestCase):
     self.assertLess(found['temporary'], most * other['temporary'])
     self.assertLess(found['code'], code * other['code'])
 
-  @cases.parameters(TPU, GPU)
-  def test_updates_of_an_embedding_are_added_in_place(self, name):
+  @cases.parameters((TPU, 1.3), (GPU, 1.15))
+  def test_an_embedding_is_updated_in_place(self, name, most):
     found = facts(name, 'gpt2: shard_update')
 
-    # Its columns are divided. A copy of it takes 154 MB.
-    self.assertLess(found['temporary'], 1.4 * MEGABYTES['gpt2'])
+    # Its columns are divided. A copy of it takes 154 MB, copies of a shard's
+    # part of its two moments 39 MB.
+    self.assertLess(found['temporary'], most * MEGABYTES['gpt2'])
 
   @cases.product(name=(TPU, GPU), case=('by hand, ZeRO-1', 'reproducible.mean'))
   def test_report_counts_each_byte_once(self, name, case):

@@ -9,6 +9,7 @@ from typing import ClassVar
 import chex
 import jax
 from jax import lax
+from jax.experimental import layout
 import jax.numpy as jnp
 import optax
 
@@ -171,6 +172,13 @@ class ShardedReduction(leaf_sums.Reduction):
     leaf = division.pad(leaf)
     for axis, dim in zip(self._divided_over(), division.dims, strict=True):
       leaf = collectives.scatter_along(leaf, axis, dim, tiled=True)
+    if axes_lib.platform() == 'gpu':
+      # Of a transposed gradient, as an embedding has it, XLA for GPUs would lay
+      # out a slice unlike the state, and copy that: benchmarks/hardware.py
+      #   h100:1x8 --shapes=gpt2 shard_update
+      # With this, XLA for TPUs would sum such a gradient whole.
+      rows_first = layout.Layout(tuple(range(leaf.ndim)))
+      leaf = layout.with_layout_constraint(leaf, rows_first)
     return leaf
 
   def _gather_along(self, division, own):
