@@ -1,3 +1,5 @@
+from unittest import mock
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
@@ -158,11 +160,14 @@ class TopKTest(parameterized.TestCase):
     rows = rng.normal(size=(9, block)).astype(np.float32)
 
     found = compress(compression.top_k(fraction, block=block), rows)
+    with mock.patch.object(jax, 'default_backend', return_value='tpu'):
+      on_tpu = compress(compression.top_k(fraction, block=block), rows)
 
     order = np.argsort(-np.abs(rows), axis=1)
     is_sent = np.zeros(rows.shape, bool)
     np.put_along_axis(is_sent, order[:, :num_sent], True, axis=1)
     np.testing.assert_array_equal(found, np.where(is_sent, rows, 0))
+    np.testing.assert_array_equal(on_tpu, found)
 
   def test_top_k_knows_places_in_the_largest_block(self):
     rows = np.zeros((1, 65536), np.float32)
