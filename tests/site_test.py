@@ -80,6 +80,8 @@ class SiteTest(unittest.TestCase):
     self.assertIn('<svg class="drawing', text)
     self.assertNotRegex(text, r'_images/\w+\.svg')
     self.assertIn('<td data-label="cure"', text)
+    # A blank line in a table ends it.
+    self.assertNotRegex(text, r'<p>\|')
 
   def test_no_backslash_shows(self):
     wrong = {

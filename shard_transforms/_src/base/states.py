@@ -61,13 +61,14 @@ class Rule:
   a sum is, and scaled by the new number of shards over the old one.
 
   Args:
-    resize: How it fits another number of shards. `'keep'` for parts that any
-      number can use; `'sum'`, `'mean'`, `'minimum'` or `'maximum'`; `'average'`
-      for rows that each become the mean of all finite ones; `'share'` for rows
-      that each become an equal part of the sum of all; `'begin_anew'` for parts
-      that are initialized again; `'refuse'` for parts that cannot be carried
-      over. Where it depends on values, a function of the state and of the
-      `reduction` that `resize_state` is given, which returns a `Rule`.
+    resize: How the part fits another number of shards. `'keep'` for parts that
+      any number can use; `'sum'`, `'mean'`, `'minimum'` or `'maximum'`;
+      `'average'` for rows that each become the mean of all finite ones;
+      `'share'` for rows that each become an equal part of the sum of all;
+      `'begin_anew'` for parts that are initialized again; `'refuse'` for parts
+      that cannot be carried over. Where it depends on values, a function of the
+      state and of the `reduction` that `resize_state` is given, which returns a
+      `Rule`.
     metric: How the shards' values become one number of `metrics`. `'same'` for
       a value that all shards share; `'sum'`, `'mean'`, `'minimum'` or
       `'maximum'` where each has its own: a leading axis, of length 1 inside the
@@ -79,8 +80,8 @@ class Rule:
     empty: To resize, the value of a shard that is added, and of a part that
       starts again. `None` is 0; for `'minimum'` and `'maximum'` it is the
       extreme of all shards so far.
-    reason: Why it cannot be carried over, a sentence; `{name}` in it stands for
-      the name of the leaf.
+    reason: Why the part cannot be carried over, a sentence; `{name}` in it
+      stands for the name of the leaf.
     row_weights: For `'average'` and `'share'`, how much each row counts,
       [rows]. All rows count the same if it is left out; for `'average'` also
       if the weights of all finite rows are 0.

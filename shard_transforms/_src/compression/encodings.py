@@ -31,7 +31,7 @@ def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:
 
   Raises:
     TypeError: If the block is not an integer.
-    ValueError: If it is not a multiple of 8, or less than 8.
+    ValueError: If `block` is not a multiple of 8, or less than 8.
 
   Examples:
     >>> import jax
@@ -152,8 +152,8 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
     A `Compressor`.
 
   Raises:
-    TypeError: If it is not a dtype.
-    ValueError: If it is of another kind.
+    TypeError: If `dtype` is not a dtype.
+    ValueError: If `dtype` is of another kind.
 
   Examples:
     >>> import jax
@@ -202,7 +202,7 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
 
   Raises:
     TypeError: If an argument is not a number.
-    ValueError: If it is out of its range.
+    ValueError: If an argument is out of its range.
 
   Examples:
     >>> import jax

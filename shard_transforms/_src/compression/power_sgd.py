@@ -41,8 +41,10 @@ def power_sgd(
   the last axis and whose rows are all others, with a sketch Q [m, r] from the
   last step:
 
-  .. math:: M_i = u_i + e_i, \quad P = \operatorname{orth} \Big(\frac1N \sum_i
-     M_i Q\Big), \quad Q \leftarrow \frac1N \sum_i M_i^\top P, \quad
+  .. math:: M_i = u_i + e_i, \quad
+     P = \operatorname{orth} \Big(\frac1N \sum_i M_i Q\Big)
+
+  .. math:: Q \leftarrow \frac1N \sum_i M_i^\top P, \quad
      u \leftarrow P Q^\top
 
   so that :math:`r (n + m)` numbers are sent in place of :math:`n m`, by plain

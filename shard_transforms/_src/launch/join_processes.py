@@ -36,12 +36,12 @@ def join_processes(
   backend of JAX. A process that was started on its own runs alone.
 
   If a process dies, the others do not wait for it. A collective of CPU devices
-  with it raises at once ("Connection closed by peer"). If process 0 is gone, or
-  another sends no sign of life for a while, JAX ends the rest with SIGABRT and
-  a message ("another task died"). A process that ends by an exception exits
-  with status 1, and does not wait for the others. One that leaves early by
-  `sys.exit` waits for them as if it had finished, until the shutdown times out:
-  raise an exception instead.
+  with the dead process raises at once ("Connection closed by peer"). If process
+  0 is gone, or another sends no sign of life for a while, JAX ends the rest
+  with SIGABRT and a message ("another task died"). A process that ends by an
+  exception exits with status 1, and does not wait for the others. One that
+  leaves early by `sys.exit` waits for them as if it had finished, until the
+  shutdown times out: raise an exception instead.
 
   CPU devices of several processes talk through sockets that listen on the
   address of the host's name. JAX has no option for another address.

@@ -80,8 +80,9 @@ def local_updates(
       the round; they are spread evenly by bytes. Or a tree of labels, integers
       or strings, like the parameters or a prefix of them: leaves of one label
       are sent together, in the order of the labels.
-    delay: How many steps a fragment is sent, and the anchor moved, before
-      shards take it over. Less than the steps to the first meeting of a round.
+    delay: How many steps after a fragment is sent, and the anchor moved, shards
+      take it over. Less than the number of steps before the first meeting of a
+      round.
     assume_weighted: Turns off the check that `outer` uses `weight` in all of
       its sums over shards. Set it if `outer` is refused although it does.
 

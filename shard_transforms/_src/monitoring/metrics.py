@@ -195,8 +195,8 @@ def check_health(state: optax.OptState) -> None:
   """Raises if training has stalled or shards have diverged.
 
   It asks the states of `guard` and `track_divergence` anywhere in `state`, and
-  each other whose `rules` have a `problem`, as `state_rules.Rule` has it. It
-  waits for counters, so call it now and then rather than in each step.
+  all others whose `rules` have a `problem` (see `state_rules.Rule`). It waits
+  for counters, so call it every few steps.
 
   Args:
     state: State of an optimizer, as a step returns it.

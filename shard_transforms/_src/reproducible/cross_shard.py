@@ -45,8 +45,8 @@ def mean(
     TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
       integer or boolean, or `weight` is not a real number.
     ValueError: If `num_towers` is no power of two; in `update`, if the number
-      of shards is none, a leaf is already reduced or lacks the leading axis, or
-      `weight` is negative or of another shape.
+      of shards is no power of two, a leaf is already reduced or lacks the
+      leading axis, or `weight` is negative or of another shape.
 
   Examples:
     >>> import jax

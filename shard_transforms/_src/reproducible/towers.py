@@ -40,8 +40,8 @@ def towers(
   as with numbers of tokens.
 
   Give each shard as many micro-batches in a row as it has towers: the product
-  of both numbers is that of the micro-batches of a step. Do not put a gate
-  around, such as `guard`: which towers a skipped call leaves out depends on the
+  of both numbers is that of the micro-batches of a step. Do not put a gate such
+  as `guard` around it: which towers a skipped call leaves out depends on the
   number of shards. A gate without `axis_name` may stand in `inner`.
 
   Args:

@@ -42,8 +42,7 @@ def full_state(
 
   The full leaves are sharded over the devices, each along dimensions that can
   be divided, so that no device needs memory for all of them. A leaf that cannot
-  be divided is replicated. It may be called where the arrays are on several
-  processes: all of them must call it.
+  be divided is replicated. With several processes, all of them must call it.
 
   Args:
     state: A state of `init_state` and `tx.update`, or `jax.ShapeDtypeStruct`s.

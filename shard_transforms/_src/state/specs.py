@@ -30,8 +30,8 @@ def state_specs(
   They are read off the types of the leaves of `tx.init`, which is traced inside
   `jax.shard_map`; nothing is computed. A leaf that differs between shards is
   sharded along its first dimension, of length 1 a shard; a leaf that is shaped
-  like a parameter, or like several in a stack, is sharded like it, and a slice
-  as of `shard_update` along the dimension that is sliced.
+  like a parameter, or like several in a stack, is sharded like it; a slice, as
+  of `shard_update`, is sharded along the dimension that is sliced.
 
   Args:
     tx: The transformation.
@@ -107,7 +107,7 @@ def specs_of(tree: Any) -> Any:
       numbers.
 
   Returns:
-    A tree like this, with `PartitionSpec()` for all that is on no mesh.
+    A tree like `tree`, with `PartitionSpec()` for all that is on no mesh.
 
   Raises:
     ValueError: If arrays are on several meshes.

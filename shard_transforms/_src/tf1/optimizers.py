@@ -141,9 +141,9 @@ def ftrl(
   With the exponent :math:`p` = -`learning_rate_power` and the shrunk gradient
   :math:`g' = g + 2 \lambda_s x`,
 
+  .. math:: n' = n + g^2, \quad z' = z + g' - (n'^p - n^p) x / \eta
+
   .. math::
-    n' = n + g^2, \quad
-    z' = z + g' - (n'^p - n^p) x / \eta, \quad
     x' = \frac{\operatorname{sign}(z') \lambda_1 - z'}
               {n'^p / \eta + 2 \lambda_2} [|z'| > \lambda_1]
 

@@ -202,10 +202,10 @@ def accumulated_value_and_grad(
     num_towers: How many micro-batches the rows of each shard are split into.
       `None` if they are stacked already: leaves are [towers, rows, ...].
     param_specs: The `PartitionSpec`s of the parameters, a tree or a prefix of
-      one; the gradients get them, too. `None` for those of their types, which
-      axes of type `Explicit` have. On axes of type `Auto` they cannot be seen
-      under `jax.jit`: a parameter that is sharded over `axis_name` without
-      being named here is gathered, and its gradient is all-reduced.
+      one; the gradients get them, too. `None` reads them from the types of the
+      parameters, which show axes of type `Explicit`. Under `jax.jit`, types do
+      not show axes of type `Auto`: a parameter that is sharded over `axis_name`
+      without being named here is gathered, and its gradient is all-reduced.
     mesh: The mesh; `None` for that of `jax.set_mesh`.
     has_aux: Whether `fun` returns a pair.
     weight_fn: How much a micro-batch counts on a shard, a scalar, as

@@ -34,11 +34,11 @@ class SpikeRule:
 
   A norm is a spike above `max_norm`. A signal, which is a norm or the loss, is
   a spike if it exceeds its mean by more than `max_stds` standard deviations.
-  Both are those of the values that single shards had in the last `window`
-  steps. Whatever is not finite is a spike from the first step on, an infinite
-  norm of finite elements included. `max_stds` judges nothing until `min_steps`
-  steps are recorded: by default, the first 128 steps. Give `max_norm` as well,
-  or fewer `min_steps`, if these can have spikes.
+  Mean and deviation are over the values that single shards had in the last
+  `window` steps. Whatever is not finite is a spike from the first step on, an
+  infinite norm of finite elements included. `max_stds` judges nothing until
+  `min_steps` steps are recorded: by default, the first 128 steps. Give
+  `max_norm` as well, or fewer `min_steps`, if the first steps can have spikes.
 
   Published rules: that of OLMo-core is
   `SpikeRule(max_stds=6, signals=('norm', 'loss'), min_steps=63, two_sided=True,
@@ -228,9 +228,9 @@ class SpikeState(NamedTuple):
       included that were not finite, int32 [].
     consecutive_spikes: Number of steps in a row in which a shard had a spike,
       up to the last one, int32 [].
-    last_spike: In which update the norm, the loss, or each of both of a shard
-      was last a spike, counted from 0, int32 [signals]; -1 where none was. Kept
-      per shard, as `last_bad_step`.
+    last_spike: The last update, counted from 0, in which each signal of a shard
+      was a spike, int32 [signals]; -1 where none was. Kept per shard, as
+      `last_bad_step`.
 
   Examples:
     >>> import jax.numpy as jnp
