@@ -36,38 +36,37 @@ def _on_shard(fn):
 
 class LocalParamsTest(parameterized.TestCase):
 
-  @cases.parameters(
-      (lambda tx: tx, 'ab'),
-      (lambda tx: optax.chain(optax.identity(), tx), 'ab'),
-      (lambda tx: optax.masked(tx, {'a': True, 'b': False, 'n': False}), 'a'),
-      (
-          lambda tx: optax.partition(
-              {'x': tx, 'y': _tx()}, {'a': 'x', 'b': 'y', 'n': 'x'}
-          ),
-          'ab',
-      ),
-      (lambda tx: shard_transforms.tower_reduce(1, tx, axis_name=AXIS), 'ab'),
-  )
-  def test_finds_own_parameters_in_any_state(self, around, want):
-    tx = around(_tx())
+  def test_finds_own_parameters_in_any_state(self):
+    txs = {
+        'alone': _tx(),
+        'chain': optax.chain(optax.identity(), _tx()),
+        'masked': optax.masked(_tx(), {'a': True, 'b': False, 'n': False}),
+        'partition': optax.partition(
+            {'x': _tx(), 'y': _tx()}, {'a': 'x', 'b': 'y', 'n': 'x'}
+        ),
+        'towers': shard_transforms.tower_reduce(1, _tx(), axis_name=AXIS),
+    }
     params = {'a': jnp.zeros(2), 'b': jnp.zeros(()), 'n': jnp.arange(3)}
 
-    def shard(params, x):
+    def own_of(tx, params, x):
       state = tx.init(params)
       own = local_params(params, state)
       grads = jax.tree.map(lambda p: x + 0.0 * p, own)
       grads['n'] = np.zeros(3, jax.dtypes.float0)
       _, state = tx.update(grads, state, params)
-      own = local_params(params, state)
-      return {'n': own.pop('n'), **own}
+      return local_params(params, state)
 
-    own = _on_shard(shard)(params, np.float32(1 + np.arange(8)))
+    def shard(params, x):
+      return {name: own_of(tx, params, x) for name, tx in txs.items()}
 
-    np.testing.assert_array_equal(own['n'], [np.arange(3)] * 8)
-    for name in 'ab':
-      moved = -0.1 if name in want else 0.0
-      want_own = np.full_like(own[name], moved)
-      np.testing.assert_allclose(own[name], want_own, rtol=1e-5)
+    found = _on_shard(shard)(params, np.float32(1 + np.arange(8)))
+
+    for name, own in found.items():
+      with self.subTest(name):
+        np.testing.assert_array_equal(own['n'], [np.arange(3)] * 8)
+        np.testing.assert_allclose(own['a'], np.full((8, 2), -0.1), rtol=1e-5)
+        moved = np.full(8, 0.0 if name == 'masked' else -0.1)
+        np.testing.assert_allclose(own['b'], moved, rtol=1e-5)
 
   def test_refuses_another_state(self):
     params = np.zeros(3, np.float32)
@@ -157,8 +156,8 @@ class ResizeTest(parameterized.TestCase):
     # What a lost shard has done is not in the mean, so its weight is left out.
     np.testing.assert_allclose(state.total_weight, np.full((3, 1), 4 / 3))
 
-  @cases.parameters((4, 8), (8, 3))
-  def test_steps_before_a_resize_count_as_much_as_they_did(self, *sizes):
+  def test_steps_before_a_resize_count_as_much_as_they_did(self):
+    sizes = 8, 3
     tx = local_updates(optax.sgd(0.1), _outer(), AXIS, every=3)
     meshes = [modes.mesh(size) for size in sizes]
     params = np.linspace(-1, 1, 5, dtype=np.float32)
