@@ -1,14 +1,11 @@
 """The state of `local_updates`: own parameters, resizing, checkpoints."""
 
-import tempfile
-
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import orbax.checkpoint
 
 import cases
 import modes
@@ -202,51 +199,3 @@ def _step(tx, mesh, like):
   return lambda params, state, grads, weight=None: mapped(
       params, state, grads, weight
   )
-
-
-class CheckpointTest(parameterized.TestCase):
-
-  def test_goes_on_in_the_middle_of_a_round_and_of_a_delay(self):
-    tx = local_updates(
-        optax.adam(0.1),
-        _outer(),
-        AXIS,
-        every=6,
-        delay=2,
-        mixing=0.5,
-        fragments=2,
-    )
-    mesh = modes.mesh()
-    start = {'a': jnp.linspace(-1, 1, 2), 'b': jnp.ones(3)}
-    step = _step(tx, mesh, start)
-    rng = np.random.default_rng(0)
-    grads = [
-        {
-            k: np.float32(rng.normal(size=(8, *x.shape)))
-            for k, x in start.items()
-        }
-        for _ in range(9)
-    ]
-    params, state = start, shard_transforms.init_state(tx, start, mesh)
-    for at_step in grads[:5]:
-      params, state = step(params, state, at_step)
-    target = shard_transforms.init_state(
-        tx, jax.eval_shape(lambda: start), mesh
-    )
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        orbax.checkpoint.StandardCheckpointer() as checkpointer,
-    ):
-      checkpointer.save(f'{folder}/state', state)
-      checkpointer.wait_until_finished()
-      restored = checkpointer.restore(f'{folder}/state', target)
-
-    ends = []
-    for after in (state, restored):
-      moved = params
-      for at_step in grads[5:]:
-        moved, after = step(moved, after, at_step)
-      ends.append(jax.device_get((moved, after)))
-    jax.tree.map(np.testing.assert_array_equal, *ends)
-    self.assertEqual(ends[0][1].num_rounds, 1)

@@ -118,7 +118,7 @@ class DerivativeTest(parameterized.TestCase):
 
 class MethodTest(parameterized.TestCase):
 
-  def test_is_each_method_of_the_table(self):
+  def test_is_the_methods_of_papers(self):
     methods = local_methods.METHODS
     found = _run([method.build() for method in methods.values()])
 

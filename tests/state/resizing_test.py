@@ -125,7 +125,6 @@ class TrainingTest(parameterized.TestCase):
 
   PARAMS = {
       'padded': np.linspace(-2, 1, 15, dtype=np.float32).reshape(3, 5, 1),
-      'few': np.float32([1, -1, 2]),
       'scalar': np.float32(0.5),
   }
 
@@ -203,10 +202,11 @@ class TrainingTest(parameterized.TestCase):
       before = after
 
     expected, alone = self.PARAMS, adam().init(self.PARAMS)
+    update = jax.jit(adam().update)
     for i in range(0, CALLS, TOWERS):
       here = slice(i, i + TOWERS)
       grads = jax.tree.map(lambda x, i=here: weighted(x[i], valid[i]), rows)
-      updates, alone = adam().update(grads, alone)
+      updates, alone = update(grads, alone)
       expected = optax.apply_updates(expected, updates)
     chex.assert_trees_all_close(
         jax.device_get(params), jax.device_get(expected), rtol=2e-6, atol=2e-6

@@ -93,20 +93,20 @@ class TowerReduceTest(parameterized.TestCase):
     np.testing.assert_array_equal(towers, np.tile([1, 2, 0, 1, 2, 0], (8, 1)))
     for leaf in state.total, state.total_weight:
       np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
-    return updates, momenta
 
-  @cases.parameters(('hosts', 'mean'), ('shard_map', 'sum'))
-  def test_counts_towers_by_their_weights(self, mode, reduction):
+  # The window of three towers from `empty` on has no weight.
+  @cases.parameters(('hosts', 'mean', 3), ('shard_map', 'sum', 0))
+  def test_counts_towers_by_their_weights(self, mode, reduction, empty):
     weights, data = WEIGHTS.copy(), DATA.copy()
     # A tower without weight contributes nothing.
-    without = ([0, 0, 3, 4, 4, 4, 7], [0, 4, 2, 0, 1, 2, 5])
-    weights[without] = 0
-    data[without] = np.nan
+    weights[[0, 3, 4, 4, 4, 7], [0, 2, 0, 1, 2, 5]] = 0
+    weights[:, empty : empty + 3] = 0
+    data[weights == 0] = np.nan
 
     self.assert_trains_like(data, weights, mode=mode, reduction=reduction)
 
-  @cases.parameters(('inside', True), ('inside', False), ('around', True))
-  def test_a_nan_leaves_no_bit_in_the_next_window(self, gate, weighted):
+  @cases.parameters('inside', 'around')
+  def test_a_nan_leaves_no_bit_in_the_next_window(self, gate):
     tx = GATED[gate](harness.momentum())
     x, weights = DATA[:, :6], WEIGHTS[:, :6]
 
@@ -116,8 +116,7 @@ class TowerReduceTest(parameterized.TestCase):
     def train(x, weight):
       def step(state, own):
         x, weight = own
-        extra_args = {'weight': weight} if weighted else {}
-        updates, state = tx.update(x, state, jnp.ones(5), **extra_args)
+        updates, state = tx.update(x, state, jnp.ones(5), weight=weight)
         return state, updates
 
       return lax.scan(step, tx.init(jnp.ones(5)), (x, weight))[1]
@@ -136,20 +135,6 @@ class TowerReduceTest(parameterized.TestCase):
       expected = np.zeros_like(x)
       expected[:, left] = train(x[None, :, left], weights[:, left])[0]
       np.testing.assert_array_equal(updates[place], expected)
-
-  @cases.parameters((slice(0, 3), 'sum'), (slice(3, 6), 'mean'))
-  def test_a_window_without_weight_changes_nothing(self, window, reduction):
-    weights, data = WEIGHTS.copy(), DATA.copy()
-    weights[:, window] = 0
-    data[:, window] = np.nan
-
-    updates, momenta = self.assert_trains_like(
-        data, weights, reduction=reduction
-    )
-
-    np.testing.assert_array_equal(updates[:, window], np.zeros((8, 3, 5)))
-    before = momenta[:, 2] if window.start else np.zeros((8, 5))
-    np.testing.assert_array_equal(momenta[:, window.stop - 1], before)
 
   @cases.parameters(('mean', 2), ('sum', 4), ('mean', 6))
   def test_a_window_of_another_length_is_reduced_over_its_towers(
@@ -389,14 +374,13 @@ class SharedStateTest(parameterized.TestCase):
     ):
       self._update(updates, **extra)
 
-  @cases.parameters(('host', 'core'), ('core', 'host'))
-  def test_names_the_axis_that_is_missing(self, named, missing):
-    tx = shard_transforms.tower_reduce(2, optax.trace(0.9), axis_name=named)
+  def test_names_the_axis_that_is_missing(self):
+    tx = shard_transforms.tower_reduce(2, optax.trace(0.9), axis_name='host')
     mapped = modes.map_over_hosts(
         lambda params, x: tx.update(x, tx.init(params))[0]
     )
 
-    with self.assertRaisesRegex(ValueError, rf"must name \['{missing}'\]"):
+    with self.assertRaisesRegex(ValueError, r"must name \['core'\]"):
       jax.eval_shape(mapped, jnp.ones(()), jnp.ones(8))
 
 
