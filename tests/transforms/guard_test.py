@@ -211,7 +211,8 @@ class DecisionTest(parameterized.TestCase):
 class ModelAxisTest(parameterized.TestCase):
 
   def test_does_not_guess_what_is_sliced_without_types(self):
-    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), kinds)
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS)
 
     def step(x):

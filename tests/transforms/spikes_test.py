@@ -373,7 +373,7 @@ class ClipTest(parameterized.TestCase):
         'none': None,
     }
 
-    found, _ = tx.update(updates, tx.init(updates))
+    found, _ = jax.jit(lambda x: tx.update(x, tx.init(x)))(updates)
 
     chex.assert_trees_all_equal_dtypes(found, updates)
     np.testing.assert_allclose(found['half'].astype('float32'), [3, 0])
