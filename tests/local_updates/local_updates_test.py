@@ -650,13 +650,6 @@ OTHER_KINDS = PARAMS | {'b': np.ones(3, jnp.bfloat16)}
 MOMENTUM = _local(_mean(optax.sgd(1.0, 0.9)))
 UPDATES = (
     (
-        lambda state, params, own: MOMENTUM.update(
-            jax.grad(_loss)(params, _joined_own(own)), state, params
-        ),
-        ValueError,
-        r"got \['a'\] .* already reduced.*`.*local_params\(params",
-    ),
-    (
         lambda state, params, own: MOMENTUM.update(own, state),
         ValueError,
         'must be the parameters, got None',
@@ -679,10 +672,6 @@ UPDATES = (
         'must be a `LocalUpdatesState`',
     ),
 )
-
-
-def _joined_own(own):
-  return jnp.concatenate([own['a'], own['b']])
 
 
 def _traced(fn, mode='shard_map'):

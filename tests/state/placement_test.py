@@ -280,7 +280,6 @@ class InitStateTest(parameterized.TestCase):
     self.assert_placed(state, specs, mesh)
 
   @cases.parameters(
-      {},
       {'in_specs': MODEL_SPECS},
       {'in_specs': MODEL_SPECS, 'per_shard': True},
   )
