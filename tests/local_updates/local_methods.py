@@ -82,20 +82,6 @@ def diloco():
   return move
 
 
-def nesterov_bmuf():
-  block, eta, model = 0.0, 1 - 1 / SHARDS, None
-
-  def move(anchor, own):
-    nonlocal block, model
-    model = anchor if model is None else model
-    block = eta * block + (own.mean(0) - anchor)
-    model = model + block
-    # Shards begin the next block further along.
-    return everywhere(model + eta * block, own)
-
-  return move
-
-
 def streaming(centres, every=6, delay=1, own_part=0.25):
   """Sends the first two numbers at half of a round, the others at its end."""
   size = centres.shape[-1]
@@ -123,11 +109,6 @@ METHODS = {
     'local SGD': Method(optax.sgd(1.0), dict(every=3), in_rounds(local_sgd)),
     'DiLoCo': Method(
         optax.sgd(0.7, 0.9, nesterov=True), dict(every=3), in_rounds(diloco)
-    ),
-    'Nesterov BMUF': Method(
-        optax.sgd(1.0, 1 - 1 / SHARDS, nesterov=True),
-        dict(every=3),
-        in_rounds(nesterov_bmuf),
     ),
     'streaming DiLoCo': Method(
         optax.sgd(0.7, 0.9, nesterov=True),

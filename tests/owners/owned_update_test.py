@@ -637,6 +637,21 @@ def in_a_branch(updates):
   )
 
 
+def updated(inner, params, own=0.0, **extra_args):
+  """Returns the first updates, at parameters that a number is added to."""
+  tx = owned(inner)
+  grads = shard_transforms.per_shard(params, AXIS)
+  at = jax.tree.map(lambda p: p + own, params)
+  return tx.update(grads, tx.init(params), at, **extra_args)[0]
+
+
+def listed_with_value():
+  def update(updates, state, params=None, *, value):
+    return listed().update(updates, state, params)
+
+  return optax.GradientTransformationExtraArgs(listed().init, update)
+
+
 class RefusalTest(parameterized.TestCase):
   """Found while tracing."""
 
@@ -693,15 +708,28 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       train({'refused': Case(tx, tx)}, 'vmap')
 
-  def test_refuses_parameters_of_each_shard(self):
-    tx = owned(optax.add_decayed_weights(0.1))
+  @cases.parameters(
+      # Parameters of each shard, and what only extra arguments make known.
+      (
+          lambda w, own: updated(optax.add_decayed_weights(0.1), w, own),
+          'numbers of their own',
+      ),
+      (
+          lambda w, own: updated(optax.polyak_sgd(), w, value=jnp.float32(1)),
+          '`inner` of .* depends on',
+      ),
+      (
+          lambda w, own: updated(
+              listed_with_value(), {'v': w['w'], 'w': w['w']}, value=1
+          ),
+          r'state at \[0\] depends .*`init` could not see .* a tree like',
+      ),
+  )
+  def test_refuses_update(self, call, message):
+    mapped = modes.map_shards('shard_map', call, SHARDS)
 
-    def step(params, own):
-      grads = shard_transforms.per_shard(params, AXIS)
-      return tx.update(grads, tx.init(params), params + own[0])[0]
-
-    with self.assertRaisesRegex(ValueError, 'numbers of their own'):
-      trace(step, np.ones(16), np.ones(SHARDS), in_specs=(P(), P(AXIS)))
+    with self.assertRaisesRegex(ValueError, message):
+      jax.eval_shape(mapped, PAIR, np.ones(SHARDS, 'f'))
 
   def test_refuses_updates_that_differ_over_an_axis_that_is_not_named(self):
     tx = owned(optax.lars(0.1))
@@ -716,23 +744,6 @@ class RefusalTest(parameterized.TestCase):
         ValueError, rf"vary over \['model'\]. Name .*: \('model', '{AXIS}'\)"
     ):
       jax.eval_shape(step, PAIR)
-
-  def test_says_what_init_could_not_follow(self):
-    def update(updates, state, params=None, *, value):
-      return listed().update(updates, state, params)
-
-    tx = owned(optax.GradientTransformationExtraArgs(listed().init, update))
-    params = params_of({'w': (4, 6), 'v': (4, 6)})
-
-    def step(params):
-      grads = shard_transforms.per_shard(params, AXIS)
-      return tx.update(grads, tx.init(params), params, value=1)[0]
-
-    with self.assertRaisesRegex(
-        ValueError,
-        r'state at \[0\] depends .*`init` could not see .* a tree like',
-    ):
-      trace(step, params)
 
   def test_refuses_leaves_of_which_some_are_slices(self):
     tx = owned(optax.lars(0.1))
@@ -784,17 +795,6 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, message):
       trace(step, pair)
-
-  def test_refuses_at_update_what_needs_extra_arguments_to_be_known(self):
-    tx = owned(optax.polyak_sgd())
-
-    def step(params):
-      grads = shard_transforms.per_shard(params, AXIS)
-      state = tx.init(params)
-      return tx.update(grads, state, params, value=jnp.float32(1))[0]
-
-    with self.assertRaisesRegex(ValueError, '`inner` of .* depends on'):
-      trace(step, PAIR)
 
   @cases.parameters(
       ({'cost': 3}, TypeError, '`cost` must be a function'),

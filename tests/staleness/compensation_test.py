@@ -175,33 +175,6 @@ class CompensationTest(parameterized.TestCase):
 
 class GatesTest(parameterized.TestCase):
 
-  def test_a_shard_that_is_too_late_leaves_its_moving_mean(self):
-    inner = optax.chain(
-        _compensate(True, axis_name=AXIS), cross_shard_mean(AXIS)
-    )
-    tx = shard_transforms.drop_stale(1, inner, axis_name=AXIS)
-
-    def shard(params, own):
-      x, local_step = own
-      _, state = tx.update(
-          _grads(params, x),
-          tx.init(params),
-          params,
-          read_params=params - 1,
-          local_step=local_step,
-      )
-      return optax.tree_utils.tree_get(state, 'mean_square')[0]
-
-    data = DATA[:, 0].copy()
-    data[[2, 5]] = np.nan
-    steps = np.zeros(8, np.int32)
-    steps[[2, 5]] = -9
-    found = modes.map_shards('shard_map', shard)(jnp.zeros(5), (data, steps))
-
-    expected = (1 - DECAY) * np.cos(data) ** 2
-    expected[[2, 5]] = 0
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
   @cases.parameters('masked', 'partition')
   def test_read_params_may_have_more_leaves(self, combinator):
     tx = compensate_delay(0.5)

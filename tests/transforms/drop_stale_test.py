@@ -1,5 +1,4 @@
 from absl.testing import parameterized
-import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -8,14 +7,12 @@ import optax
 
 import cases
 import harness
-import modes
 import shard_transforms
 
 INT32 = np.iinfo(np.int32)
 
-# [shards, calls, features] and [shards, calls]
+# [shards, calls, features]
 DATA = np.random.default_rng(0).normal(size=(8, 7, 5)).astype(np.float32)
-WEIGHTS = np.random.default_rng(1).integers(1, 9, (8, 7)).astype(np.float32)
 
 
 class DropStaleTest(parameterized.TestCase):
@@ -114,32 +111,6 @@ class StateTest(parameterized.TestCase):
 
 
 class HandedOnTest(parameterized.TestCase):
-
-  def test_hands_on_a_weight_of_zero_where_a_shard_is_late(self):
-    mean = shard_transforms.cross_shard_mean(modes.AXIS)
-    inner = optax.chain(mean, harness.recorder())
-    tx = shard_transforms.drop_stale(1, inner, axis_name=modes.AXIS)
-
-    def shard(params, own):
-      x, weight, local_step = own
-      x = shard_transforms.per_shard(x, modes.AXIS)
-      state = tx.init(params)._replace(global_step=jnp.int32(3))
-      _, state = tx.update(x, state, weight=weight, local_step=local_step)
-      return state.inner_state[1]
-
-    steps = np.array([3, 2, 1, 0, 9, -1, 2, 1], np.int32)
-
-    recorded = modes.map_shards('shard_map', shard)(
-        np.zeros(5, np.float32), (DATA[:, 0], WEIGHTS[:, 0], steps)
-    )
-
-    in_time = np.array([1, 1, 0, 0, 1, 0, 1, 0], np.float32)
-    expected = {
-        'weight': in_time * WEIGHTS[:, 0],
-        'local_step': steps,
-        'value': np.full(8, -1, np.float32),
-    }
-    chex.assert_trees_all_equal(recorded, expected, strict=True)
 
   @cases.parameters(({'weight': 2.5}, 2.5), ({}, -1.0))
   def test_hands_a_weight_on_as_it_is_without_axis_name(self, given, expected):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import shard_transforms
 from shard_transforms import SpikeRule
@@ -24,7 +25,7 @@ def mean_of(inner):
   return optax.chain(cross_shard_mean(AXIS), inner)
 
 
-def run(tx, x, weight=None, mode='shard_map', params=None):
+def run(tx, x, weight=None, mode='shard_map'):
   """Returns the updates [shards, steps, ...] and the last state.
 
   Args:
@@ -32,24 +33,17 @@ def run(tx, x, weight=None, mode='shard_map', params=None):
     x: The gradients of shards [shards, steps, ...].
     weight: Their weights [shards, steps], or `None`.
     mode: How it is mapped.
-    params: The parameters; zeros by default.
   """
-  if params is None:
-    params = jnp.zeros(x.shape[2:])
-
-  def fn(params, own):
-    def step(state, inputs):
-      x, weight = inputs
-      grads = shard_transforms.value_and_grad(jnp.vdot, AXIS)(params, x)[1]
-      given = {} if weight is None else {'weight': weight}
-      updates, state = tx.update(grads, state, params, **given)
-      return state, updates
-
-    return lax.scan(step, tx.init(params), own)
-
-  own = jax.tree.map(jnp.asarray, (x, weight))
-  state, updates = jax.device_get(modes.map_shards(mode, fn)(params, own))
-  return updates, state
+  grad = harness.gradient(jnp.vdot)
+  trained = harness.train(
+      tx,
+      np.zeros(x.shape[2:], np.float32),
+      {'x': x} | ({} if weight is None else {'weight': np.float32(weight)}),
+      mode,
+      grad=lambda params, own: grad(params, own['x']),
+      extra_args=lambda _, own: {k: own[k] for k in own if k != 'x'},
+  )
+  return trained.updates, trained.state
 
 
 def data(steps=3, seed=0):

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import shard_transforms
 from shard_transforms import SpikeRule
@@ -131,36 +132,24 @@ class PublishedRulesTest(parameterized.TestCase):
           self.assertBetween(np.sum(taken), 200, len(taken) - 2)
 
 
-def run(tx, x, loss, mode='vmap'):
-  """Returns the updates and the last state, by shard.
+def run(txs, x, loss, mode='vmap'):
+  """Returns what `harness.train` does of each transformation.
 
   Args:
-    tx: The transformation, or a list of them, each of which is run.
+    txs: The transformations by name, or one.
     x: The gradients, a tree of [shards, steps, ...].
     loss: The losses [shards, steps].
     mode: How shards are mapped.
   """
-
-  def train(tx, params, own):
-    def step(state, now):
-      grads = shard_transforms.value_and_grad(_dot, AXIS)(params, now[0])[1]
-      updates, state = tx.update(grads, state, params, value=now[1])
-      return state, updates
-
-    return lax.scan(step, tx.init(params), own)[::-1]
-
-  def fn(params, own):
-    if isinstance(tx, list):
-      return [train(each, params, own) for each in tx]
-    return train(tx, params, own)
-
-  params = jax.tree.map(lambda x: np.zeros(x.shape[2:], np.float32), x)
-  mapped = modes.map_shards(mode, fn, len(loss))
-  return jax.device_get(mapped(params, (x, loss)))
-
-
-def _dot(params, x):
-  return optax.tree_utils.tree_vdot(params, x)
+  grad = harness.gradient(optax.tree_utils.tree_vdot)
+  return harness.train(
+      txs,
+      jax.tree.map(lambda x: np.zeros(x.shape[2:], np.float32), x),
+      (x, loss),
+      mode,
+      grad=lambda params, own: grad(params, own[0]),
+      extra_args=lambda _, own: {'value': own[1]},
+  )
 
 
 def data(steps=12, seed=0):
@@ -175,21 +164,16 @@ def data(steps=12, seed=0):
 
 def rows_of_norms():
   """Returns rules, norms, and the steps that are skipped."""
-
-  def tiled(half, **changes):
-    norm = np.tile([1.0, 1.1], half)
-    norm[14:] += 3
-    for step, value in changes.items():
-      norm[int(step[1:])] = value
-    return norm
-
-  usual = np.tile([1.0, 1.1], 10)
-  nans = usual.copy()
+  usual = np.tile([1.0, 1.1], 15)
+  rises = usual.copy()
+  rises[14:] += 3
+  leaps = rises.copy()
+  leaps[[9, 28]] = 50.0
+  nans = usual[:20].copy()
   nans[9:12], nans[14] = NAN, 50.0
   large = 1e4 + np.random.default_rng(0).uniform(-1, 1, 20)
   large[14] += 9
   rule = functools.partial(SpikeRule, max_stds=4.0, window=8)
-  rises, leaps = tiled(10), tiled(15, _9=50.0, _28=50.0)
   return {
       'above a limit': (SpikeRule(max_norm=5.0), [5.0, 5.1], [1]),
       'what stays the same is no spike': (
@@ -197,7 +181,7 @@ def rows_of_norms():
           [7**0.5] * 30,
           [],
       ),
-      'rises and stays': (rule(), rises, range(14, 20)),
+      'rises and stays': (rule(), rises, range(14, 30)),
       'rises, and is recorded': (rule(record_spikes=True), rises, [14]),
       # After step 9, the window is empty, and full again at step 18.
       'starts again after one': (rule(restart_after=1), leaps, [9, 28]),
@@ -247,7 +231,7 @@ class LimitTest(parameterized.TestCase):
     x['body'][3, 1] = 1e30
     rule = SpikeRule(max_stds=50.0, window=3)
 
-    updates, state = run(
+    _, updates, state, _ = run(
         guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule), x, loss
     )
 
@@ -261,13 +245,14 @@ class LimitTest(parameterized.TestCase):
     # (4 + 4) / (2 - 1) = 8 between those of steps.
     limit = 4 + 3 * 9**0.5
     x = np.float32([[1.0, 5.0, limit], [3.0, 7.0, 4.0]])[..., None]
-    rules = [SpikeRule(max_stds=stds, window=2) for stds in (2.9, 3.1)]
+    rules = {n: SpikeRule(max_stds=n, window=2) for n in (2.9, 3.1)}
 
-    txs = [guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule) for rule in rules]
+    mean = mean_of(optax.sgd(1.0))
+    txs = {n: guard(mean, AXIS, spikes=rule) for n, rule in rules.items()}
     found = run(txs, x, x[..., 0])
 
-    counts = [state.skipped_count.tolist() for _, state in found]
-    self.assertEqual(counts, [[1, 1], [0, 0]])
+    counts = {n: x.state.skipped_count.tolist() for n, x in found.items()}
+    self.assertEqual(counts, {2.9: [1, 1], 3.1: [0, 0]})
 
   def test_it_may_be_a_hyperparameter(self):
     tx = optax.inject_hyperparams(
@@ -297,7 +282,7 @@ class SignalsTest(parameterized.TestCase):
     rule = SpikeRule(max_stds=6.0, window=4, signals=('norm', 'loss'))
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', spikes=rule)
 
-    updates, state = run(tx, x, loss, 'shard_map')
+    _, updates, state, _ = run(tx, x, loss, 'shard_map')
 
     self.assertEqual(rule.names, ('norm', 'loss'))
     expected = np.full((SHARDS, 2), -1)
@@ -319,7 +304,7 @@ class SignalsTest(parameterized.TestCase):
     rule = SpikeRule(max_stds=6.0, window=4, signals=('norm', 'loss'))
     tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule, max_consecutive=4)
 
-    updates, state = run(tx, x, loss, 'shard_map')
+    _, updates, state, _ = run(tx, x, loss, 'shard_map')
 
     is_zero = np.all(updates['head'][0] == 0, -1)
     np.testing.assert_array_equal(is_zero.nonzero(), [[8, 9, 10, 11]])
@@ -338,7 +323,7 @@ class ClipTest(parameterized.TestCase):
     rule = SpikeRule(max_norm=25.0, on_spike='clip')
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, spikes=rule)
 
-    updates, state = run(tx, x, loss, 'shard_map')
+    _, updates, state, _ = run(tx, x, loss, 'shard_map')
 
     norm = np.hypot(*(np.linalg.norm(x[k][3, 7]) for k in x))
     for name, leaf in updates.items():
@@ -358,11 +343,11 @@ class ClipTest(parameterized.TestCase):
     rule = SpikeRule(max_stds=50.0, max_norm=1e9, window=2, on_spike='clip')
 
     bare = mean_of(optax.adam(0.1))
-    (updates, _), (expected, _) = run(
-        [guard(bare, AXIS, spikes=rule), bare], x, loss
+    found = run(
+        {'guard': guard(bare, AXIS, spikes=rule), 'bare': bare}, x, loss
     )
 
-    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    chex.assert_trees_all_equal(found['guard'].updates, found['bare'].updates)
 
   def test_keeps_dtypes(self):
     rule = SpikeRule(max_norm=5.0, on_spike='clip')
@@ -407,25 +392,20 @@ class RecordTest(parameterized.TestCase):
   def test_excluded_spikes_are_recorded_if_told(self):
     x, loss = data()
     loss[3, 8] = 90.0
-    txs = [
-        guard(
+    rule = functools.partial(SpikeRule, window=4, signals=['loss'])
+    txs = {
+        record: guard(
             mean_of(optax.sgd(1.0)),
             AXIS,
             on_bad='exclude',
-            spikes=SpikeRule(
-                max_stds=6.0, window=4, signals=['loss'], record_spikes=record
-            ),
+            spikes=rule(max_stds=6.0, record_spikes=record),
         )
         for record in (False, True)
-    ]
-    for (_, state), told in zip(
-        run(txs, x, loss),
-        (np.delete(loss[:, 8], 3), loss[:, 8]),
-        strict=True,
-    ):
-      np.testing.assert_allclose(
-          state.spikes.statistics.mean[0, 0], [told.mean()], rtol=1e-5
-      )
+    }
+    for record, trained in run(txs, x, loss).items():
+      told = loss[:, 8] if record else np.delete(loss[:, 8], 3)
+      mean = trained.state.spikes.statistics.mean[0, 0]
+      np.testing.assert_allclose(mean, [told.mean()], rtol=1e-5)
 
 
 class RefusalTest(parameterized.TestCase):
