@@ -1,7 +1,6 @@
 """`accumulated_value_and_grad`, of which `accumulation_docs_test` has more."""
 
 import functools
-from typing import Any
 
 from absl.testing import parameterized
 import chex
@@ -224,25 +223,21 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       fn(1.0, batch)
 
-  def test_refuses_a_mesh_without_the_axis(self):
-    fn = accumulated_value_and_grad(loss_fn, 'batch', 2, mesh=make_mesh((8,)))
-    with self.assertRaisesRegex(
-        ValueError, r"axis 'batch', got .* \('data',\)"
-    ):
-      fn(PARAMS, X)
+  @cases.parameters(
+      (
+          'batch',
+          make_mesh((8,)),
+          ValueError,
+          r"axis 'batch', got .*'data'",
+      ),
+      ('data', None, ValueError, r'`with jax.set_mesh\(mesh\)`'),
+      ('data', make_mesh((8,), EXPLICIT), ValueError, '`Explicit`, got no'),
+      ('data', 'data', TypeError, "`mesh` .* got 'data'"),
+  )
+  def test_refuses_a_mesh_without_the_axis(self, axis, mesh, error, message):
+    fn = accumulated_value_and_grad(loss_fn, axis, 2, mesh=mesh)
 
-    fn = accumulated_value_and_grad(loss_fn, 'data', 2)
-    with self.assertRaisesRegex(ValueError, r'`with jax.set_mesh\(mesh\)`'):
-      fn(PARAMS, X)
-
-    mesh = make_mesh((8,), EXPLICIT)
-    fn = accumulated_value_and_grad(loss_fn, 'data', 2, mesh=mesh)
-    with self.assertRaisesRegex(ValueError, 'is of type `Explicit`, got no'):
-      fn(PARAMS, X)
-
-    no_mesh: Any = 'data'
-    fn = accumulated_value_and_grad(loss_fn, 'data', 2, mesh=no_mesh)
-    with self.assertRaisesRegex(TypeError, "`mesh` .* got 'data'"):
+    with self.assertRaisesRegex(error, message):
       fn(PARAMS, X)
 
   def test_refuses_an_axis_that_is_mapped(self):

@@ -301,22 +301,6 @@ class RefusalTest(parameterized.TestCase):
 
 class FactorTest(parameterized.TestCase):
 
-  def scaled(self, kind, global_steps, local_steps, **kwargs):
-    """Returns the factors by which updates are scaled."""
-    tx = scale_by_staleness(kind, **kwargs)
-
-    @jax.jit
-    @jax.vmap
-    def factor(global_step, local_step):
-      state = tx.init(jnp.float32(0))._replace(global_step=global_step)
-      return tx.update(jnp.float32(1), state, local_step=local_step)
-
-    factors, state = factor(np.int32(global_steps), np.int32(local_steps))
-    # The counter saturates.
-    counted = np.minimum(np.int64(global_steps) + 1, INT32.max)
-    np.testing.assert_array_equal(state.global_step, counted)
-    return factors
-
   def test_the_age_does_not_wrap_around(self):
     rows = np.array(
         [
@@ -330,13 +314,22 @@ class FactorTest(parameterized.TestCase):
             (INT32.max, -1, INT32.max),
             (INT32.max, 0, INT32.max),
             (INT32.max, INT32.max - 1, 1),
-        ]
+        ],
+        np.int32,
     )
 
-    found = self.scaled(
-        lambda age: jnp.where(age > 0, age, 0.5), rows[:, 0], rows[:, 1]
-    )
+    tx = scale_by_staleness(lambda age: jnp.where(age > 0, age, 0.5))
 
-    np.testing.assert_array_equal(
-        found, np.maximum(rows[:, 2], 0.5).astype('f')
-    )
+    @jax.jit
+    @jax.vmap
+    def factor(row):
+      state = tx.init(jnp.float32(0))._replace(global_step=row[0])
+      return tx.update(jnp.float32(1), state, local_step=row[1])
+
+    found, state = factor(rows)
+
+    expected = np.maximum(rows[:, 2], 0.5).astype('f')
+    np.testing.assert_array_equal(found, expected)
+    # The counter saturates.
+    counted = np.minimum(np.int64(rows[:, 0]) + 1, INT32.max)
+    np.testing.assert_array_equal(state.global_step, counted)
