@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
@@ -25,18 +24,6 @@ COMPRESSORS = {
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
   return np.zeros(shape, dtype)
-
-
-def make_params() -> dict[str, Any]:
-  """Returns leaves of which the first two are compressed."""
-  return {
-      'w': zeros(7, 19),
-      'half': zeros(70, dtype=jnp.bfloat16),
-      'b': zeros(5),
-      'scalar': zeros(),
-      'complex': zeros(80, dtype=np.complex64),
-      'empty': zeros(0, 3),
-  }
 
 
 def make_data(

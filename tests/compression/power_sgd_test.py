@@ -65,8 +65,6 @@ class PowerSGDTest(parameterized.TestCase):
         'conv': zeros(3, 4, 10, dtype=jnp.bfloat16),
         'b': zeros(20),
         'small': zeros(2, 2),
-        'complex': zeros(12, 20, dtype=np.complex64),
-        'empty': zeros(0, 3),
     }
     data = compressions.make_data(num_shards, 9, params)
     w = None
@@ -92,7 +90,7 @@ class PowerSGDTest(parameterized.TestCase):
       np.testing.assert_array_equal(bits, np.stack([bits[0]] * num_shards))
     share = np.ones((num_shards, 9)) if w is None else w
     share = share / share.sum(0)
-    for leaf in ('b', 'small', 'complex'):
+    for leaf in ('b', 'small'):
       mean = np.einsum('nt,nt...->t...', share, data[leaf])
       np.testing.assert_allclose(updates[leaf][0], mean, atol=1e-5)
     # Nothing is lost of leaves of three axes and of 16 bits.
@@ -120,6 +118,8 @@ class PowerSGDTest(parameterized.TestCase):
     np.testing.assert_allclose(rest, np.zeros_like(own), atol=1e-4)
 
   def test_gives_what_the_hook_of_pytorch_gave(self):
+    # To two processes over gloo, which had sent two steps whole: the gradients
+    # of each and their mean, the residuals and right factors after each step.
     tape = json.loads(TAPE.read_text())
     shapes = {k: tuple(shape) for k, shape in tape['shapes'].items()}
     first, *steps = tape['steps']
@@ -179,20 +179,6 @@ class PowerSGDTest(parameterized.TestCase):
     # Shards hold back what cancels.
     held = state.residual['w'].astype(np.float64).mean(0)
     self.assertLess(np.abs(held).max(), 1e-4 * scale)
-
-  def test_one_shard_is_the_identity_to_the_bit(self):
-    params = {'w': zeros(12, 20), 'b': zeros(20)}
-    data = compressions.make_data(1, 3, params)
-    data['w'][0, 0, 0, 0] = -0.0
-    weight = np.array([[3.0, 0.7, 1e-3]], np.float32)
-    some = {'power_sgd': compression.power_sgd(AXIS, 2)}
-
-    updates, _ = compressions.run(some, 'vmap', data, params, weight)[
-        'power_sgd'
-    ]
-    np.testing.assert_array_equal(
-        updates['w'].view(np.uint8), data['w'].view(np.uint8)
-    )
 
   def test_a_warmup_and_a_rank_above_the_matrix_are_the_plain_mean(self):
     params = {'w': zeros(12, 20), 'b': zeros(20)}

@@ -45,7 +45,7 @@ class ExchangeTest(parameterized.TestCase):
     self.assertLen(set(drawn[8:, 0]), 1)
     np.testing.assert_array_equal(drawn[8:, 0], drawn[8:, 2])
 
-  @cases.product(num_shards=(3, 8), name=('sign', 'int8', 'int4', 'top_k'))
+  @cases.parameters((3, 'sign'), (8, 'int8'), (3, 'int4'), (8, 'top_k'))
   def test_sends_the_bytes_of_the_formula(self, num_shards, name):
     compressor, block_bytes = {
         'sign': (compression.scaled_sign(), 1024 / 8 + 4),

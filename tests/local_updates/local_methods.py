@@ -1,4 +1,4 @@
-"""The methods that `local_updates` implements, as in papers, in float64.
+"""Methods that `local_updates` implements, as in papers, in float64.
 
 Each takes what the shards have after each round and gives the anchor, with
 nothing of Optax in it.
@@ -82,42 +82,6 @@ def diloco():
   return move
 
 
-def bmuf():
-  block, eta = 0.0, 1 - 1 / SHARDS
-
-  def move(anchor, own):
-    nonlocal block
-    block = eta * block + (own.mean(0) - anchor)
-    return everywhere(anchor + block, own)
-
-  return move
-
-
-def nesterov_bmuf():
-  block, eta, model = 0.0, 1 - 1 / SHARDS, None
-
-  def move(anchor, own):
-    nonlocal block, model
-    model = anchor if model is None else model
-    block = eta * block + (own.mean(0) - anchor)
-    model = model + block
-    # Shards begin the next block further along.
-    return everywhere(model + eta * block, own)
-
-  return move
-
-
-def slow_momentum():
-  slow, rate, alpha, beta = 0.0, RATE, 0.8, 0.6
-
-  def move(anchor, own):
-    nonlocal slow
-    slow = beta * slow + (anchor - own.mean(0)) / rate
-    return everywhere(anchor - alpha * rate * slow, own)
-
-  return move
-
-
 def streaming(centres, every=6, delay=1, own_part=0.25):
   """Sends the first two numbers at half of a round, the others at its end."""
   size = centres.shape[-1]
@@ -145,17 +109,6 @@ METHODS = {
     'local SGD': Method(optax.sgd(1.0), dict(every=3), in_rounds(local_sgd)),
     'DiLoCo': Method(
         optax.sgd(0.7, 0.9, nesterov=True), dict(every=3), in_rounds(diloco)
-    ),
-    'BMUF': Method(
-        optax.sgd(1.0, 1 - 1 / SHARDS), dict(every=3), in_rounds(bmuf)
-    ),
-    'Nesterov BMUF': Method(
-        optax.sgd(1.0, 1 - 1 / SHARDS, nesterov=True),
-        dict(every=3),
-        in_rounds(nesterov_bmuf),
-    ),
-    'SlowMo': Method(
-        optax.sgd(0.8, 0.6), dict(every=3), in_rounds(slow_momentum)
     ),
     'streaming DiLoCo': Method(
         optax.sgd(0.7, 0.9, nesterov=True),

@@ -1,14 +1,11 @@
 """The state of `local_updates`: own parameters, resizing, checkpoints."""
 
-import tempfile
-
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import orbax.checkpoint
 
 import cases
 import modes
@@ -36,38 +33,37 @@ def _on_shard(fn):
 
 class LocalParamsTest(parameterized.TestCase):
 
-  @cases.parameters(
-      (lambda tx: tx, 'ab'),
-      (lambda tx: optax.chain(optax.identity(), tx), 'ab'),
-      (lambda tx: optax.masked(tx, {'a': True, 'b': False, 'n': False}), 'a'),
-      (
-          lambda tx: optax.partition(
-              {'x': tx, 'y': _tx()}, {'a': 'x', 'b': 'y', 'n': 'x'}
-          ),
-          'ab',
-      ),
-      (lambda tx: shard_transforms.tower_reduce(1, tx, axis_name=AXIS), 'ab'),
-  )
-  def test_finds_own_parameters_in_any_state(self, around, want):
-    tx = around(_tx())
+  def test_finds_own_parameters_in_any_state(self):
+    txs = {
+        'alone': _tx(),
+        'chain': optax.chain(optax.identity(), _tx()),
+        'masked': optax.masked(_tx(), {'a': True, 'b': False, 'n': False}),
+        'partition': optax.partition(
+            {'x': _tx(), 'y': _tx()}, {'a': 'x', 'b': 'y', 'n': 'x'}
+        ),
+        'towers': shard_transforms.tower_reduce(1, _tx(), axis_name=AXIS),
+    }
     params = {'a': jnp.zeros(2), 'b': jnp.zeros(()), 'n': jnp.arange(3)}
 
-    def shard(params, x):
+    def own_of(tx, params, x):
       state = tx.init(params)
       own = local_params(params, state)
       grads = jax.tree.map(lambda p: x + 0.0 * p, own)
       grads['n'] = np.zeros(3, jax.dtypes.float0)
       _, state = tx.update(grads, state, params)
-      own = local_params(params, state)
-      return {'n': own.pop('n'), **own}
+      return local_params(params, state)
 
-    own = _on_shard(shard)(params, np.float32(1 + np.arange(8)))
+    def shard(params, x):
+      return {name: own_of(tx, params, x) for name, tx in txs.items()}
 
-    np.testing.assert_array_equal(own['n'], [np.arange(3)] * 8)
-    for name in 'ab':
-      moved = -0.1 if name in want else 0.0
-      want_own = np.full_like(own[name], moved)
-      np.testing.assert_allclose(own[name], want_own, rtol=1e-5)
+    found = _on_shard(shard)(params, np.float32(1 + np.arange(8)))
+
+    for name, own in found.items():
+      with self.subTest(name):
+        np.testing.assert_array_equal(own['n'], [np.arange(3)] * 8)
+        np.testing.assert_allclose(own['a'], np.full((8, 2), -0.1), rtol=1e-5)
+        moved = np.full(8, 0.0 if name == 'masked' else -0.1)
+        np.testing.assert_allclose(own['b'], moved, rtol=1e-5)
 
   def test_refuses_another_state(self):
     params = np.zeros(3, np.float32)
@@ -157,8 +153,8 @@ class ResizeTest(parameterized.TestCase):
     # What a lost shard has done is not in the mean, so its weight is left out.
     np.testing.assert_allclose(state.total_weight, np.full((3, 1), 4 / 3))
 
-  @cases.parameters((4, 8), (8, 3))
-  def test_steps_before_a_resize_count_as_much_as_they_did(self, *sizes):
+  def test_steps_before_a_resize_count_as_much_as_they_did(self):
+    sizes = 8, 3
     tx = local_updates(optax.sgd(0.1), _outer(), AXIS, every=3)
     meshes = [modes.mesh(size) for size in sizes]
     params = np.linspace(-1, 1, 5, dtype=np.float32)
@@ -203,51 +199,3 @@ def _step(tx, mesh, like):
   return lambda params, state, grads, weight=None: mapped(
       params, state, grads, weight
   )
-
-
-class CheckpointTest(parameterized.TestCase):
-
-  def test_goes_on_in_the_middle_of_a_round_and_of_a_delay(self):
-    tx = local_updates(
-        optax.adam(0.1),
-        _outer(),
-        AXIS,
-        every=6,
-        delay=2,
-        mixing=0.5,
-        fragments=2,
-    )
-    mesh = modes.mesh()
-    start = {'a': jnp.linspace(-1, 1, 2), 'b': jnp.ones(3)}
-    step = _step(tx, mesh, start)
-    rng = np.random.default_rng(0)
-    grads = [
-        {
-            k: np.float32(rng.normal(size=(8, *x.shape)))
-            for k, x in start.items()
-        }
-        for _ in range(9)
-    ]
-    params, state = start, shard_transforms.init_state(tx, start, mesh)
-    for at_step in grads[:5]:
-      params, state = step(params, state, at_step)
-    target = shard_transforms.init_state(
-        tx, jax.eval_shape(lambda: start), mesh
-    )
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        orbax.checkpoint.StandardCheckpointer() as checkpointer,
-    ):
-      checkpointer.save(f'{folder}/state', state)
-      checkpointer.wait_until_finished()
-      restored = checkpointer.restore(f'{folder}/state', target)
-
-    ends = []
-    for after in (state, restored):
-      moved = params
-      for at_step in grads[5:]:
-        moved, after = step(moved, after, at_step)
-      ends.append(jax.device_get((moved, after)))
-    jax.tree.map(np.testing.assert_array_equal, *ends)
-    self.assertEqual(ends[0][1].num_rounds, 1)

@@ -280,7 +280,6 @@ class InitStateTest(parameterized.TestCase):
     self.assert_placed(state, specs, mesh)
 
   @cases.parameters(
-      {},
       {'in_specs': MODEL_SPECS},
       {'in_specs': MODEL_SPECS, 'per_shard': True},
   )
@@ -326,56 +325,3 @@ class InitStateTest(parameterized.TestCase):
     params['w'].delete()
 
     np.testing.assert_array_equal(state.trace['w'], np.zeros(5))
-
-
-# [calls, shards, features]
-DATA = np.random.default_rng(0).integers(-99, 99, (4, 8, 8)).astype(np.float32)
-
-
-def _loss(w, x):
-  return jnp.sum(w * x)
-
-
-class TrainingTest(parameterized.TestCase):
-
-  @cases.parameters(*KINDS)
-  def test_trains_parameters_that_are_sharded(self, kind):
-    mesh = _mesh(kind, (2, 4))
-    tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
-    make = functools.partial(
-        shard_transforms.init_state, tx, mesh=mesh, in_specs=P('model')
-    )
-    w = jax.device_put(np.zeros(8, np.float32), NamedSharding(mesh, P('model')))
-    specs = shard_transforms.state_specs(tx, w, mesh, in_specs=P('model'))
-
-    def step(w, state, x):
-      self.assertEqual(w.shape, (2,))
-      _, grads = shard_transforms.value_and_grad(_loss, 'data')(w, x[0])
-      updates, state = tx.update(grads, state, w)
-      return w - updates, state
-
-    data_specs = P('data', 'model')
-    step = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(P('model'), specs, data_specs),
-        out_specs=(P('model'), specs),
-    )
-    step = jax.jit(step)
-
-    state = make(params=w)
-    places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    for x in DATA[:, :2]:
-      x = jax.device_put(x, NamedSharding(mesh, data_specs))
-      w, state = step(w, state, x)
-
-    first, second = DATA[:, :2].mean(1).reshape(2, 2, 8).mean(1)
-    np.testing.assert_array_equal(w, -(first + second + 0.5 * first))
-    self.assertEqual(state.total.shape, (2, 8))
-    jax.tree.map(
-        lambda leaf, place: self.assertTrue(
-            leaf.sharding.is_equivalent_to(place, leaf.ndim)
-        ),
-        state,
-        places,
-    )

@@ -125,7 +125,6 @@ class TrainingTest(parameterized.TestCase):
 
   PARAMS = {
       'padded': np.linspace(-2, 1, 15, dtype=np.float32).reshape(3, 5, 1),
-      'few': np.float32([1, -1, 2]),
       'scalar': np.float32(0.5),
   }
 
@@ -203,10 +202,11 @@ class TrainingTest(parameterized.TestCase):
       before = after
 
     expected, alone = self.PARAMS, adam().init(self.PARAMS)
+    update = jax.jit(adam().update)
     for i in range(0, CALLS, TOWERS):
       here = slice(i, i + TOWERS)
       grads = jax.tree.map(lambda x, i=here: weighted(x[i], valid[i]), rows)
-      updates, alone = adam().update(grads, alone)
+      updates, alone = update(grads, alone)
       expected = optax.apply_updates(expected, updates)
     chex.assert_trees_all_close(
         jax.device_get(params), jax.device_get(expected), rtol=2e-6, atol=2e-6
@@ -297,11 +297,8 @@ GATES = {
 class WindowTest(parameterized.TestCase):
   """What `tower_reduce` has collected, and what `guard` has seen."""
 
-  @parameterized.named_parameters(
-      ('of three or two', 8, 3, [(0, 1, 2), (3, 4, 5), (6, 7)]),
-      ('of none', 3, 8, [(0,), (1,), (2,), (), (), (), (), ()]),
-  )
-  def test_shards_are_merged(self, before, after, parts):
+  def test_shards_are_merged(self):
+    before, after, parts = 8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]
     tx = tower_reduce(
         4, guard(averaged(optax.identity()), AXIS), axis_name=AXIS
     )
@@ -323,20 +320,19 @@ class WindowTest(parameterized.TestCase):
 
     resized = resize_state(state, tx, params, modes.mesh(after))
 
-    def merged(combine, values, empty):
-      return [combine(values[list(p)], axis=0) if p else empty for p in parts]
+    def merged(combine, values):
+      return np.stack([combine(values[part], axis=0) for part in parts])
 
-    zeros, never = np.zeros((2, 3)), np.iinfo(np.int32).max
     expected = state_of(tx, params, after)
     expected = replaced(
         expected,
         tower=2,
-        total=np.stack(merged(np.sum, total, zeros)),
-        total_weight=np.stack(merged(np.sum, weight, 0)),
-        oldest_local_step=np.stack(merged(np.min, step, never)),
+        total=merged(np.sum, total),
+        total_weight=merged(np.sum, weight),
+        oldest_local_step=merged(np.min, step),
         inner_state=replaced(
             expected.inner_state,
-            last_bad_step=np.stack(merged(np.max, bad, -1)),
+            last_bad_step=merged(np.max, bad),
         ),
     )
     assert_same(resized, expected)

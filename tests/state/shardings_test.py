@@ -1,16 +1,13 @@
 import math
-import tempfile
 import warnings
 
 from absl.testing import parameterized
-import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
-import orbax.checkpoint
 
 import cases
 import shard_transforms
@@ -43,65 +40,6 @@ def make_params(mesh=None):
   }
 
 
-def make_step(tx):
-  def loss(params, x):
-    squares = [jnp.sum(p**2) for p in (params['v'], params['k'], params['b'])]
-    return jnp.mean((x @ params['w']) ** 2) + sum(squares)
-
-  def step(params, state, x):
-    grads = jax.grad(loss)(params, x)
-    updates, state = tx.update(grads, state, params, local_step=0)
-    return optax.apply_updates(params, updates), state
-
-  return step
-
-
-def train(tx, params, state, shardings=None, num_steps=4):
-  """Returns parameters and state after some steps."""
-  x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-  placed = None
-  if shardings is not None:
-    placed = jax.tree.map(lambda p: p.sharding, params), shardings
-    mesh = params['w'].sharding.mesh
-    x = jax.device_put(x, NamedSharding(mesh, P('data')))
-  step = jax.jit(
-      make_step(optax.with_extra_args_support(tx)), out_shardings=placed
-  )
-  for _ in range(num_steps):
-    params, state = step(params, state, x)
-  return params, state
-
-
-def train_alone(tx, **kwargs):
-  """Returns parameters and state after some steps on one device."""
-  params = make_params()
-  return train(tx, params, jax.jit(tx.init)(params), **kwargs)
-
-
-def init(tx, mesh):
-  """Returns parameters and divided state, and the shardings of the state."""
-  params = make_params(mesh)
-  shardings = shard_transforms.state_shardings(
-      tx, params, mesh, on_whole='ignore'
-  )
-  return params, jax.jit(tx.init, out_shardings=shardings)(params), shardings
-
-
-def save_and_restore(saved, like):
-  """Returns what orbax restores, placed as another tree is."""
-  target = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-      like,
-  )
-  with (
-      tempfile.TemporaryDirectory() as folder,
-      orbax.checkpoint.StandardCheckpointer() as checkpointer,
-  ):
-    checkpointer.save(folder + '/saved', saved)
-    checkpointer.wait_until_finished()
-    return checkpointer.restore(folder + '/saved', target)
-
-
 class StateShardingsTest(parameterized.TestCase):
 
   @cases.parameters(
@@ -129,25 +67,6 @@ class StateShardingsTest(parameterized.TestCase):
 
     self.assertEqual(shardings[0].mu.spec, expected)
     self.assertEqual(shardings[0].count.spec, P())
-
-  @cases.parameters(
-      (optax.adafactor(0.1, min_dim_size_to_factor=4),),
-      (optax.contrib.muon(0.1),),
-      (shard_transforms.tower_reduce(2, optax.adam(0.1)),),
-  )
-  def test_trains_as_one_device_does(self, tx):
-    params, state, shardings = init(tx, make_mesh())
-
-    after = train(tx, params, state, shardings)
-
-    expected = train_alone(tx)
-    chex.assert_trees_all_close(
-        jax.device_get(after), jax.device_get(expected), rtol=1e-4, atol=1e-6
-    )
-    is_kept = jax.tree.map(
-        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), after[1], shardings
-    )
-    self.assertTrue(jax.tree.all(is_kept))
 
   def test_names_statistics_that_are_like_no_parameter(self):
     mesh = make_mesh()
@@ -203,30 +122,6 @@ class StateShardingsTest(parameterized.TestCase):
     gathered = [c for c in report.collectives if c.primitive == 'all_gather']
     # The updates, or the parameters, once; neither of the moments.
     self.assertLen(gathered, 1)
-
-  def test_restores_on_another_number_of_devices(self):
-    tx = optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
-    # 8 devices cannot divide what 4 can.
-    before, after = make_mesh((8, 1)), make_mesh((2, 2))
-    # Three steps end amid the two of `MultiSteps`.
-    saved = train(tx, *init(tx, before), num_steps=3)
-    params, state, shardings = init(tx, after)
-
-    restored = save_and_restore(saved, (params, state))
-    trained = train(tx, *restored, shardings, num_steps=3)
-
-    chex.assert_trees_all_equal(
-        jax.device_get(restored), jax.device_get(saved), strict=True
-    )
-    for tree in restored[1], trained[1]:
-      is_kept = jax.tree.map(
-          lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), tree, shardings
-      )
-      self.assertTrue(jax.tree.all(is_kept))
-    expected = train_alone(tx, num_steps=6)
-    chex.assert_trees_all_close(
-        jax.device_get(trained), jax.device_get(expected), rtol=1e-4, atol=1e-6
-    )
 
   @cases.parameters(
       ((8, 12, 16), 2, P('data', None, None)),

@@ -21,28 +21,6 @@ SHARDS = 8
 
 class ClipTest(parameterized.TestCase):
 
-  @cases.parameters(('before', 2.0), ('after', 0.5))
-  def test_clips_before_or_after_the_reduction(self, order, max_norm):
-    x = np.random.default_rng(0).normal(size=(SHARDS, 5)).astype(np.float32)
-    links = [
-        clip_by_global_norm(max_norm),
-        shard_transforms.cross_shard_mean(AXIS),
-    ]
-    tx = optax.chain(*(links if order == 'before' else links[::-1]))
-
-    def fn(params, x):
-      grads = shard_transforms.value_and_grad(jnp.vdot, AXIS)(params, x)[1]
-      return tx.update(grads, tx.init(params), params)[0]
-
-    updates = modes.map_shards('shard_map', fn)(jnp.zeros(5), x)
-
-    def clip(x):
-      norms = np.linalg.norm(x, axis=-1, keepdims=True)
-      return x * np.minimum(1, max_norm / norms)
-
-    expected = clip(x).mean(0) if order == 'before' else clip(x.mean(0))
-    np.testing.assert_allclose(updates, [expected] * SHARDS, rtol=1e-5)
-
   def test_is_that_of_optax_to_the_bit(self):
     tree = tree_of()
 

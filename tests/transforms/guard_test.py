@@ -8,11 +8,13 @@ import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import shard_transforms
 from shard_transforms import SpikeRule
 from shard_transforms import cross_shard_mean
 from shard_transforms import guard
+import sliced_trees
 
 AXIS = modes.AXIS
 SHARDS = 8
@@ -23,7 +25,7 @@ def mean_of(inner):
   return optax.chain(cross_shard_mean(AXIS), inner)
 
 
-def run(tx, x, weight=None, mode='shard_map', params=None):
+def run(tx, x, weight=None, mode='shard_map'):
   """Returns the updates [shards, steps, ...] and the last state.
 
   Args:
@@ -31,24 +33,17 @@ def run(tx, x, weight=None, mode='shard_map', params=None):
     x: The gradients of shards [shards, steps, ...].
     weight: Their weights [shards, steps], or `None`.
     mode: How it is mapped.
-    params: The parameters; zeros by default.
   """
-  if params is None:
-    params = jnp.zeros(x.shape[2:])
-
-  def fn(params, own):
-    def step(state, inputs):
-      x, weight = inputs
-      grads = shard_transforms.value_and_grad(jnp.vdot, AXIS)(params, x)[1]
-      given = {} if weight is None else {'weight': weight}
-      updates, state = tx.update(grads, state, params, **given)
-      return state, updates
-
-    return lax.scan(step, tx.init(params), own)
-
-  own = jax.tree.map(jnp.asarray, (x, weight))
-  state, updates = jax.device_get(modes.map_shards(mode, fn)(params, own))
-  return updates, state
+  grad = harness.gradient(jnp.vdot)
+  trained = harness.train(
+      tx,
+      np.zeros(x.shape[2:], np.float32),
+      {'x': x} | ({} if weight is None else {'weight': np.float32(weight)}),
+      mode,
+      grad=lambda params, own: grad(params, own['x']),
+      extra_args=lambda _, own: {k: own[k] for k in own if k != 'x'},
+  )
+  return trained.updates, trained.state
 
 
 def data(steps=3, seed=0):
@@ -104,7 +99,7 @@ class SkipTest(parameterized.TestCase):
     tx = guard(optax.identity())
     updates = jnp.full(2, 1e30)
 
-    out, state = tx.update(updates, tx.init(updates))
+    out, state = jax.jit(lambda x: tx.update(x, tx.init(x)))(updates)
 
     np.testing.assert_array_equal(out, updates)
     self.assertEqual(state.skipped_count, 0)
@@ -210,7 +205,8 @@ class DecisionTest(parameterized.TestCase):
 class ModelAxisTest(parameterized.TestCase):
 
   def test_does_not_guess_what_is_sliced_without_types(self):
-    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), kinds)
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS)
 
     def step(x):
@@ -220,7 +216,7 @@ class ModelAxisTest(parameterized.TestCase):
         step, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
     )
     with self.assertRaisesRegex(ValueError, r"`sharded` .* over \['model'\]"):
-      step(jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, P(AXIS))))
+      jax.eval_shape(step, jnp.ones(4))
 
   def test_refuses_what_is_no_spec(self):
     for sharded in ('model',), 3:
@@ -235,7 +231,6 @@ class ModelAxisTest(parameterized.TestCase):
 
   @cases.parameters(True, False)
   def test_slices_of_a_shard_are_judged_together(self, check_vma):
-    mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     specs = {'sliced': P('model'), 'whole': P()}
     sharded = None if check_vma else specs
     # The norm of slices is below the limit, that of the leaf above it.
@@ -246,14 +241,11 @@ class ModelAxisTest(parameterized.TestCase):
         spikes=SpikeRule(max_norm=6.0),
         sharded=sharded,
     )
-    spikes = shard_transforms.SpikeState(P(), P(), P(), P(AXIS))
-    state_specs = shard_transforms.GuardState(
-        *[P()] * 4, P(AXIS), P(), spikes, P()
-    )
 
     def step(x):
       x = jax.tree.map(lambda x: x[0], x)
-      return tx.update(x, tx.init(x), x)
+      updates, state = tx.update(x, tx.init(x), x)
+      return updates, state.last_bad_step
 
     x = {
         'sliced': np.ones((4, 2), np.float32),
@@ -263,24 +255,13 @@ class ModelAxisTest(parameterized.TestCase):
     x['sliced'][1, 1] = np.nan
     x['whole'][3] = 1.0
     in_specs = {'sliced': P(AXIS, 'model'), 'whole': P(AXIS)}
-    shardings = {
-        name: jax.NamedSharding(mesh, spec) for name, spec in in_specs.items()
-    }
-    step = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(in_specs,),
-            out_specs=(specs, state_specs),
-            check_vma=check_vma,
-        )
-    )
+    step = sliced_trees.on_mesh(step, in_specs, check_vma, (specs, P(AXIS)))
 
-    updates, state = step(jax.device_put(x, shardings))
+    updates, last_bad_step = step(x)
 
     np.testing.assert_array_equal(updates['sliced'], [1.0, 1.0])
     np.testing.assert_array_equal(updates['whole'], [0.5] * 3)
-    np.testing.assert_array_equal(state.last_bad_step, [0, 0, -1, -1])
+    np.testing.assert_array_equal(last_bad_step, [0, 0, -1, -1])
 
   def test_has_no_branch_about_what_the_compiler_shards(self):
     kinds = (jax.sharding.AxisType.Auto,) * 2

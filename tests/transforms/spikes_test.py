@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import shard_transforms
 from shard_transforms import SpikeRule
@@ -51,18 +52,16 @@ def made_up_trace(seed):
   return loss.astype(np.float32), norm.astype(np.float32)
 
 
-def decisions(rule, loss, norm):
-  """Returns the last state, and whether each step of a trace is taken."""
-  return jax.device_get(judge(rule)(np.float32(loss), np.float32(norm)))
+def decisions(rows):
+  """Returns the last state, and whether each step is taken, by name.
 
+  Args:
+    rows: Rules, losses and norms by name. One program judges all.
+  """
 
-@functools.cache
-def judge(rule):
-  """Returns a compiled function of losses and norms, [steps] each."""
-  tx = guard(optax.identity(), spikes=rule)
+  def judge(rule, loss, norm):
+    tx = guard(optax.identity(), spikes=rule)
 
-  @jax.jit
-  def run(loss, norm):
     def step(state, now):
       loss, norm = now
       _, after = tx.update(norm[None], state, value=loss)
@@ -70,7 +69,11 @@ def judge(rule):
 
     return lax.scan(step, tx.init(jnp.zeros(1)), (loss, norm))
 
-  return run
+  def judge_all(traces):
+    return {name: judge(row[0], *traces[name]) for name, row in rows.items()}
+
+  traces = {name: np.float32(row[1:]) for name, row in rows.items()}
+  return jax.device_get(jax.jit(judge_all)(traces))
 
 
 def published(loss, norm, window, start, stds, two_sided):
@@ -96,57 +99,57 @@ def published(loss, norm, window, start, stds, two_sided):
 
 class PublishedRulesTest(parameterized.TestCase):
 
-  @cases.parameters(
-      # (window, the first step that may be skipped, deviations, two-sided)
-      ((24, 20, 3, True),),
-      ((128, 2, 6, False),),
-  )
-  def test_takes_the_steps_that_they_take(self, rule):
-    window, start, stds, two_sided = rule
-    spikes = SpikeRule(
-        max_stds=stds,
-        signals=('norm', 'loss'),
-        window=window,
-        min_steps=max(start, window // 2) - 1,
-        two_sided=two_sided,
-        record_spikes=True,
+  def test_takes_the_steps_that_they_take(self):
+    rules, traces = (
+        # (window, the first step that may be skipped, deviations, two-sided)
+        ((24, 20, 3, True), (128, 2, 6, False)),
+        (recorded_trace(), made_up_trace(0)),
     )
 
-    for loss, norm in recorded_trace(), made_up_trace(0):
-      _, taken = decisions(spikes, loss, norm)
+    def spikes(window, start, stds, two_sided):
+      return SpikeRule(
+          max_stds=stds,
+          signals=('norm', 'loss'),
+          window=window,
+          min_steps=max(start, window // 2) - 1,
+          two_sided=two_sided,
+          record_spikes=True,
+      )
 
-      expected = published(loss, norm, *rule)
-      np.testing.assert_array_equal(taken, expected)
-      self.assertBetween(np.sum(taken), 200, len(loss) - 2)
+    found = decisions(
+        {
+            f'{rule} {i}': (spikes(*rule), *trace)
+            for rule in rules
+            for i, trace in enumerate(traces)
+        }
+    )
+
+    for rule in rules:
+      for i, trace in enumerate(traces):
+        with self.subTest(f'{rule} {i}'):
+          _, taken = found[f'{rule} {i}']
+          np.testing.assert_array_equal(taken, published(*trace, *rule))
+          self.assertBetween(np.sum(taken), 200, len(taken) - 2)
 
 
-def run(tx, x, loss, mode='vmap'):
-  """Returns the updates and the last state, by shard.
+def run(txs, x, loss, mode='vmap'):
+  """Returns what `harness.train` does of each transformation.
 
   Args:
-    tx: The transformation.
+    txs: The transformations by name, or one.
     x: The gradients, a tree of [shards, steps, ...].
     loss: The losses [shards, steps].
     mode: How shards are mapped.
   """
-
-  def fn(params, own):
-    def step(state, now):
-      grads = shard_transforms.value_and_grad(_dot, AXIS)(params, now[0])[1]
-      updates, state = tx.update(grads, state, params, value=now[1])
-      return state, updates
-
-    return lax.scan(step, tx.init(params), own)
-
-  params = jax.tree.map(lambda x: np.zeros(x.shape[2:], np.float32), x)
-  state, updates = jax.device_get(
-      modes.map_shards(mode, fn, len(loss))(params, (x, loss))
+  grad = harness.gradient(optax.tree_utils.tree_vdot)
+  return harness.train(
+      txs,
+      jax.tree.map(lambda x: np.zeros(x.shape[2:], np.float32), x),
+      (x, loss),
+      mode,
+      grad=lambda params, own: grad(params, own[0]),
+      extra_args=lambda _, own: {'value': own[1]},
   )
-  return updates, state
-
-
-def _dot(params, x):
-  return optax.tree_utils.tree_vdot(params, x)
 
 
 def data(steps=12, seed=0):
@@ -159,24 +162,76 @@ def data(steps=12, seed=0):
   return x, rng.uniform(2, 3, (SHARDS, steps)).astype(np.float32)
 
 
+def rows_of_norms():
+  """Returns rules, norms, and the steps that are skipped."""
+  usual = np.tile([1.0, 1.1], 15)
+  rises = usual.copy()
+  rises[14:] += 3
+  leaps = rises.copy()
+  leaps[[9, 28]] = 50.0
+  nans = usual[:20].copy()
+  nans[9:12], nans[14] = NAN, 50.0
+  large = 1e4 + np.random.default_rng(0).uniform(-1, 1, 20)
+  large[14] += 9
+  rule = functools.partial(SpikeRule, max_stds=4.0, window=8)
+  return {
+      'above a limit': (SpikeRule(max_norm=5.0), [5.0, 5.1], [1]),
+      'what stays the same is no spike': (
+          SpikeRule(max_stds=1.0, window=5),
+          [7**0.5] * 30,
+          [],
+      ),
+      'rises and stays': (rule(), rises, range(14, 30)),
+      'rises, and is recorded': (rule(record_spikes=True), rises, [14]),
+      # After step 9, the window is empty, and full again at step 18.
+      'starts again after one': (rule(restart_after=1), leaps, [9, 28]),
+      'starts again after three': (
+          rule(restart_after=3),
+          leaps,
+          [9, 14, 15, 16, 28],
+      ),
+      'nan does not start again': (
+          rule(max_norm=100.0, restart_after=9),
+          nans,
+          [9, 10, 11, 14],
+      ),
+      'small deviations of large values': (rule(max_stds=6.0), large, [14]),
+  }
+
+
 class LimitTest(parameterized.TestCase):
 
-  @cases.parameters(
-      (SpikeRule(max_norm=5.0), [5.0, 5.1], [1]),
-      # What stays the same is no spike.
-      (SpikeRule(max_stds=1.0, window=5), [7**0.5] * 30, []),
-  )
-  def test_skips_what_is_above_it(self, rule, norm, skipped):
-    _, taken = decisions(rule, np.ones(len(norm)), norm)
+  def test_skips_spikes(self):
+    rows = rows_of_norms()
+    loss = np.tile([1.0, 1.1], 30)
+    loss[20] = 1e30
+    recording = SpikeRule(
+        max_stds=4.0, window=4, signals=('loss',), record_spikes=True
+    )
 
-    np.testing.assert_array_equal(np.flatnonzero(~taken), skipped)
+    found = decisions(
+        {name: (rule, norm, norm) for name, (rule, norm, _) in rows.items()}
+        | {'overflow': (recording, loss, np.ones(60))}
+    )
+
+    states = {name: state.spikes for name, (state, _) in found.items()}
+    for name, (*_, skipped) in rows.items():
+      with self.subTest(name):
+        _, taken = found[name]
+        np.testing.assert_array_equal(np.flatnonzero(~taken), skipped)
+      if 'starts' in name:
+        self.assertEqual(states[name].consecutive_spikes, 0)
+    nans = states['nan does not start again'].statistics
+    self.assertEqual(nans.num_recorded, 16)
+    variance = states['overflow'].statistics.variance
+    self.assertTrue(np.isfinite(variance).all())
 
   def test_an_infinite_norm_does_not_end_the_window(self):
     x, loss = data(steps=9)
     x['body'][3, 1] = 1e30
     rule = SpikeRule(max_stds=50.0, window=3)
 
-    updates, state = run(
+    _, updates, state, _ = run(
         guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule), x, loss
     )
 
@@ -190,16 +245,14 @@ class LimitTest(parameterized.TestCase):
     # (4 + 4) / (2 - 1) = 8 between those of steps.
     limit = 4 + 3 * 9**0.5
     x = np.float32([[1.0, 5.0, limit], [3.0, 7.0, 4.0]])[..., None]
-    rules = [SpikeRule(max_stds=stds, window=2) for stds in (2.9, 3.1)]
+    rules = {n: SpikeRule(max_stds=n, window=2) for n in (2.9, 3.1)}
 
-    counts = [
-        run(guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule), x, x[..., 0])[
-            1
-        ].skipped_count.tolist()
-        for rule in rules
-    ]
+    mean = mean_of(optax.sgd(1.0))
+    txs = {n: guard(mean, AXIS, spikes=rule) for n, rule in rules.items()}
+    found = run(txs, x, x[..., 0])
 
-    self.assertEqual(counts, [[1, 1], [0, 0]])
+    counts = {n: x.state.skipped_count.tolist() for n, x in found.items()}
+    self.assertEqual(counts, {2.9: [1, 1], 3.1: [0, 0]})
 
   def test_it_may_be_a_hyperparameter(self):
     tx = optax.inject_hyperparams(
@@ -207,12 +260,16 @@ class LimitTest(parameterized.TestCase):
             optax.identity(), spikes=SpikeRule(max_norm=max_norm)
         )
     )(max_norm=optax.piecewise_constant_schedule(10.0, {1: 0.1}))
-    state = tx.init(jnp.zeros(2))
 
-    for skipped in 0, 1:
-      _, state = tx.update(jnp.array([3.0, 4.0]), state)
-      guarded = optax.tree_utils.tree_get(state, 'GuardState')
-      self.assertEqual(guarded.skipped_count, skipped)
+    @jax.jit
+    def counts(x):
+      state, found = tx.init(x), []
+      for _ in range(2):
+        _, state = tx.update(x, state)
+        found.append(optax.tree_utils.tree_get(state, 'skipped_count'))
+      return found
+
+    np.testing.assert_array_equal(counts(np.float32([3, 4])), [0, 1])
 
 
 class SignalsTest(parameterized.TestCase):
@@ -225,7 +282,7 @@ class SignalsTest(parameterized.TestCase):
     rule = SpikeRule(max_stds=6.0, window=4, signals=('norm', 'loss'))
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', spikes=rule)
 
-    updates, state = run(tx, x, loss, 'shard_map')
+    _, updates, state, _ = run(tx, x, loss, 'shard_map')
 
     self.assertEqual(rule.names, ('norm', 'loss'))
     expected = np.full((SHARDS, 2), -1)
@@ -243,24 +300,16 @@ class SignalsTest(parameterized.TestCase):
   def test_a_loss_that_is_reduced_skips_on_all_shards(self):
     x, loss = data()
     loss[:] = loss.mean(0)
-    loss[:, 8] *= 20
-    rule = SpikeRule(max_stds=6.0, window=4, signals=['loss'])
-    tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
-
-    updates, state = run(tx, x, loss, 'shard_map')
-
-    is_zero = np.all(updates['head'][0] == 0, -1)
-    np.testing.assert_array_equal(is_zero.nonzero(), [[8]])
-    np.testing.assert_array_equal(state.spikes.last_spike[:, 0], [[8]] * SHARDS)
-
-  def test_check_health_names_the_signals(self):
-    x, loss = data()
-    loss[:, 8:] = 100.0
+    loss[:, 8:] *= 20
     rule = SpikeRule(max_stds=6.0, window=4, signals=('norm', 'loss'))
     tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule, max_consecutive=4)
 
-    _, state = run(tx, x, loss, 'pmap')
+    _, updates, state, _ = run(tx, x, loss, 'shard_map')
 
+    is_zero = np.all(updates['head'][0] == 0, -1)
+    np.testing.assert_array_equal(is_zero.nonzero(), [[8, 9, 10, 11]])
+    last = state.spikes.last_spike[:, 0]
+    np.testing.assert_array_equal(last, [[-1, 11]] * SHARDS)
     with self.assertRaisesRegex(RuntimeError, r'were the signals \[1\] of'):
       monitoring.check_health(state)
 
@@ -274,7 +323,7 @@ class ClipTest(parameterized.TestCase):
     rule = SpikeRule(max_norm=25.0, on_spike='clip')
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, spikes=rule)
 
-    updates, state = run(tx, x, loss, 'shard_map')
+    _, updates, state, _ = run(tx, x, loss, 'shard_map')
 
     norm = np.hypot(*(np.linalg.norm(x[k][3, 7]) for k in x))
     for name, leaf in updates.items():
@@ -293,12 +342,12 @@ class ClipTest(parameterized.TestCase):
     x, loss = data()
     rule = SpikeRule(max_stds=50.0, max_norm=1e9, window=2, on_spike='clip')
 
-    updates, _ = run(
-        guard(mean_of(optax.adam(0.1)), AXIS, spikes=rule), x, loss
+    bare = mean_of(optax.adam(0.1))
+    found = run(
+        {'guard': guard(bare, AXIS, spikes=rule), 'bare': bare}, x, loss
     )
 
-    expected, _ = run(mean_of(optax.adam(0.1)), x, loss)
-    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    chex.assert_trees_all_equal(found['guard'].updates, found['bare'].updates)
 
   def test_keeps_dtypes(self):
     rule = SpikeRule(max_norm=5.0, on_spike='clip')
@@ -309,7 +358,7 @@ class ClipTest(parameterized.TestCase):
         'none': None,
     }
 
-    found, _ = tx.update(updates, tx.init(updates))
+    found, _ = jax.jit(lambda x: tx.update(x, tx.init(x)))(updates)
 
     chex.assert_trees_all_equal_dtypes(found, updates)
     np.testing.assert_allclose(found['half'].astype('float32'), [3, 0])
@@ -340,83 +389,23 @@ class ClipTest(parameterized.TestCase):
 
 class RecordTest(parameterized.TestCase):
 
-  @cases.parameters((False, [14, 15, 16, 17, 18, 19]), (True, [14]))
-  def test_norms_that_rise_and_stay_pass_once_they_are_recorded(
-      self, record_spikes, skipped
-  ):
-    norm = np.tile([1.0, 1.1], 10)
-    norm[14:] += 3
-    rule = SpikeRule(max_stds=4.0, window=8, record_spikes=record_spikes)
-
-    _, taken = decisions(rule, norm, norm)
-
-    np.testing.assert_array_equal(np.flatnonzero(~taken), skipped)
-
-  @cases.parameters((1, [9, 28]), (3, [9, 14, 15, 16, 28]))
-  def test_statistics_start_again_after_spikes_in_a_row(
-      self, restart_after, skipped
-  ):
-    # After the first one, the window is empty, and full again at step 18.
-    norm = np.tile([1.0, 1.1], 15)
-    norm[9] = 50.0
-    norm[14:] += 3
-    norm[28] = 50.0
-    rule = SpikeRule(max_stds=4.0, window=8, restart_after=restart_after)
-
-    state, taken = decisions(rule, norm, norm)
-
-    np.testing.assert_array_equal(np.flatnonzero(~taken), skipped)
-    self.assertEqual(state.spikes.consecutive_spikes, 0)
-
-  def test_nan_does_not_start_statistics_again(self):
-    norm = np.tile([1.0, 1.1], 10)
-    norm[9:12] = NAN
-    norm[14] = 50.0
-    rule = SpikeRule(max_norm=100.0, max_stds=4.0, window=8, restart_after=9)
-
-    state, taken = decisions(rule, norm, norm)
-
-    np.testing.assert_array_equal(np.flatnonzero(~taken), [9, 10, 11, 14])
-    self.assertEqual(state.spikes.statistics.num_recorded, 16)
-
-  def test_sees_small_deviations_of_large_values(self):
-    norm = 1e4 + np.random.default_rng(0).uniform(-1, 1, 20)
-    norm[14] += 9
-    rule = SpikeRule(max_stds=6.0, window=8)
-
-    _, taken = decisions(rule, norm, norm)
-
-    np.testing.assert_array_equal(np.flatnonzero(~taken), [14])
-
-  def test_recorded_spikes_do_not_overflow(self):
-    loss = np.tile([1.0, 1.1], 30)
-    loss[20] = 1e30
-    rule = SpikeRule(
-        max_stds=4.0, window=4, signals=('loss',), record_spikes=True
-    )
-
-    state, _ = decisions(rule, loss, np.ones(60))
-
-    self.assertTrue(np.isfinite(state.spikes.statistics.variance).all())
-
   def test_excluded_spikes_are_recorded_if_told(self):
     x, loss = data()
     loss[3, 8] = 90.0
-    for record_spikes in False, True:
-      rule = SpikeRule(
-          max_stds=6.0,
-          window=4,
-          signals=['loss'],
-          record_spikes=record_spikes,
-      )
-      tx = guard(mean_of(optax.sgd(1.0)), AXIS, on_bad='exclude', spikes=rule)
-
-      _, state = run(tx, x, loss)
-
-      told = loss[:, 8] if record_spikes else np.delete(loss[:, 8], 3)
-      np.testing.assert_allclose(
-          state.spikes.statistics.mean[0, 0], [told.mean()], rtol=1e-5
-      )
+    rule = functools.partial(SpikeRule, window=4, signals=['loss'])
+    txs = {
+        record: guard(
+            mean_of(optax.sgd(1.0)),
+            AXIS,
+            on_bad='exclude',
+            spikes=rule(max_stds=6.0, record_spikes=record),
+        )
+        for record in (False, True)
+    }
+    for record, trained in run(txs, x, loss).items():
+      told = loss[:, 8] if record else np.delete(loss[:, 8], 3)
+      mean = trained.state.spikes.statistics.mean[0, 0]
+      np.testing.assert_allclose(mean, [told.mean()], rtol=1e-5)
 
 
 class RefusalTest(parameterized.TestCase):
