@@ -19,7 +19,6 @@ from shard_transforms import compression
 from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import guard
-from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms._src.monitoring import compiled_report
 from shard_transforms.monitoring import WireReport
@@ -107,29 +106,6 @@ class AgreementTest(parameterized.TestCase):
     scopes = {'', *(collective.scope for collective in traced.collectives)}
     self.assertContainsSubset({c.scope for c in compiled.collectives}, scopes)
     self.assertEmpty(compiled.warnings)
-
-  def test_sends_what_the_traced_program_does_over_two_axes(self):
-    mesh = jax.make_mesh((2, 4), ('host', 'core'), (AUTO, AUTO))
-    tx = shard_update(optax.sgd(0.1), ('host', 'core'))
-
-    def step(grads):
-      return tx.update(jax.tree.map(lambda g: g[0], grads), tx.init(grads))[0]
-
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=P(('host', 'core')),
-        out_specs=P(),
-    )
-    grads = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct((8, *p.shape), p.dtype), PARAMS
-    )
-
-    traced = wire_report(mapped, grads)
-    compiled = wire_report(mapped, grads, compiled=True)
-
-    self.assertEqual(sent_by_axes(compiled), sent_by_axes(traced))
-    self.assertLen(sent_by_axes(traced), 2)
 
 
 def step_over_axes(fn):

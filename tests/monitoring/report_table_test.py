@@ -51,12 +51,6 @@ class CollectiveTest(parameterized.TestCase):
 
 class WireReportTest(parameterized.TestCase):
 
-  def test_nothing_has_no_table(self):
-    report = shard_transforms.monitoring.WireReport(())
-
-    self.assertEqual(str(report), 'nothing is sent')
-    self.assertEqual((report.total_bytes, report.num_collectives), (0, 0))
-
   def test_prints_a_table(self):
     report = shard_transforms.monitoring.WireReport(
         (
