@@ -76,7 +76,7 @@ class DeadlockTest(parameterized.TestCase):
     self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
     self.assertEqual(done.stdout.count(FINISHED), num_finished)
 
-  @cases.parameters(*modes.PARALLEL_MODES)
+  @cases.parameters('pmap', 'shard_map')
   @pytest.mark.slow
   def test_finishes(self, mode):
     names = [

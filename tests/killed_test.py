@@ -1,6 +1,7 @@
 """The main job, killed, stopped or out of disk, resumes to the bit."""
 
 import functools
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 import unittest
+from unittest import mock
 
 from absl.testing import parameterized
 import chex
@@ -19,13 +21,17 @@ import orbax.checkpoint
 import psutil
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
+import python_command
+
+SCRIPT = python_command.EXAMPLES / 'train_digits.py'
 STEPS = 6
 # One call of seven is of (a), one of (b), four of (c) and one of (d).
 ENDS = {'a': STEPS, 'b': 2 * STEPS, 'c': 6 * STEPS, 'd': 7 * STEPS}
 # Not a multiple of the towers, so that windows are half full where it saves.
 EVERY = 3
-TWO_PROCESSES = ('--processes=2', '--shards=2')
+ONE_PROCESS = ('--shards=2',)
+# They add two numbers, in whatever order, and so end with the bits of one.
+TWO_PROCESSES = ('--processes=2', *ONE_PROCESS)
 
 
 def start(folder, *flags, full=False):
@@ -43,7 +49,8 @@ def start(folder, *flags, full=False):
           *flags,
       ],
       cwd=folder,
-      env={k: v for k, v in os.environ.items() if 'JAX_' not in k},
+      env={k: v for k, v in os.environ.items() if 'JAX_' not in k}
+      | python_command.QUICK,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
@@ -131,15 +138,16 @@ class KilledTest(parameterized.TestCase):
     self.assertLen(pids, 2)
     return sorted(pids)
 
-  def copy(self, *flags):
+  def copy(self):
     """Begins with what a training has left that was never killed."""
-    shutil.copytree(never_killed(*flags)[0], self.folder, dirs_exist_ok=True)
+    folder, _ = never_killed(*ONE_PROCESS)
+    shutil.copytree(folder, self.folder, dirs_exist_ok=True)
 
   def assert_ends_like_one_never_killed(self, *flags):
     process, out, err = self.run_script(*flags)
     self.assertEqual(process.returncode, 0, err)
     self.assertIn('Goes on from ', err)
-    folder, expected_out = never_killed(*flags)
+    folder, expected_out = never_killed(*ONE_PROCESS)
     self.assertEqual(table(out), table(expected_out))
     figure = 'digits_out/train_digits.png'
     self.assertEqual(
@@ -148,7 +156,7 @@ class KilledTest(parameterized.TestCase):
     chex.assert_trees_all_equal(read(self.folder), read(folder), strict=True)
     self.assertEmpty(half_written(self.folder))
 
-  def test_two_processes_are_stopped_and_killed_and_end_with_same_bits(self):
+  def test_two_processes_end_with_the_same_bits_and_fail_on_a_full_disk(self):
     process = self.start(*TWO_PROCESSES)
     self.wait_until_saved(EVERY, process)
     os.kill(self.children(process)[1], signal.SIGTERM)
@@ -169,10 +177,22 @@ class KilledTest(parameterized.TestCase):
     )
     self.assertRegex(err, f'Goes on from .*/{stopped}\\.')
     self.assert_ends_like_one_never_killed(*TWO_PROCESSES)
+    self.check_full_disk()
+
+  def check_full_disk(self):
+    self.forget_end()
+    before = self.contents()
+
+    process, _, err = self.run_script(*TWO_PROCESSES, full=True)
+
+    self.assert_both_fail(process, err, 1)
+    self.assertRegex(err, r'FAILED: Cannot save to .*/saved/c: .*too large')
+    self.assertRegex(err, r'FAILED: Process 0 cannot save to .*/saved/c\.')
+    self.assertEqual(self.contents(), before)
 
   def test_one_process_is_killed_while_it_writes(self):
     for _ in range(5):
-      process = self.start('--shards=2', '--checkpoint_every=1')
+      process = self.start(*ONE_PROCESS, '--checkpoint_every=1')
       # The next is of a call at which the restarted one does not save.
       self.wait_until_saved(ENDS['b'] + EVERY, process)
       self.wait_until(lambda: half_written(self.folder), process)
@@ -183,7 +203,7 @@ class KilledTest(parameterized.TestCase):
 
     self.assertLen(half_written(self.folder), 1)
     self.assertLen(calls(self.folder, 'c'), 2)
-    self.assert_ends_like_one_never_killed('--shards=2')
+    self.assert_ends_like_one_never_killed(*ONE_PROCESS)
 
   def forget_end(self):
     """Removes all from the end of (c) on, but not the checkpoint before."""
@@ -211,20 +231,8 @@ class KilledTest(parameterized.TestCase):
     self.assertIn('Goes on from ', err)
     digest = out.splitlines()[-1]
     self.assertStartsWith(digest, 'SHA-256 of parameters and momentum: ')
-    _, expected = never_killed(*flags, '--shards=2')
+    _, expected = never_killed(*flags, *ONE_PROCESS)
     self.assertEqual(expected.splitlines()[-1], digest)
-
-  def test_fails_where_the_disk_is_full(self):
-    self.copy(*TWO_PROCESSES)
-    self.forget_end()
-    before = self.contents()
-
-    process, _, err = self.run_script(*TWO_PROCESSES, full=True)
-
-    self.assert_both_fail(process, err, 1)
-    self.assertRegex(err, r'FAILED: Cannot save to .*/saved/c: .*too large')
-    self.assertRegex(err, r'FAILED: Process 0 cannot save to .*/saved/c\.')
-    self.assertEqual(self.contents(), before)
 
   def contents(self):
     """Returns the files of all checkpoints that are complete."""
@@ -242,7 +250,7 @@ class KilledTest(parameterized.TestCase):
       self.assertRegex(err, f'FAILED: .* {end}[,.]')
 
   def test_refuses_changed_bits_and_goes_on_from_those_before(self):
-    self.copy('--shards=2')
+    self.copy()
     broken = self.folder / f'saved/d/{ENDS["d"]}'
     files = [file for file in broken.rglob('*') if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
@@ -250,27 +258,33 @@ class KilledTest(parameterized.TestCase):
     data[len(data) // 2] ^= 1
     largest.write_bytes(data)
 
-    process, out, err = self.run_script('--shards=2')
+    process, out, err = self.run_script(*ONE_PROCESS)
 
     self.assertEqual((process.returncode, out), (1, ''), err)
     message = f'Cannot resume from {broken}: ValueError: its bits have changed'
     self.assertIn(f'FAILED: {message}', err)
     self.assertIn('Without that folder, it goes on from the one before', err)
     shutil.rmtree(broken)
-    self.assert_ends_like_one_never_killed('--shards=2')
+    self.assert_ends_like_one_never_killed(*ONE_PROCESS)
 
   def test_refuses_the_checkpoints_of_another_training(self):
-    self.copy('--shards=2')
-    shutil.rmtree(self.folder / 'digits_out')
-
-    process, out, err = self.run_script('--shards=2', '--seed=1')
-
-    self.assertEqual(process.returncode, 1, err)
-    self.assertRegex(
-        err,
-        'FAILED: .*/saved must hold checkpoints of the same training, got'
-        ' `--seed` 0 instead of 1',
+    self.copy()
+    spec = importlib.util.spec_from_file_location(
+        'checkpoints', SCRIPT.with_name('checkpoints.py')
     )
-    self.assertNotIn('Traceback', err)
-    self.assertNotIn(' ' * 40, out)
-    self.assertEqual(calls(self.folder), calls(never_killed('--shards=2')[0]))
+    checkpoints = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(checkpoints)
+    with mock.patch.object(signal, 'signal'):
+      saved = checkpoints.Checkpoints(
+          str(self.folder / 'saved'), EVERY, {'seed': 1}
+      )
+
+    with self.assertRaisesRegex(
+        checkpoints.CheckpointError,
+        '/saved must hold checkpoints of the same training, got `--seed` 0'
+        ' instead of 1',
+    ):
+      saved.resume('a', STEPS, None)
+
+    folder, _ = never_killed(*ONE_PROCESS)
+    self.assertEqual(calls(self.folder), calls(folder))

@@ -1,9 +1,7 @@
 """Runs the ported script as a user does."""
 
-import os
 import pathlib
 import re
-import subprocess
 import tempfile
 
 from absl.testing import parameterized
@@ -11,8 +9,6 @@ import flax.serialization
 import pytest
 
 import python_command
-
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/legacy_digits.py'
 
 SHAPES = {'w_0': (64, 96), 'b_0': (96,), 'w_1': (96, 10), 'b_1': (10,)}
 
@@ -23,14 +19,9 @@ class LegacyDigitsTest(parameterized.TestCase):
     super().setUp()
     self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-  def run_script(self, *flags):
-    return subprocess.run(
-        [*python_command.STRICT, SCRIPT, *flags],
-        cwd=self.folder,
-        env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
-        capture_output=True,
-        text=True,
-        timeout=300,
+  def run_script(self, *flags, **env):
+    return python_command.run_example(
+        'legacy_digits', *flags, cwd=self.folder, **env
     )
 
   def files(self):

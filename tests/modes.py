@@ -9,8 +9,6 @@ from jax.sharding import PartitionSpec as P
 AXIS = 'data'
 HOSTS = ('host', 'core')
 NAMES = ('vmap', 'pmap', 'shard_map', 'shard_map_unchecked')
-# Those in which a collective that not all shards reach hangs.
-PARALLEL_MODES = NAMES[1:]
 UNTRACKED_MODES = ('vmap', 'pmap', 'shard_map_unchecked')
 # Those of JAX under which results have another dtype, or none.
 SETTINGS = {

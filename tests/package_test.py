@@ -95,16 +95,30 @@ PUBLIC = [(package, name) for package in NAMESPACES for name in package.__all__]
 # Pages with tests of their own, in which the results depend on the machine.
 OTHER_PAGES = ('docs/wire_report.md', 'docs/compile_for_hardware.md')
 
-# Runs [line, code] pairs from stdin in one namespace, as a reader does who
-# pastes the blocks one after the other, and prints what each has printed.
-RUN_BLOCKS = """
-import contextlib, io, json, sys
-namespace, printed = {'__name__': '__main__'}, []
-for line, code in json.load(sys.stdin):
-  with contextlib.redirect_stdout(io.StringIO()) as out:
-    exec(compile('\\n' * line + code, sys.argv[1], 'exec'), namespace)
-  printed.append(out.getvalue())
-print(json.dumps(printed))
+# Runs [line, code] pairs of each page in one namespace, as a reader does who
+# pastes the blocks one after the other, and writes what each has printed. Each
+# page has a process of its own, in which only the imports are done already.
+RUN_PAGES = """
+import contextlib, io, json, os, signal, sys
+import jax, optax, shard_transforms
+def run(page, blocks):
+  namespace, printed = {'__name__': '__main__'}, []
+  for line, code in blocks:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+      exec(compile('\\n' * line + code, page, 'exec'), namespace)
+    printed.append(out.getvalue())
+  return printed
+for request in sys.stdin:
+  folder, page, blocks = json.loads(request)
+  if not (child := os.fork()):
+    signal.alarm(300)
+    os.chdir(folder)
+    os.dup2(os.open('errors', os.O_CREAT | os.O_WRONLY), 2)
+    with open('printed.json', 'w') as file:
+      file.write(json.dumps(run(page, blocks)))
+    sys.exit()
+  _, status = os.waitpid(child, 0)
+  print(os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
@@ -462,6 +476,20 @@ class DocumentationTest(parameterized.TestCase):
 
 class SnippetsTest(parameterized.TestCase):
 
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.pages = cls.enterClassContext(
+        subprocess.Popen(
+            [*python_command.STRICT, '-c', RUN_PAGES],
+            # As users compile: what is printed is theirs to the last digit.
+            env={**os.environ, 'XLA_FLAGS': ''},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    )
+
   def test_snippets_of_the_readme_run_in_order_and_print_what_is_shown(self):
     self._check_snippets('README.md')
 
@@ -478,18 +506,14 @@ class SnippetsTest(parameterized.TestCase):
     self.assertContainsSubset(labels, {'bash', 'python', 'text'})
     blocks = [fence for fence in shown if fence.label == 'python']
 
-    run = subprocess.run(
-        [*python_command.STRICT, '-c', RUN_BLOCKS, name],
-        # As users compile: what is printed is theirs to the last digit.
-        env={**os.environ, 'XLA_FLAGS': ''},
-        input=json.dumps([(block.line, block.code) for block in blocks]),
-        cwd=self.enterContext(tempfile.TemporaryDirectory()),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    self.assertEqual(run.returncode, 0, run.stderr)
-    printed = dict(zip(blocks, json.loads(run.stdout), strict=True))
+    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    code = [(block.line, block.code) for block in blocks]
+    request = json.dumps([str(folder), name, code])
+    print(request, file=self.pages.stdin, flush=True)
+    status = self.pages.stdout.readline()
+    self.assertEqual(status, '0\n', (folder / 'errors').read_text())
+    printed = json.loads((folder / 'printed.json').read_text())
+    printed = dict(zip(blocks, printed, strict=True))
 
     for block, output in itertools.pairwise(shown):
       if block.label == 'python' and output.label == 'text':

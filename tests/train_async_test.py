@@ -1,17 +1,13 @@
 """Runs the asynchronous example as a user does."""
 
-import os
 import pathlib
 import re
-import subprocess
 import tempfile
 
 from absl.testing import parameterized
 import pytest
 
 import python_command
-
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_async.py'
 
 
 class TrainAsyncTest(parameterized.TestCase):
@@ -20,14 +16,9 @@ class TrainAsyncTest(parameterized.TestCase):
     super().setUp()
     self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-  def run_script(self, *flags):
-    return subprocess.run(
-        [*python_command.STRICT, SCRIPT, *flags],
-        cwd=self.folder,
-        env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
-        capture_output=True,
-        text=True,
-        timeout=400,
+  def run_script(self, *flags, **env):
+    return python_command.run_example(
+        'train_async', *flags, cwd=self.folder, **env
     )
 
   def files(self):
@@ -94,11 +85,3 @@ class TrainAsyncTest(parameterized.TestCase):
     data = (self.folder / log).read_bytes()
     self.assertIn(b'loss', data)
     self.assertIn(b'test_accuracy', data)
-
-  @pytest.mark.slow
-  def test_refuses_bad_flag(self):
-    run = self.run_script('--kill', '--cluster=none')
-
-    self.assertEqual(run.returncode, 1)
-    self.assertIn('`--kill` must go with `--cluster=local`', run.stderr)
-    self.assertNotIn('Traceback', run.stderr)

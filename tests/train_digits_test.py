@@ -1,10 +1,8 @@
 """Runs the main job as a user does."""
 
 import csv
-import os
 import pathlib
 import re
-import subprocess
 import tempfile
 
 from absl.testing import parameterized
@@ -12,8 +10,6 @@ import pytest
 
 import cases
 import python_command
-
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
 
 
 class TrainDigitsTest(parameterized.TestCase):
@@ -23,14 +19,8 @@ class TrainDigitsTest(parameterized.TestCase):
     self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
   def run_script(self, *flags, **env):
-    outer = {k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'}
-    return subprocess.run(
-        [*python_command.STRICT, SCRIPT, *flags],
-        cwd=self.folder,
-        env={**outer, **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    return python_command.run_example(
+        'train_digits', *flags, cwd=self.folder, **env
     )
 
   def files(self):

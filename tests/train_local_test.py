@@ -1,17 +1,13 @@
 """Runs the example of local updates as a user does."""
 
-import os
 import pathlib
 import re
-import subprocess
 import tempfile
 
 from absl.testing import absltest
 import pytest
 
 import python_command
-
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_local.py'
 
 
 class TrainLocalTest(absltest.TestCase):
@@ -20,13 +16,8 @@ class TrainLocalTest(absltest.TestCase):
   def test_sends_a_twentieth(self):
     folder = self.enterContext(tempfile.TemporaryDirectory())
 
-    run = subprocess.run(
-        [*python_command.STRICT, SCRIPT, '--steps=21', '--processes=2'],
-        cwd=folder,
-        env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
-        capture_output=True,
-        text=True,
-        timeout=600,
+    run = python_command.run_example(
+        'train_local', '--steps=21', '--processes=2', cwd=folder
     )
 
     self.assertEqual(run.returncode, 0, run.stderr)

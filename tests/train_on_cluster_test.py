@@ -1,7 +1,6 @@
 """Runs the complete script as two tasks of Slurm, and on workers of Ray."""
 
 import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -14,9 +13,8 @@ import pytest
 
 import python_command
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
-SCRIPT = EXAMPLES / 'train_on_cluster.py'
-RAY_SCRIPT = EXAMPLES / 'train_on_ray.py'
+SCRIPT = python_command.EXAMPLES / 'train_on_cluster.py'
+RAY_SCRIPT = python_command.EXAMPLES / 'train_on_ray.py'
 
 
 def run_tasks(num_tasks, *flags):
@@ -25,7 +23,7 @@ def run_tasks(num_tasks, *flags):
     probe.bind(('127.0.0.1', 0))
     port = str(probe.getsockname()[1])
   env = {k: v for k, v in os.environ.items() if not k.startswith('SLURM_')}
-  env |= {
+  env |= python_command.QUICK | {
       'JAX_PLATFORMS': 'cpu',
       'JAX_NUM_CPU_DEVICES': str(4 // num_tasks),
       'JAX_COORDINATOR_PORT': port,
@@ -56,7 +54,8 @@ def run_tasks(num_tasks, *flags):
 
 def run_on_ray(num_workers, *flags, until=None):
   """Runs it; kills a worker once there is `until`; returns its lines."""
-  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'}
+  env = os.environ | python_command.QUICK
+  env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'}
   # Ray itself warns, so warnings are no errors here.
   process = subprocess.Popen(
       [sys.executable, RAY_SCRIPT, f'--workers={num_workers}', *flags],

@@ -1,9 +1,6 @@
 """Runs the example of a model that the compiler shards as a user does."""
 
-import os
-import pathlib
 import re
-import subprocess
 
 from absl.testing import absltest
 import pytest
@@ -11,23 +8,13 @@ import pytest
 import python_command
 
 ROW = r'(.*\S)  +(\S+) -> (\S+)  +([\d,]+)  +([\d,]+)'
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_transformer.py'
 
 
 class TrainTransformerTest(absltest.TestCase):
 
-  def run_script(self, *flags):
-    return subprocess.run(
-        [*python_command.STRICT, SCRIPT, *flags],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-
   @pytest.mark.slow
   def test_reduces_once_in_four_micro_batches(self):
-    run = self.run_script('--steps=30')
+    run = python_command.run_example('train_transformer', '--steps=30')
 
     self.assertEqual(run.returncode, 0, run.stderr)
     rows = re.findall(ROW, run.stdout)
@@ -43,7 +30,9 @@ class TrainTransformerTest(absltest.TestCase):
 
   @pytest.mark.slow
   def test_owners_train_by_muon_as_all_do(self):
-    run = self.run_script('--steps=10', '--muon')
+    run = python_command.run_example(
+        'train_transformer', '--steps=10', '--muon'
+    )
 
     self.assertEqual(run.returncode, 0, run.stderr)
     rows = re.findall(ROW, run.stdout)

@@ -7,7 +7,7 @@ import pytest
 
 import python_command
 
-# Without what Python has on POSIX alone. Other libraries are imported before:
+# Without Ray, and what Python has on POSIX alone. Others are imported before:
 # they know by the name of the system whether to expect it.
 BEGINNING = """
 import sys
@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 jax.config.update('jax_num_cpu_devices', 2)
-for name in ('fcntl', 'grp', 'pty', 'pwd', 'resource', 'syslog', 'termios'):
+for name in (
+    'fcntl', 'grp', 'pty', 'pwd', 'ray', 'resource', 'syslog', 'termios'):
   sys.modules[name] = None
 import shard_transforms
 later = 'shard_transforms._src.launch', 'shard_transforms._src.asynchronous'
@@ -51,8 +52,8 @@ class WithoutPosixTest(absltest.TestCase):
 
   def test_imports_every_namespace_and_trains(self):
     printed = run("""
-from shard_transforms import aggregators, compression, facade, monitoring
-from shard_transforms import state_rules
+from shard_transforms import aggregators, asynchronous, compression, facade
+from shard_transforms import monitoring, state_rules
 assert shard_transforms.launch.join_processes() == 1
 tx = optax.chain(shard_transforms.cross_shard_mean('data'), optax.sgd(1.0))
 def step(params, x):

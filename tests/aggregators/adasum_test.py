@@ -157,12 +157,7 @@ class HorovodTest(parameterized.TestCase):
 
   def test_sums_and_means_of_its_vectors(self):
     expected = {}
-    for draw, divisor in (
-        (_orthogonal, 1),
-        (_parallel, SHARDS),
-        (_least_numbers, SHARDS),
-        (_least_to_largest, SHARDS),
-    ):
+    for draw, divisor in (_orthogonal, 1), (_parallel, SHARDS):
       rng = np.random.RandomState(2)
       for i, columns in enumerate(draw(rng)):
         total = columns.astype('float64').sum(1) / divisor
@@ -193,21 +188,3 @@ def _parallel(rng):
     direction = rng.normal(0, 1, (length, 1))
     sizes = rng.normal(0, 1, (SHARDS, 1))
     yield (direction @ sizes.T).astype('float32')
-
-
-def _least_numbers(rng):
-  # Half of Horovod's numbers are subnormal, which XLA on CPU flushes to zero.
-  least = 2**24 * float(np.finfo('float32').tiny)
-  direction = rng.normal(0, least, (1024, 1))
-  sizes = rng.normal(0, 1, (SHARDS, 1))
-  yield (direction @ sizes.T).astype('float32')
-
-
-def _least_to_largest(rng):
-  least = float(np.finfo('float32').tiny)
-  largest = np.sqrt(float(np.finfo('float32').max))
-  direction = rng.normal(0, 1, (1024, 1))
-  share = np.arange(1, SHARDS + 1) / SHARDS
-  sizes = (largest**share * least ** (1 - share))[:, None]
-  rng.shuffle(sizes)
-  yield (direction @ sizes.T).astype('float32')

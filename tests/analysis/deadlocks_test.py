@@ -131,13 +131,6 @@ HANGS = {
     'both_send_but_one': lambda x: lax.switch(
         jnp.argmax(x[0]), [permute, lambda x: x, first], x
     ),
-    'scatter': if_positive(
-        lambda x: lax.psum_scatter(jnp.tile(x, (8, 1)), AXIS, tiled=True)
-    ),
-    'all_to_all': if_positive(
-        lambda x: lax.all_to_all(jnp.stack([x] * 8), AXIS, 0, 0)[0]
-    ),
-    'under_jit': lambda x: jax.jit(if_positive(jax.jit(first)))(x * 2),
     'in_scan': lambda x: lax.map(if_positive(permute), x),
     'of_scan': if_positive(send_in_turns),
     'second_turn': second_turn,
@@ -154,9 +147,6 @@ HANGS = {
         first,
         lambda x: x,
         x,
-    ),
-    'in_a_branch': lambda x: lax.cond(
-        psum(jnp.sum(x)) > 0, if_positive(permute), lambda x: x, x
     ),
     'bound_of_loop': lambda x: lax.fori_loop(
         0, jnp.argmax(x[0]), lambda _, x: permute(x), x
@@ -195,12 +185,8 @@ FINE = {
     'loop_sends_nothing': lambda x: until_small(x, jnp.sin) + psum(x),
     # They meet, and mix what they send.
     'each_branch_sends': if_positive(first, permute),
-    'turns': lambda x: lax.fori_loop(0, 3, lambda _, x: permute(x), x),
     'condition_reduces': lambda x: lax.while_loop(
         lambda x: psum(jnp.sum(x)) > 1, permute, x
-    ),
-    'reduced_with_others': decided(
-        lambda x: psum((jnp.sum(x), jnp.sum(x * 2)))[1] > 0, first
     ),
     'beside_its_own': lambda x: lax.cond(
         lax.optimization_barrier((jnp.sum(psum(x)), x))[0] > 0,
@@ -366,22 +352,6 @@ class AxesTest(parameterized.TestCase):
     choose = _on_mesh(if_positive(lambda x: lax.psum(x, 'host')), P('host'))
 
     self.assertLen(self.found(lambda x: choose(mean(x))), 1)
-
-
-class AxisSizesTest(parameterized.TestCase):
-
-  def found(self, fn):
-    return shard_transforms.monitoring.wire_report(
-        fn, PARAMS, axis_sizes={AXIS: 8}
-    ).warnings
-
-  def test_no_argument_is_said_to_differ(self):
-    self.assertEmpty(self.found(if_positive(psum)))
-
-  def test_places_differ(self):
-    self.assertLen(
-        self.found(lambda x: lax.cond(index() < 1, psum, lambda x: x, x)), 1
-    )
 
 
 AROUND = {

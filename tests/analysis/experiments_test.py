@@ -2,10 +2,8 @@
 
 import functools
 
-from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -202,115 +200,3 @@ class OptimizersTest(parameterized.TestCase):
     slices = jax.jit(jax.vmap(train))(cut(params), cut(grads))
 
     assert_alike(whole, slices)
-
-
-def total(x):
-  return lax.psum(jnp.sum(x), AXIS)
-
-
-def halved(x, y):
-  return lax.fori_loop(0, 2, lambda _, c: c / 2 + y, x)
-
-
-def summed(x, y):
-  return lax.scan(lambda c, row: (c + row, row), 0.0, x.ravel())[0] + y
-
-
-# Of two arrays of one shape, which may be slices.
-ALONE = (
-    lambda x, y: x + y,
-    lambda x, y: 2 * x - y,
-    lambda x, y: x * y,
-    lambda x, y: jnp.where(x > 0, x, y),
-    lambda x, y: jnp.maximum(x, 0.5),
-    lambda x, y: jnp.exp(-jnp.abs(x)),
-    lambda x, y: jnp.zeros_like(x) + y,
-    lambda x, y: lax.cond(jnp.arange(3)[1] > 0, lambda: x + 1, lambda: y),
-    lambda x, y: x * jnp.full(x.shape, 0.5),
-    lambda x, y: (x[None] * y[None])[0],
-    halved,
-)
-# The first of them are right, if what they add up has zeros behind its end.
-TOGETHER = (
-    lambda x, y: x + total(jnp.square(x) - jnp.abs(y)),
-    lambda x, y: x / (1 + total(y * y)),
-    lambda x, y: x + total(y) / SHARDS,
-    lambda x, y: x + jnp.sum(y),
-    lambda x, y: x * x.size,
-    lambda x, y: jnp.roll(x, 1) + y,
-    lambda x, y: jnp.sort(x, axis=-1),
-    lambda x, y: x - jnp.max(y),
-    lambda x, y: x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape),
-    lambda x, y: x * jnp.ones(x.shape).sum(),
-    lambda x, y: x * y.ravel()[0],
-    lambda x, y: jnp.cumsum(x.ravel()).reshape(x.shape),
-    lambda x, y: x + lax.axis_index(AXIS),
-    lambda x, y: x if x.size > 4 else y,
-    lambda x, y: jnp.swapaxes(x, 0, -1).reshape(x.shape),
-    lambda x, y: x * total(1.0),
-    summed,
-)
-
-
-def random_steps(seed):
-  """Returns a function of update, state and parameter: update and state."""
-  rng = np.random.default_rng(seed)
-  steps = [ALONE[i] for i in rng.integers(len(ALONE), size=rng.integers(1, 5))]
-  if seed % 2:
-    place = rng.integers(len(steps) + 1)
-    steps.insert(place, TOGETHER[seed // 2])
-  given = [rng.integers(0, 3 + i, size=2) for i in range(len(steps))]
-
-  def run(*values):
-    values = list(values)
-    for step, (i, k) in zip(steps, given, strict=True):
-      values.append(step(values[i], values[k]))
-    return values[-1], values[-2]
-
-  return run
-
-
-def random_transformation(seed):
-  run = random_steps(seed)
-
-  def update(updates, state, params):
-    # A scalar is not cut.
-    pairs = {
-        name: run(updates[name], state[name], params[name])
-        if x.ndim
-        else (x, state[name])
-        for name, x in updates.items()
-    }
-    return tuple({k: pair[i] for k, pair in pairs.items()} for i in (0, 1))
-
-  return optax.GradientTransformation(
-      lambda params: jax.tree.map(jnp.ones_like, params), update
-  )
-
-
-class RandomTest(absltest.TestCase):
-
-  def test_what_is_accepted_does_the_same_on_slices(self):
-    seeds = [*range(8), *range(9, 2 * len(TOGETHER), 2)]
-    made = {seed: random_transformation(seed) for seed in seeds}
-    params, *grads = trees(1 + STEPS)
-    problems = {}
-
-    # The axis is bound only where it is traced.
-    def check():
-      for seed, inner in made.items():
-        checked = optax.with_extra_args_support(inner)
-        problems[seed] = elementwise.find_problem(
-            checked, params, params, (SHARDS,), (AXIS,)
-        )
-
-    jax.make_jaxpr(check, axis_env=[(AXIS, SHARDS)])()
-    accepted = [seed for seed in seeds if problems[seed] is None]
-    self.assertContainsSubset([0, 2, 4, 6], accepted)
-    train = functools.partial(trained, [made[seed] for seed in accepted])
-    train = jax.jit(jax.vmap(train, axis_name=AXIS))
-    # On one shard, a sum over all shards is that over the whole.
-    whole = train(*jax.tree.map(lambda x: x[None], (params, grads)))
-    slices = train(cut(params), cut(grads))
-
-    assert_alike(jax.tree.map(lambda x: x[0], whole), slices)

@@ -9,9 +9,7 @@ from shard_transforms._src.analysis import primitives
 
 # Names that the version of JAX at hand must not have: each line of JAX that the
 # tables were read from lacks some of the other.
-MISSING = {
-    (0, 10): {'log2', 'one_minus_square', 'polynomial'},
-}
+MISSING = {(0, 10): {'log2', 'one_minus_square', 'polynomial'}}
 
 
 def installed():

@@ -151,16 +151,6 @@ class DriveTest(parameterized.TestCase):
           {'batch': asynchronous_cases.poison},
           '`batch` .* got OSError: no such.* in batch 7 on worker ',
       ),
-      (
-          {},
-          {'gradient': lambda params, batch: params['v']},
-          "`gradient` .* got KeyError: 'v' in batch 0 on worker ",
-      ),
-      (
-          {},
-          {'gradient': asynchronous_cases.other_dtype},
-          r'got bfloat16\[2, 3\] instead of float32.* in batch 0',
-      ),
   )
   def test_poison_ends_the_run_and_is_named(self, faults, functions, message):
     task = task_with(**functions)

@@ -1,23 +1,15 @@
-import contextlib
-import functools
 import multiprocessing
 import os
-import pathlib
 import pickle
-import shutil
-import stat
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 from typing import NamedTuple
 from unittest import mock
 
 from absl.testing import parameterized
 import optax
-import psutil
-import pytest
 
 import asynchronous_cases
 import cases
@@ -25,16 +17,6 @@ from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import ray_cluster
 from shard_transforms._src.asynchronous import watchdog
-
-# Writes to the key store of Ray, if it may.
-CLIENT = """
-import sys
-from ray._raylet import GcsClient
-client = GcsClient(address=sys.argv[1])
-client.internal_kv_put(b'key', b'value', True, None)
-print('written')
-"""
-NOBODY = 65534
 
 
 class ConverseTest(parameterized.TestCase):
@@ -168,101 +150,3 @@ class JobTest(parameterized.TestCase):
   def test_long_names_of_temporary_folders_are_avoided(self):
     with mock.patch.object(tempfile, 'tempdir', '/' + 'x' * 60):
       self.assertLess(len(job._folder()), 50)
-
-
-def descendants():
-  """Returns what is known of each descendant of this process."""
-  found = []
-  for process in psutil.Process().children(recursive=True):
-    # It may end meanwhile.
-    with contextlib.suppress(psutil.Error):
-      found.append(process.as_dict(['name', 'environ', 'cmdline']))
-  return [child for child in found if child['environ'] is not None]
-
-
-@pytest.mark.slow
-class ExposureTest(parameterized.TestCase):
-  """Other programs and users of the machine, while a run is on."""
-
-  def setUp(self):
-    super().setUp()
-    self.temporary = pathlib.Path(tempfile.mkdtemp(dir='/tmp'))
-    self.addCleanup(shutil.rmtree, self.temporary)
-    # Everybody may enter what is around the folder of the run.
-    self.temporary.chmod(0o755)
-    self.seen = {}
-
-  def look(self, report):
-    """Tries to enter the folder of the run, and to write to Ray's key store.
-
-    Raises:
-      ZeroDivisionError: When it is done.
-    """
-    del report
-    (folder,) = self.temporary.iterdir()
-    self.seen['mode'] = stat.S_IMODE(folder.stat().st_mode)
-    if os.geteuid() == 0:
-      self.seen['entered'] = self.run_outside('ls', folder / 'ray', user=NOBODY)
-    children = []
-    end = time.monotonic() + 30
-    # It gives itself this name, over what its environment was, if it may.
-    while 'ray::DashboardAgent' not in [child['name'] for child in children]:
-      self.assertLess(time.monotonic(), end)
-      children = descendants()
-    # By the mark, the watchdog finds what it must end.
-    self.seen['unmarked'] = [
-        child['name']
-        for child in children
-        if 'SHARD_TRANSFORMS_RUN' not in child['environ']
-    ]
-    (raylet,) = (child for child in children if child['name'] == 'raylet')
-    (address,) = (
-        argument.removeprefix('--gcs-address=')
-        for argument in raylet['cmdline']
-        if argument.startswith('--gcs-address=')
-    )
-    client = functools.partial(
-        self.run_outside, sys.executable, '-c', CLIENT, address
-    )
-    token = raylet['environ']['RAY_AUTH_TOKEN']
-    self.seen['owner'] = client(RAY_AUTH_MODE='token', RAY_AUTH_TOKEN=token)
-    self.seen['stranger'] = client(RAY_AUTH_MODE='disabled')
-    raise ZeroDivisionError
-
-  def run_outside(self, *command, user=None, **env):
-    """Returns what a command prints that is no process of the run."""
-    done = subprocess.run(
-        command,
-        user=user,
-        group=user,
-        extra_groups=None if user is None else [],
-        env={**env, 'PATH': os.environ['PATH']},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.stdout + done.stderr
-
-  def test_run_is_closed_to_them_and_ends_with_an_error_of_the_caller(self):
-    environment = {'RAY_AUTH_MODE': 'disabled', 'TMPDIR': str(self.temporary)}
-    with (
-        mock.patch.dict(os.environ, environment),
-        mock.patch.object(tempfile, 'tempdir', None),
-        self.assertRaises(ZeroDivisionError),
-    ):
-      asynchronous_cases.train(
-          asynchronous_cases.TASK,
-          optax.sgd(0.1),
-          cluster='local',
-          num_workers=1,
-          num_updates=10**6,
-          on_progress=self.look,
-      )
-
-    self.assertEmpty(asynchronous_cases.processes('ray::'))
-    self.assertEmpty(self.seen['unmarked'])
-    self.assertEqual(self.seen['mode'], 0o700)
-    if 'entered' in self.seen:
-      self.assertIn('Permission denied', self.seen['entered'])
-    self.assertEqual(self.seen['owner'], 'written\n')
-    self.assertIn('AuthenticationError', self.seen['stranger'])

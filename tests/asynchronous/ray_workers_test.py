@@ -1,6 +1,7 @@
 """What Ray workers do; the faults they survive are in `ray_cluster_test`."""
 
 import dataclasses
+import functools
 import importlib
 import pickle
 import platform
@@ -29,13 +30,14 @@ class RayWorkersTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_run_is_watched_and_stopped_and_replays_whoever_computes(self):
     folder = asynchronous_cases.folder(self)
+    hung = folder.with_name('hung')
     tx = optax.adam(0.1)
     params = {}
     # Large parameters go through the store; slow, so that both workers start.
     task = asynchronous.Task(
         lambda: {'w': np.zeros(100_000, np.float32)},
         asynchronous_cases.slow_pull,
-        lambda number: np.float32(number % 5),
+        functools.partial(asynchronous_cases.hang_once, hung),
     )
 
     def on_progress(report):
@@ -51,6 +53,8 @@ class RayWorkersTest(parameterized.TestCase):
         num_workers=2,
         num_updates=1000,
         save_every=20,
+        # A first gradient includes what JAX needs to start.
+        time_limit=8,
         folder=folder,
         on_progress=on_progress,
     )
@@ -60,6 +64,9 @@ class RayWorkersTest(parameterized.TestCase):
     journal = asynchronous.read_journal(folder)
     accepted = asynchronous_cases.accepted(journal)
     self.assertEqual(set(accepted['worker'].tolist()), {0, 1})
+    # The worker that hung is replaced.
+    fates = journal['fate'][journal['batch'] == 30].tolist()
+    self.assertEqual(fates, [2, 0])
     task = dataclasses.replace(task, gradient=asynchronous_cases.pull)
     asynchronous_cases.assert_same_bits(
         asynchronous.replay(folder, task, tx), result

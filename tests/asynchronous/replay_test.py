@@ -20,17 +20,11 @@ class ReplayTest(parameterized.TestCase):
   def train(self, tx, **options):
     return asynchronous_cases.train(TASK, tx, folder=self.folder, **options)
 
-  @parameterized.named_parameters(
-      ('schedule', optax.adam(optax.linear_schedule(0.1, 0.0, 30))),
-      ('guard', shard_transforms.guard(optax.adam(0.1))),
-      (
-          'compensated',
-          optax.chain(
-              shard_transforms.compensate_delay(2.0, decay=0.9), optax.sgd(0.1)
-          ),
-      ),
-  )
-  def test_gives_the_same_bits(self, tx):
+  def test_gives_the_same_bits(self):
+    tx = optax.chain(
+        shard_transforms.compensate_delay(2.0, decay=0.9),
+        shard_transforms.guard(optax.adam(optax.linear_schedule(0.1, 0.0, 30))),
+    )
     first = self.train(tx, staleness=1, pace=False)
 
     again = asynchronous.replay(self.folder, TASK, tx)

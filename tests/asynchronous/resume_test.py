@@ -1,3 +1,4 @@
+import dataclasses
 import os
 
 from absl.testing import parameterized
@@ -12,12 +13,7 @@ from shard_transforms._src.asynchronous import parameter_server
 TASK = asynchronous_cases.TASK
 TX = optax.adam(0.1)
 # Where the ages differ, and some gradients are dropped.
-OPTIONS = {
-    'pace': False,
-    'staleness': 2,
-    'num_workers': 4,
-    'save_every': 10,
-}
+OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10}
 
 
 class RecoveryTest(parameterized.TestCase):
@@ -66,26 +62,16 @@ class RecoveryTest(parameterized.TestCase):
         asynchronous.replay(self.folder, TASK, TX), result
     )
 
-  def test_resumes_from_before_a_damaged_checkpoint(self):
-    self.resume()
-    path = self.folder / 'checkpoints/30.npz'
-    path.write_bytes(bytes(path.stat().st_size))
-    first = asynchronous.replay(self.folder, TASK, TX)
-
-    with self.assertWarnsRegex(RuntimeWarning, '30.npz. cannot be used'):
-      again = self.resume()
-
-    asynchronous_cases.assert_same_bits(first, again)
-    self.assertGreater(again.report.num_recovered, 0)
-
   def test_finished_run_ends_at_once(self):
     first = self.resume()
 
     again = self.resume()
 
     asynchronous_cases.assert_same_bits(first, again)
-    self.assertEqual(again.report.global_step, 30)
-    self.assertEqual(again.report.num_dropped, first.report.num_dropped)
+    seconds = again.report.seconds
+    self.assertEqual(
+        again.report, dataclasses.replace(first.report, seconds=seconds)
+    )
 
   def test_refuses_checkpoints_without_their_journal(self):
     self.resume()

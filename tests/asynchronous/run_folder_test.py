@@ -174,11 +174,7 @@ class CheckpointsTest(parameterized.TestCase):
     self.assertEqual(saved, {'1.npz'})
 
   @cases.parameters(
-      (
-          optax.sgd(0.1, momentum=0.9),
-          None,
-          r'None instead of float32\[3\] at .*',
-      ),
+      (optax.sgd(0.1, momentum=0.9), None, r'None instead of float32\[3\] at'),
       (TX, np.zeros(4, np.float32), r'float32\[3\] instead of float32\[4\]'),
       (TX, jnp.zeros(3, jnp.bfloat16), r'float32\[3\] instead of bfloat16'),
       (
@@ -214,11 +210,7 @@ class LockTest(parameterized.TestCase):
   @cases.parameters(
       (BlockingIOError(11, 'busy'), ValueError, '`folder` must not be in use'),
       # As on a file system without locks.
-      (
-          OSError(37, 'No locks available'),
-          OSError,
-          "No locks available: '.*run'",
-      ),
+      (OSError(37, 'No locks available'), OSError, "No locks available: '.*ru"),
   )
   def test_folder_that_cannot_be_locked_is_named(self, cause, error, message):
     folder = asynchronous_cases.folder(self)

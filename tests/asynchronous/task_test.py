@@ -41,10 +41,7 @@ class TaskTest(parameterized.TestCase):
 
   @cases.parameters(
       (lambda p, b: p, 'must return the gradient and a dict'),
-      (
-          lambda p, b: ([p], {}),
-          'must have the tree, .* got None instead',
-      ),
+      (lambda p, b: ([p], {}), 'must have the tree, .* got None instead'),
       (lambda p, b: ((p, None), {}), 'must have the tree, .* got None instead'),
       (lambda p, b: (p[:1], {}), r'float32\[1\] instead of float32\[3\]'),
       (lambda p, b: (p.astype(jnp.int32), {}), r'int32\[3\] instead'),

@@ -1,6 +1,5 @@
 import resource
 import signal
-import subprocess
 from unittest import mock
 
 from absl.testing import parameterized
@@ -11,7 +10,6 @@ import optax
 
 import asynchronous_cases
 import cases
-import python_command
 import shard_transforms
 from shard_transforms import asynchronous
 
@@ -95,10 +93,6 @@ class TrainTest(parameterized.TestCase):
   def test_full_disk_ends_the_run_which_can_resume(self):
     folder = asynchronous_cases.folder(self)
     options = {'folder': folder, 'save_every': 1000}
-    # Compiled programs are not written to that disk.
-    name = 'jax_persistent_cache_min_compile_time_secs'
-    jax.config.update(name, 1e9)
-    self.addCleanup(jax.config.update, name, 0)
     train(TASK, optax.sgd(0.01), num_updates=3, **options)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
@@ -138,11 +132,7 @@ class BadInputTest(parameterized.TestCase):
       ({'time_limit': 0}, ValueError, '`time_limit` must be positive'),
       ({'time_limit': 'x'}, TypeError, '`time_limit` must be a real number'),
       ({'save_every': 0}, ValueError, '`save_every` must be at least 1'),
-      (
-          {'cluster': 'auto'},
-          ValueError,
-          "'auto' in Ray, write '127.0.0.1:6379'",
-      ),
+      ({'cluster': 'auto'}, ValueError, "'auto' in Ray, write '127.0.0.1:6"),
       ({'cluster': 'ray://there:10001'}, ValueError, "write 'host:6379'"),
       ({'on_progress': 3}, TypeError, '`on_progress` must be a function'),
       ({'cluster': 'nowhere'}, ValueError, "`cluster` must be None, 'local'"),
@@ -165,22 +155,3 @@ class BadInputTest(parameterized.TestCase):
         self.assertRaisesRegex(ImportError, r"install 'shard_transforms\[r"),
     ):
       train(TASK, optax.sgd(0.1), cluster='local')
-
-  def test_import_needs_no_ray_and_no_posix(self):
-    # JAX uses what there is, on every system.
-    code = (
-        'import sys, jax, optax; names = "ray", "fcntl", "resource";'
-        'sys.modules.update(dict.fromkeys(names));'
-        'from shard_transforms import asynchronous;'
-        'print([name for name in names if sys.modules[name]])'
-    )
-
-    printed = subprocess.run(
-        [*python_command.STRICT, '-c', code],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
-
-    self.assertEqual(printed, '[]\n')

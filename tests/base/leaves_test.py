@@ -43,9 +43,11 @@ class InexactTest(parameterized.TestCase):
       _update(tx, 1, params=0.0)
 
   @cases.parameters(*_callers())
-  def test_passes_leaves_without_numbers(self, caller):
+  def test_keeps_dtypes_and_leaves_without_numbers(self, caller):
     tx, extra_args = _callers()[caller]
+    dtypes = (*NARROW, 'float32', 'complex64')
     updates = {
+        'numbers': [jnp.ones((2, 5), dtype) for dtype in dtypes],
         'float0': np.zeros((2, 4), FLOAT0),
         'none': None,
         'masked': optax.MaskedNode(),
@@ -57,6 +59,8 @@ class InexactTest(parameterized.TestCase):
 
     out = _update(tx, updates, **extra_args)
 
+    found = [x.dtype for x in out['numbers']]
+    self.assertEqual(found, list(map(jnp.dtype, dtypes)))
     self.assertEqual(out['float0'].dtype, FLOAT0)
     self.assertEqual(out['float0'].shape, (3, *shape))
     self.assertEqual(out['size_zero'].dtype, jnp.float32)
@@ -112,15 +116,6 @@ class AccumulatorTest(parameterized.TestCase):
         },
         strict=True,
     )
-
-  @cases.parameters(*_callers())
-  def test_updates_keep_their_dtype(self, caller):
-    dtypes = (*NARROW, 'float32', 'complex64')
-    tx, extra_args = _callers()[caller]
-
-    found = _update(tx, [jnp.ones((2, 5), x) for x in dtypes], **extra_args)
-
-    self.assertEqual([x.dtype for x in found], list(map(jnp.dtype, dtypes)))
 
   @cases.parameters(None, 1.0)
   def test_few_bits_add_up_in_float32(self, weight):

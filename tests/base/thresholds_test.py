@@ -64,12 +64,6 @@ class ThresholdsTest(parameterized.TestCase):
     is_packed = platform == 'tpu' and name in ('shard_update', 'tree')
     self.assertEqual(_num_sent(program) < len(PARAMS), is_packed)
 
-  @cases.parameters('cross_shard_mean', 'shard_update', 'majority_vote')
-  def test_packs_on_cpus(self, name):
-    program = _program(_updated(TRANSFORMATIONS[name]), modes.mesh(), PARAMS)
-
-    self.assertLess(_num_sent(program), len(PARAMS))
-
   @cases.parameters(('cpu', 0), ('gpu', 1))
   def test_median_sorts_by_a_network_on_cpus(self, platform, num_sorts):
     update = _updated(TRANSFORMATIONS['coordinate_median'])

@@ -122,10 +122,7 @@ class ProcessesTest(parameterized.TestCase):
 
   @cases.parameters(
       (('wait', 'exit'), 'got process 1 of 2 that exited with status 7.'),
-      (
-          ('wait', 'be_killed', 'wait'),
-          'got process 1 of 3 .* killed by SIGKILL.',
-      ),
+      (('wait', 'be_killed', 'wait'), 'got process 1 of 3 .* killed by SIGKIL'),
       (('exit', 'stop'), r'got process 1 of 2 .*\(SIGSTOP\), then process 0 '),
   )
   def test_names_who_failed_and_ends_the_others(self, deeds, message):

@@ -166,11 +166,7 @@ class SchedulersTest(parameterized.TestCase):
       # Two tasks of Slurm, each of which starts one of Open MPI.
       (SLURM | OPEN_MPI | ONE_OF_OPEN_MPI, None, 'got Slurm'),
       (SLURM | {'SLURM_PROCID': 'one'}, None, "`SLURM_PROCID` must .*, got 'o"),
-      (
-          SLURM | ELSEWHERE | {'JAX_PROCESS_ID': '0'},
-          None,
-          'process 0 of 2. Set',
-      ),
+      (SLURM | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, None, 'process 0 of 2. Se'),
       (SLURM | ELSEWHERE | {'JAX_NUM_PROCESSES': '3'}, None, 'process 1 of 3.'),
       (KUBERNETES | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, None, 'got Kubernet'),
   )

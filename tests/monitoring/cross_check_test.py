@@ -5,7 +5,6 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import cases
 import modes
@@ -311,36 +310,6 @@ class CrossCheckTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(state.num_suspected, only(6))
 
-  def test_guard_leaves_a_suspect_out(self):
-    check = monitoring.cross_check(gradient, AXIS, every=1)
-    tx = shard_transforms.guard(
-        optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0)),
-        AXIS,
-        on_bad='exclude',
-    )
-
-    def one_shard(shared, x):
-      params, at = shared
-      (_, grads), state = check.apply(check.init(8), params, x, at)
-      updates, _ = tx.update(
-          grads, tx.init(params), params, weight=check.weight(state)
-      )
-      return grads, updates
-
-    mapped = modes.map_shards('shard_map', one_shard)
-    grads, updates = jax.device_get(
-        mapped((make_params(), fault(3, 0, 0, 30)), make_batch())
-    )
-
-    others = [i for i in range(8) if i != 3]
-    for name, x in updates.items():
-      np.testing.assert_allclose(
-          x[0],
-          -np.mean(grads[name][others], axis=0),
-          rtol=1e-5,
-          atol=1e-7,
-      )
-
 
 def loud(w, x):
   jax.debug.print('{}', w)
@@ -350,21 +319,11 @@ def loud(w, x):
 GIVEN = make_params(), make_batch(), fault()
 ERRORS = (
     (dict(), 4, GIVEN, 'made for 8 shards, got one for 4'),
-    (
-        dict(batch_argnums=3),
-        8,
-        GIVEN,
-        '`batch_argnums` of .* must name some of',
-    ),
+    (dict(batch_argnums=3), 8, GIVEN, '`batch_argnums` of .* must name some o'),
     (dict(batch_argnums=()), 8, GIVEN, '`batch_argnums` of .* must name some'),
     (dict(batch_argnums=(1, -2)), 8, GIVEN, 'must name no argument twice, got'),
     (dict(fun=loud), 8, (1.0, make_batch()), 'pure function .* got side eff'),
-    (
-        dict(fun=lambda w, x: None),
-        8,
-        (1.0, make_batch()),
-        'function .* got none',
-    ),
+    (dict(fun=lambda w, x: None), 8, (1.0, make_batch()), 'function .* got no'),
 )
 
 

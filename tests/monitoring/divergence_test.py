@@ -116,29 +116,6 @@ class DivergenceTest(parameterized.TestCase):
 
     self.assertTrue(np.all(jax.jit(jax.vmap(of_pair))(np.float32(pairs)) > 0))
 
-  def test_sees_what_types_do_not(self):
-    # Replicated as far as any type knows, and different on each device.
-    def hide(x):
-      return x[0]
-
-    mesh = modes.mesh()
-    hidden = jax.jit(
-        jax.shard_map(
-            hide, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
-        )
-    )(np.arange(8.0))
-
-    told = jax.jit(
-        jax.shard_map(
-            lambda x: shard_divergence(x, AXIS),
-            mesh=mesh,
-            in_specs=P(),
-            out_specs=P(),
-        )
-    )(hidden)
-
-    self.assertGreater(told, 0)
-
   def test_sends_sixteen_bytes(self):
     report = shard_transforms.monitoring.wire_report(
         lambda x: shard_divergence(x, AXIS),
@@ -189,8 +166,7 @@ class TrackTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(counts, [1] * SHARDS)
 
-  @cases.parameters(True, False)
-  def test_all_slices_learn_of_a_difference(self, check_vma):
+  def test_all_slices_learn_of_a_difference(self):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     tx = track_divergence(AXIS)
 
@@ -208,7 +184,6 @@ class TrackTest(parameterized.TestCase):
             mesh=mesh,
             in_specs=P('model', AXIS),
             out_specs=P('model', AXIS),
-            check_vma=check_vma,
         )
     )(jax.device_put(x, sharding))
 
@@ -248,23 +223,10 @@ class ExplicitTest(parameterized.TestCase):
       self.assertEqual(jax.jit(check)(held) > 0, differs)
 
 
-ERRORS = (
-    (dict(axis_name=AXIS, every=1.5), TypeError, '`every` must be an int'),
-    (dict(axis_name=()), ValueError, 'at least one axis'),
-    (dict(axis_name=None), TypeError, '`axis_name` must be'),
-)
-
-
 class ErrorTest(parameterized.TestCase):
 
-  @cases.parameters(*ERRORS)
-  def test_refuses_argument(self, kwargs, error, words):
-    with self.assertRaisesRegex(error, words):
-      track_divergence(**kwargs)
-
-  def test_needs_its_axis(self):
-    tx = track_divergence(AXIS)
-    with self.assertRaisesRegex(NameError, '`track_divergence` needs'):
-      tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))
+  def test_refuses_a_fraction_and_an_axis_that_is_not_bound(self):
+    with self.assertRaisesRegex(TypeError, '`every` must be an integer'):
+      track_divergence(AXIS, every=1.5)
     with self.assertRaisesRegex(NameError, '`shard_divergence` needs'):
       shard_divergence(jnp.zeros(3), AXIS)

@@ -279,15 +279,6 @@ class CompressionErrorTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'in an unknown order'):
       compression_error(jax.device_get(state))
 
-  def test_is_zero_before_the_first_step(self):
-    tx = compression.power_sgd(AXIS, 1)
-    data = {'w': np.zeros((8, 1, 12, 16), np.float32)}
-    params = {'w': jnp.zeros((12, 16))}
-
-    _, state = compressions.run({'tx': tx}, 'vmap', data, params)['tx']
-
-    np.testing.assert_array_equal(compression_error(state), 0)
-
 
 def trained(mode, tx, bad_shards, num_bad=2):
   """Returns the state after a good update and bad ones of some shards."""

@@ -163,27 +163,6 @@ class NoiseScaleTest(parameterized.TestCase):
     ):
       chex.assert_trees_all_equal(found, expected, strict=True)
 
-  def test_works_within_windows_of_towers_and_guards(self):
-    inner = optax.chain(monitoring.track_noise_scale(AXIS), optax.sgd(1.0))
-    tx = shard_transforms.tower_reduce(
-        2,
-        shard_transforms.guard(inner, AXIS, on_bad='exclude'),
-        axis_name=AXIS,
-    )
-    updates = lying_shards.tree()['w']
-
-    def fn(params, update):
-      state = tx.init(params)
-      for tower in 1.0, 3.0:
-        found, state = tx.update(
-            shard_transforms.per_shard(tower * update, AXIS), state, weight=2.0
-        )
-      return found
-
-    found = modes.map_shards('shard_map', fn)(jnp.zeros(29), updates)
-
-    np.testing.assert_allclose(found[0], -2 * updates.mean(0), rtol=1e-5)
-
   @cases.parameters(
       (dict(inner=0.9), TypeError, '`inner` of .* must be an Optax'),
       (dict(decay=1.0), ValueError, '`decay` must be at least 0 and'),

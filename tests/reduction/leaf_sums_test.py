@@ -29,18 +29,6 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertNotIn('concatenate', str(jaxpr))
 
-  def test_a_weight_is_sent_once(self):
-    mapped = reductions.map_reductions(
-        'shard_map', shard_transforms.cross_shard_mean(modes.AXIS)
-    )
-    params, (data, _) = reductions.with_data(
-        np.ones((3, 5)), np.ones(()), np.ones(7)
-    )
-
-    sent = reductions.count_sent(mapped, params, (data, reductions.WEIGHT))
-
-    self.assertEqual(sent, {'psum': 2})
-
   @cases.parameters(
       # float32, with all that has fewer bits, and complex64.
       (None, {'psum': 2}),
@@ -59,39 +47,17 @@ class NumberOfCollectivesTest(parameterized.TestCase):
 
     self.assertEqual(sent, expected)
 
-  @cases.product(groups=(None, reductions.GROUPS))
-  def test_leaves_without_elements_are_not_sent(self, groups):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
-    mapped = reductions.map_reductions('shard_map', tx)
-
-    sent = reductions.count_sent(
-        mapped, *reductions.with_data(np.ones((0, 3)), np.ones(0))
-    )
-
-    self.assertEqual(sent, {})
-
-  def test_shows_its_name_in_profiles(self):
-    mapped = reductions.map_reductions(
-        'shard_map', shard_transforms.cross_shard_mean(modes.AXIS)
-    )
-
-    lowered = mapped.lower(*reductions.with_data(np.ones((3, 5))))
-
-    self.assertRegex(lowered.as_text(debug_info=True), 'cross_shard_mean/psum')
-
 
 class PackingTest(parameterized.TestCase):
 
-  # Under `vmap`, nothing is packed.
-  @cases.parameters('pmap', 'shard_map')
-  def test_packed_and_unpacked_give_the_same_bits(self, mode):
-    self.assert_same_bits(mode, (None, reductions.GROUPS))
+  def test_packed_and_unpacked_give_the_same_bits(self):
+    self.assert_same_bits((None, reductions.GROUPS))
 
   def test_gives_the_same_bits_between_processes(self):
     with mock.patch.object(axes_lib, 'between_processes', return_value=True):
-      self.assert_same_bits('shard_map', (None,))
+      self.assert_same_bits((None,))
 
-  def assert_same_bits(self, mode, partitions):
+  def assert_same_bits(self, partitions):
     txs = [
         shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
         for groups in partitions
@@ -103,11 +69,11 @@ class PackingTest(parameterized.TestCase):
     params = reductions.make_params(), [x[0] for x in rows]
     data = reductions.make_params((8,)), rows
 
-    packed = reductions.map_reductions(mode, *txs)(
+    packed = reductions.map_reductions('shard_map', *txs)(
         params, (data, reductions.WEIGHT)
     )
     with reductions.unpacked():
-      alone = reductions.map_reductions(mode, *txs)(
+      alone = reductions.map_reductions('shard_map', *txs)(
           params, (data, reductions.WEIGHT)
       )
 
