@@ -20,21 +20,13 @@ import cases
 import golden_tapes
 from shard_transforms import facade
 
-# Cases whose numbers must be others here, each with its reason.
-DEPARTURES = {
-    'tw-a-054-sparse-momentum-sum-2': (
-        'The update by IndexedSlices leaves the momentum of the other rows as'
-        ' it is, but gradients in JAX are dense. What the original gave for the'
-        ' same gradients, passed dense, is replayed in its place.'
-    ),
-}
+# Cases whose numbers must be others. The update by IndexedSlices leaves the
+# momentum of the other rows as it is, but gradients in JAX are dense. What the
+# original gave for the same gradients, passed dense, is replayed in its place.
+DEPARTURES = ['tw-a-054-sparse-momentum-sum-2']
 
 # Files that hold no steps.
-SINGLE_CALLS = {
-    'calls_and_errors.json',
-    'facade.json',
-    'group_assignment.json',
-}
+SINGLE_CALLS = {'calls_and_errors.json', 'facade.json', 'group_assignment.json'}
 
 CROSS_SHARD = golden_tapes.read('cross_shard_*.json')
 TOWERS = golden_tapes.read('tower_*.json')
@@ -119,18 +111,17 @@ def observed(variables, opts, value=facade.Variable.value):
   found = {'vars': {v.op.name: v for v in variables}}
   found |= {'slots': [], 'non_slots': []}
   for opt in opts:
-    names = opt.get_slot_names()
-    slots = {(n, v): opt.get_slot(v, n) for n in names for v in variables}
-    of_name = {
+    slots = {
         name: {
-            v.op.name: x
-            for (n, v), x in slots.items()
-            if n == name and x is not None
+            v.op.name: slot
+            for v in variables
+            if (slot := opt.get_slot(v, name)) is not None
         }
-        for name in names
+        for name in opt.get_slot_names()
     }
-    others = {v.op.name: v for v in opt.variables() if v not in slots.values()}
-    found['slots'].append(of_name)
+    in_slots = [v for of_name in slots.values() for v in of_name.values()]
+    others = {v.op.name: v for v in opt.variables() if v not in in_slots}
+    found['slots'].append(slots)
     found['non_slots'].append(others)
   return jax.device_get(
       jax.tree.map(
