@@ -26,6 +26,18 @@ Kind = Literal['plain', 'undecided', 'traced', 'discovered']
 _generation = jax.make_user_context(None)
 
 
+class Generation:
+  """Separates JAX's cached traces before and after a change of variables.
+
+  Attributes:
+    is_read: Whether a trace that JAX may have cached has read a variable. If
+      none has, a change of variables leaves all cached traces correct.
+  """
+
+  def __init__(self):
+    self.is_read = False
+
+
 class Retraced(Exception):
   """Aborts a trace that uses a variable which is not one of its arguments."""
 
@@ -46,7 +58,9 @@ class Frame:
     locks: The locks that the call must hold when it runs.
     mesh: The mesh over which the call is mapped, if any.
     trace_state: JAX's trace state when the frame was opened.
-    generation: A number that separates JAX's traces before and after a write.
+    generation: What JAX's traces here have in the keys of their caches, `None`
+      outside of all traces.
+    entered: The context of a generation that this frame began.
     collected: What was added to collections; it may hold tracers, and ends with
       the frame.
   """
@@ -61,7 +75,8 @@ class Frame:
   trace_state: Any = dataclasses.field(
       default_factory=jax_internals.trace_state
   )
-  generation: contextlib.ExitStack = dataclasses.field(
+  generation: Generation | None = None
+  entered: contextlib.ExitStack = dataclasses.field(
       default_factory=contextlib.ExitStack
   )
   collected: dict[Any, list[Any]] = dataclasses.field(default_factory=dict)
@@ -89,17 +104,33 @@ def frame(
 ) -> Iterator[Frame]:
   """Opens a frame; what is written in it is lost unless committed."""
   opened = Frame(kind, enter, {v: enter(v, array) for v, array in values})
-  frames = *contexts.around.frames, opened
-  with contexts.replaced(frames=frames), opened.generation:
-    _begin_generation(opened)
-    yield opened
+  outer = _innermost()
+  try:
+    frames = *contexts.around.frames, opened
+    with contexts.replaced(frames=frames), opened.entered:
+      if outer is None or kind in ('traced', 'discovered'):
+        _begin_generation(opened)
+      else:
+        opened.generation = outer.generation
+        _values_changed(opened)
+      yield opened
+  finally:
+    if outer is not None:
+      _values_changed(outer)
 
 
 def _begin_generation(opened):
   # Outside of any trace, a new generation would compile everything again.
   if is_tracing():
-    opened.generation.close()
-    opened.generation.enter_context(_generation(object()))
+    opened.generation = Generation()
+    opened.entered.close()
+    opened.entered.enter_context(_generation(opened.generation))
+
+
+def _values_changed(opened):
+  """Lets JAX trace again what has read variables, now that they change."""
+  if opened.generation is not None and opened.generation.is_read:
+    _begin_generation(opened)
 
 
 @contextlib.contextmanager
@@ -128,6 +159,8 @@ def _read(variable, frames):
     return variable.stored
   innermost = frames[-1]
   _use(variable, innermost)
+  if innermost.generation is not None and _is_moved(innermost):
+    innermost.generation.is_read = True
   if variable not in innermost.values:
     outside = _read(variable, frames[:-1])
     innermost.values[variable] = innermost.enter(variable, outside)
@@ -170,12 +203,14 @@ def _innermost():
   return frames[-1] if frames else None
 
 
+def _is_moved(opened):
+  """Whether JAX traces by itself inside the frame."""
+  return opened.trace_state != jax_internals.trace_state()
+
+
 def _check_here(what):
   opened = _innermost()
-  moved = (
-      opened is not None and opened.trace_state != jax_internals.trace_state()
-  )
-  if moved or (opened is None and is_staged()):
+  if is_staged() if opened is None else _is_moved(opened):
     raise ValueError(
         f'{what} must not be assigned inside a branch, a loop or a function'
         ' that JAX traces by itself. Return the value from it, and assign it'
@@ -205,7 +240,7 @@ def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
     else:
       variable.stored = array
   if opened is not None:
-    _begin_generation(opened)
+    _values_changed(opened)
 
 
 def collect(key: Any, outermost: list[Any], value: Any) -> None:

@@ -50,8 +50,7 @@ class ClippingTest(facade_cases.GraphTest):
     )(4.0)
 
     self.assert_close(
-        (clipped, norm),
-        ([jnp.float32(1.2), jnp.float32(1.6)], jnp.float32(5)),
+        (clipped, norm), ([jnp.float32(1.2), jnp.float32(1.6)], jnp.float32(5))
     )
 
   @cases.parameters((0, [3, 4]), ([1], [3, 4]), ((0, 1), [5, 5]))

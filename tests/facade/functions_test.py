@@ -1,11 +1,8 @@
 """`function`, `cond`, and the lines of a step; an error changes nothing."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import cases
 import facade_cases
@@ -200,43 +197,6 @@ class FunctionTest(StepTest):
     step(np.ones((2, 3), np.float32))
 
     self.assertTrue(first.is_ready())
-
-  @cases.parameters(False, True)
-  def test_threads_exclude_each_other(self, compiled):
-    inside, most = [], []
-
-    def update(updates, state, params=None):
-      del params
-      inside.append(1)
-      most.append(len(inside))
-      # Long enough for another thread to come in, if it could.
-      jnp.ones([50, 50]).dot(jnp.ones([50, 50]))
-      inside.pop()
-      return updates, {'n': state['n'] + 1}
-
-    tx = optax.GradientTransformation(
-        lambda params: {'n': jnp.int32(0)}, update
-    )
-    opt = facade.OptaxOptimizer(tx, use_locking=True)
-    global_step = facade.get_or_create_global_step()
-    start = threading.Barrier(4)
-    step = facade_cases.mapped(
-        lambda x: opt.apply_gradients([(x, self.w)], global_step),
-        None,
-        compiled,
-    )
-
-    def work():
-      start.wait()
-      for _ in range(10):
-        step(X)
-
-    self.assertEmpty(facade_cases.run_threads(*[work] * 4))
-
-    self.assertEqual(max(most), 1)
-    self.assertEqual(int(global_step), 40)
-    self.assert_holds(self.w, W + 40 * X)
-    self.assertEqual(int(opt.variables()[0]), 40)
 
   def test_refuses_to_make_new_variables_in_each_trace(self):
     @facade.function

@@ -37,22 +37,6 @@ class GraphTest(parameterized.TestCase):
     self.assertIs(facade.get_default_graph(), shared)
     self.assertEqual(seen, [shared])
 
-  def test_threads_share_graphs(self):
-    with facade.Graph().as_default() as graph:
-      w = facade.Variable(1.0, name='w')
-
-    def make():
-      facade.Variable(1.0, name='of_none')
-      with graph.as_default():
-        facade.Variable(1.0, name='w')
-
-    facade_cases.run_threads(make)
-
-    self.assertEqual([v.name for v in facade.global_variables()], ['of_none:0'])
-    with graph.as_default():
-      names = [v.name for v in facade.global_variables()]
-    self.assertEqual(names, [w.name, 'w_1:0'])
-
   def test_threads_get_different_names(self):
     graph, names = facade.Graph(), []
     start = threading.Barrier(4)
@@ -226,10 +210,7 @@ class ScopesTest(facade_cases.GraphTest):
     self.assertEqual((outer, inner), ('a/', 'a/b/'))
     self.assertEqual(
         names,
-        [
-            *('a/b/v', 'w', 'a_1/v', 'a_2/v', 'a/v'),
-            *('v', 'v_1', 'default/v'),
-        ],
+        [*('a/b/v', 'w', 'a_1/v', 'a_2/v', 'a/v'), *('v', 'v_1', 'default/v')],
     )
 
   def test_finds_the_names_that_begin_so(self):
@@ -265,17 +246,6 @@ class GetVariableTest(facade_cases.GraphTest):
     )
 
     self.assert_holds(w, expected)
-
-  def test_makes_a_variable_inside_a_traced_function(self):
-    def initializer(shape, dtype):
-      return jax.random.normal(jax.random.key(0), shape, dtype)
-
-    step = facade.function(
-        lambda x: facade.get_variable('w', [3], None, initializer).assign_add(x)
-    )
-
-    self.assert_equal(step(W), initializer([3], jnp.float32) + W)
-    self.assertLen(facade.global_variables(), 1)
 
   @cases.parameters(((), 3**0.5), ((12,), 0.5), ((9, 3), 0.5**0.5))
   def test_numbers_are_glorot_s_without_an_initializer(self, shape, limit):

@@ -10,7 +10,8 @@ import cases
 import facade_cases
 from shard_transforms import facade
 
-W, X = facade_cases.W, facade_cases.X
+W, X, IN_TURN = facade_cases.W, facade_cases.X, facade_cases.IN_TURN
+GROUPS = [[0, 1], [2, 3]]
 MADE, WRAPPERS = facade_cases.OPTIMIZERS, facade_cases.WRAPPERS
 sgd = facade_cases.sgd
 
@@ -154,9 +155,14 @@ class WrappersTest(facade_cases.GraphTest):
     self.assertEqual(slot.name, 'w6/Adam:0')
     self.assertIsNone(opts[-1].get_slot(variables[-1], 'other'))
 
-  def test_resumes_to_the_bit_through_orbax(self):
-    wrap, where = WRAPPERS['towers']
-
+  @cases.parameters(
+      (
+          lambda opt: facade.TowerOptimizer(facade_cases.drop_stale(opt)),
+          IN_TURN,
+      ),
+      (lambda opt: facade.CrossShardOptimizer(opt, group_assignment=GROUPS), 4),
+  )
+  def test_resumes_to_the_bit_through_orbax(self, wrap, where):
     def run(times, saved=None):
       with facade.Graph().as_default():
         w = facade.Variable(0.5, name='w')
@@ -199,21 +205,9 @@ class WrappersTest(facade_cases.GraphTest):
     self.assertEqual([float(w), float(b), int(step)], [0, 0, 0])
     self.assertEqual(inner.get_slot_names(), [])
 
-  @cases.parameters('cross_shard', 'towers', 'drop_stale')
-  def test_a_wrapper_of_a_program_stands_outside(self, name):
-    wrap, where = WRAPPERS[name]
-    w = facade.Variable(0.0)
-    step = facade.get_or_create_global_step()
-
-    opt = Doubled(wrap(Heavy(0.5)))
-    facade_cases.train(opt, lambda x: jnp.mean(w * x), step, where)
-
-    self.assertEqual([float(w), int(step)], [-7.5, 1])
-
   def test_variables_of_a_program_differ_between_groups(self):
     w = facade.Variable(0.0, name='w')
-    groups = [[0, 1], [2, 3]]
-    opt = facade.CrossShardOptimizer(Public(0.5), group_assignment=groups)
+    opt = facade.CrossShardOptimizer(Public(0.5), group_assignment=GROUPS)
 
     facade_cases.train(opt, lambda x: jnp.mean(w * x), where=4, times=2)
 
@@ -238,32 +232,6 @@ class WrappersTest(facade_cases.GraphTest):
 
     self.assertEqual(counts, [0, 1, 1])
     self.assertEqual([float(w), int(step)], [-1.5 - 0.5 * 4.5, 3])
-
-  @cases.parameters(facade.TowerOptimizer, facade_cases.sync_replicas)
-  def test_what_gathers_is_not_hidden_inside_drop_stale(self, wrap):
-    w = facade.Variable(0.0)
-    step = facade.get_or_create_global_step()
-    opt = facade_cases.drop_stale(Doubled(wrap(sgd())))
-
-    with self.assertRaisesRegex(ValueError, 'must not be inside an optimizer'):
-      facade_cases.train(
-          opt,
-          lambda x: jnp.mean(w * x),
-          step,
-          facade_cases.IN_TURN,
-          compiled=False,
-      )
-    self.assertEqual([float(w), int(step)], [0, 0])
-
-  def test_towers_are_gathered_once(self):
-    w = facade.Variable(0.0)
-    opt = facade.TowerOptimizer(Doubled(facade.TowerOptimizer(sgd())))
-
-    with self.assertRaisesRegex(ValueError, 'towers are gathered once'):
-      facade_cases.train(
-          opt, lambda x: jnp.mean(w * x), where=facade_cases.IN_TURN
-      )
-    self.assertEqual(float(w), 0)
 
   def test_a_lock_must_not_be_hidden_inside_drop_stale(self):
     w = facade.Variable(0.0)

@@ -110,10 +110,7 @@ class RecordedTest(facade_cases.GraphTest):
 
   def test_slots_have_the_names_of_tensorflow(self):
     w = facade.Variable(jnp.ones((2, 3)), name='w')
-    names = {
-        'adadelta': ['accum', 'accum_update'],
-        'lars': ['momentum'],
-    }
+    names = {'adadelta': ['accum', 'accum_update'], 'lars': ['momentum']}
 
     for name, expected in names.items():
       opt = OPTIMIZERS[name]()

@@ -150,22 +150,6 @@ def optimizers_by_a_flag():
   return [round(float(v), 4) for v in (a, b)]
 
 
-def minimize_at_every_second_step(compiled):
-  w, step = tf.Variable(1.0), tf.train.get_or_create_global_step()
-  opt = tf.train.GradientDescentOptimizer(0.25)
-  n = tf.get_variable('n', [], tf.int32, ZEROS(), trainable=False)
-
-  def train():
-    n.assign_add(1)
-    pred = tf.equal(tf.mod(n, 2), 0)
-    tf.cond(pred, lambda: opt.minimize(lambda: w * 1.0, step), tf.no_op)
-
-  train = facade.function(train) if compiled else train
-  for _ in range(4):
-    train()
-  return float(w), int(step)
-
-
 def optimizer_in_a_branch():
   """Runs at once, then compiled: the line makes one slot."""
   w, step = tf.Variable(1.0, name='w'), tf.train.get_or_create_global_step()
@@ -231,17 +215,6 @@ def constrained(opt):
   return round(float(w), 4)
 
 
-def losses_of_a_gan():
-  """Both gradients are of the old values."""
-  d, g = tf.Variable(1.0, name='d'), tf.Variable(2.0, name='g')
-  opt = tf.train.GradientDescentOptimizer(0.5)
-  d_pairs = opt.compute_gradients(lambda: d * g, [d])
-  g_pairs = opt.compute_gradients(lambda: -d * g, [g])
-  opt.apply_gradients(d_pairs)
-  opt.apply_gradients(g_pairs)
-  return float(d), float(g)
-
-
 PROGRAMS = {
     'a loss of no scope': (lambda: loss_of_another_scope('', True), (1, 1)),
     'the same at once': (lambda: loss_of_another_scope('', False), (1, 1)),
@@ -263,10 +236,7 @@ PROGRAMS = {
     'results of a condition': (results_of_a_condition, [True] * 4),
     'total loss': (total_loss, -0.5),
     'two of a name': (a_variable_of_that_name, (False, True, 'w_1:0')),
-    'range': (lambda: tf.range(10, delta=2).tolist(), [0, 2, 4, 6, 8]),
     'optimizers by a flag': (optimizers_by_a_flag, [0.7016, 0.7016]),
-    'cond compiled': (lambda: minimize_at_every_second_step(True), (0.5, 2)),
-    'cond at once': (lambda: minimize_at_every_second_step(False), (0.5, 2)),
     'averages': (averages_that_are_chosen_among_all_variables, (2, 2, 2)),
     'slots in a scope': (
         slots_in_a_scope,
@@ -281,7 +251,6 @@ PROGRAMS = {
         lambda: constrained(facade_cases.OPTIMIZERS['optax']()),
         0.9,
     ),
-    'gan': (losses_of_a_gan, (0.0, 2.5)),
 }
 
 

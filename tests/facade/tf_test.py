@@ -12,14 +12,27 @@ from shard_transforms.facade import tf
 X = np.float32([[0.1, 0.5, 0.9], [0.2, 0.4, 0.7]])
 Y = np.float32([[0.4, 0.5, 0.3], [0.9, 0.1, 0.6]])
 LABELS = np.float32([[0, 1, 0], [1, 0, 0]])
+losses, nn = tf.losses, tf.nn
+mse, difference = losses.mean_squared_error, losses.absolute_difference
+softmax, sparse = (
+    losses.softmax_cross_entropy,
+    losses.sparse_softmax_cross_entropy,
+)
+SQUARES = (X - Y) ** 2
+LOG_SUM = np.log(np.exp(X).sum(1))
+LOSS = LOG_SUM - (X * LABELS).sum(1)
+SIGMOID_LOSS = np.log1p(np.exp(X)) - X * Y
+HALF = np.ones(70000, np.float16)
+GIVEN, SPARSE = [{'labels': x, 'logits': X} for x in (LABELS, [1, 0])]
+WEIGHTED = (SQUARES @ np.float32([2, 0, 1])).sum() / 4
 
 # Calls as programs write them, each with what NumPy computes.
 CALLS = {
     'sqrt': (lambda: tf.sqrt(X), np.sqrt(X)),
     'rsqrt': (lambda: tf.rsqrt(x=X, name='r'), 1 / np.sqrt(X)),
-    'sigmoid': (lambda: tf.nn.sigmoid(X), 1 / (1 + np.exp(-X))),
-    'relu': (lambda: tf.nn.relu(features=X - 0.5), np.maximum(X - 0.5, 0)),
-    'leaky_relu': (lambda: tf.nn.leaky_relu([-1.0, 2.0]), [-0.2, 2.0]),
+    'sigmoid': (lambda: nn.sigmoid(X), 1 / (1 + np.exp(-X))),
+    'relu': (lambda: nn.relu(features=X - 0.5), np.maximum(X - 0.5, 0)),
+    'leaky_relu': (lambda: nn.leaky_relu([-1.0, 2.0]), [-0.2, 2.0]),
     'add': (lambda: tf.add(X, Y, 'sum'), X + Y),
     'pow': (lambda: tf.pow(X, 2.0), X**2),
     'floordiv': (lambda: tf.floordiv([7, -7], 2), np.int32([3, -4])),
@@ -33,12 +46,9 @@ CALLS = {
         lambda: tf.reduce_max(X, reduction_indices=0, keep_dims=True),
         X.max(0)[None],
     ),
-    'reduce_logsumexp': (
-        lambda: tf.reduce_logsumexp(X, -1),
-        np.log(np.exp(X).sum(-1)),
-    ),
+    'reduce_logsumexp': (lambda: tf.reduce_logsumexp(X, -1), LOG_SUM),
     'count_nonzero': (lambda: tf.count_nonzero(X > 0.3, [1]), [2, 2]),
-    'top_k': (lambda: tf.nn.top_k(X, k=2).values, X[:, :0:-1]),
+    'top_k': (lambda: nn.top_k(X, k=2).values, X[:, :0:-1]),
     'argmax': (lambda: tf.argmax(X), np.argmax(X, 0)),
     'argmax axis': (lambda: tf.argmax(X, 1), np.argmax(X, 1)),
     'argmin': (lambda: tf.argmin(X, dimension=1), np.argmin(X, 1)),
@@ -47,10 +57,7 @@ CALLS = {
     'concat': (lambda: tf.concat([X, Y], 1), np.concatenate([X, Y], 1)),
     'stack': (lambda: tf.stack([X, Y], axis=1), np.stack([X, Y], 1)),
     'constant': (lambda: tf.constant([1.0, 2.0]), np.float32([1, 2])),
-    'constant shape': (
-        lambda: tf.constant(3, tf.float32, [2]),
-        np.float32([3, 3]),
-    ),
+    'shaped': (lambda: tf.constant(3, tf.float32, [2]), np.float32([3, 3])),
     'constant reshaped': (
         lambda: tf.constant([1, 2, 3, 4], shape=[2, 2]),
         np.int32([[1, 2], [3, 4]]),
@@ -59,14 +66,12 @@ CALLS = {
     'squeeze': (lambda: tf.squeeze(X[:, None], [1]), X),
     'reshape': (lambda: tf.reshape(X, [-1]), X.reshape(-1)),
     'transpose': (lambda: tf.transpose(X), X.T),
-    'transpose perm': (
-        lambda: tf.transpose(X[None], [2, 0, 1]),
-        X[None].T.swapaxes(1, 2),
-    ),
+    'perm': (lambda: tf.transpose(X[None], [2, 0, 1]), X.T[:, None]),
     'tile': (lambda: tf.tile(X, [1, 2]), np.tile(X, [1, 2])),
     'fill': (lambda: tf.fill([2], 3.0), np.float32([3, 3])),
     'range': (lambda: tf.range(4), np.arange(4, dtype=np.int32)),
     'range delta': (lambda: tf.range(1, 7, 2), np.int32([1, 3, 5])),
+    'range of a limit': (lambda: tf.range(5, delta=2), np.int32([0, 2, 4])),
     'matmul': (lambda: tf.matmul(X, Y.T.copy()), X @ Y.T),
     'matmul b': (lambda: tf.matmul(X, Y, transpose_b=True), X @ Y.T),
     'matmul a': (lambda: tf.matmul(X, Y, True), X.T @ Y),
@@ -83,84 +88,40 @@ CALLS = {
         np.sqrt((X**2).sum(1))[:, None],
     ),
     'split': (lambda: tf.split(X, 3, 1)[1], X[:, 1:2]),
-    'squared_difference': (lambda: tf.squared_difference(X, Y), (X - Y) ** 2),
-    'l2_loss': (lambda: tf.nn.l2_loss(X), (X**2).sum() / 2),
-    'mean_squared_error': (
-        lambda: tf.losses.mean_squared_error(X, predictions=Y),
-        ((X - Y) ** 2).mean(),
-    ),
-    'weighted loss': (
-        lambda: tf.losses.mean_squared_error(X, Y, [[2.0, 0.0, 1.0]]),
-        ((X - Y) ** 2 @ np.float32([2, 0, 1])).sum() / 4,
-    ),
+    'squared_difference': (lambda: tf.squared_difference(X, Y), SQUARES),
+    'l2_loss': (lambda: nn.l2_loss(X), (X**2).sum() / 2),
+    'mean_squared_error': (lambda: mse(X, predictions=Y), SQUARES.mean()),
+    'weighted loss': (lambda: mse(X, Y, [[2.0, 0.0, 1.0]]), WEIGHTED),
     'huber_loss': (
-        lambda: tf.losses.huber_loss(X, 4 * X, delta=2.0),
+        lambda: losses.huber_loss(X, 4 * X, delta=2.0),
         np.where(3 * X <= 2, (3 * X) ** 2 / 2, 6 * X - 2).mean(),
     ),
     'losses.softmax': (
-        lambda: tf.losses.softmax_cross_entropy(LABELS, X, label_smoothing=0.3),
-        (np.log(np.exp(X).sum(1)) - (X * (0.7 * LABELS + 0.1)).sum(1)).mean(),
+        lambda: softmax(LABELS, X, label_smoothing=0.3),
+        (LOG_SUM - (X * (0.7 * LABELS + 0.1)).sum(1)).mean(),
     ),
-    'losses.sparse': (
-        lambda: tf.losses.sparse_softmax_cross_entropy([1, 0], X),
-        (np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1)).mean(),
-    ),
-    'loss of 16 bits': (
-        lambda: tf.losses.mean_squared_error(
-            jnp.ones(70000, jnp.float16), jnp.zeros(70000, jnp.float16)
-        ),
-        np.float32(1),
-    ),
-    'loss of integers': (
-        lambda: tf.losses.absolute_difference(np.uint8([3]), np.uint8([1])),
-        np.float32(2),
-    ),
-    'losses.softmax of integers': (
-        lambda: tf.losses.softmax_cross_entropy(np.int32(LABELS), X),
-        (np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1)).mean(),
-    ),
-    'losses.sparse column': (
-        lambda: tf.losses.sparse_softmax_cross_entropy([[1], [0]], X),
-        (np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1)).mean(),
-    ),
-    'losses.sparse negative': (
-        lambda: tf.losses.sparse_softmax_cross_entropy(
-            np.int8([1, -1]), np.zeros([2, 300])
-        ),
-        np.float32(np.nan),
-    ),
+    'losses.sparse': (lambda: sparse([1, 0], X), LOSS.mean()),
+    'loss of 16 bits': (lambda: mse(HALF, 0 * HALF), 1.0),
+    'integers': (lambda: difference(np.uint8([3]), np.uint8([1])), 2.0),
+    'softmax int': (lambda: softmax(np.int32(LABELS), X), LOSS.mean()),
+    'sparse column': (lambda: sparse([[1], [0]], X), LOSS.mean()),
+    'int8': (lambda: sparse(np.int8([1, -1]), np.zeros([2, 300])), np.nan),
     'losses.sigmoid': (
-        lambda: tf.losses.sigmoid_cross_entropy(Y, X),
-        (np.log1p(np.exp(X)) - X * Y).mean(),
+        lambda: losses.sigmoid_cross_entropy(Y, X),
+        SIGMOID_LOSS.mean(),
     ),
-    'moments': (
-        lambda: jnp.stack(tf.nn.moments(X, [0])),
-        np.stack([X.mean(0), X.var(0)]),
-    ),
+    'moments': (lambda: nn.moments(X, [0]), [X.mean(0), X.var(0)]),
     'add_n': (lambda: tf.add_n([X, Y, X]), 2 * X + Y),
-    'softmax': (
-        lambda: tf.nn.softmax(X),
-        np.exp(X) / np.exp(X).sum(1)[:, None],
-    ),
-    'cross_entropy': (
-        lambda: tf.nn.softmax_cross_entropy_with_logits(
-            labels=LABELS, logits=X
-        ),
-        np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1),
-    ),
-    'cross_entropy_v2': (
-        lambda: tf.nn.softmax_cross_entropy_with_logits_v2(LABELS, X),
-        np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1),
-    ),
+    'softmax': (lambda: nn.softmax(X), np.exp(X) / np.exp(X).sum(1)[:, None]),
+    'given': (lambda: nn.softmax_cross_entropy_with_logits(**GIVEN), LOSS),
+    'v2': (lambda: nn.softmax_cross_entropy_with_logits_v2(**GIVEN), LOSS),
     'sparse_cross_entropy': (
-        lambda: tf.nn.sparse_softmax_cross_entropy_with_logits(
-            labels=[1, 0], logits=X
-        ),
-        np.log(np.exp(X).sum(1)) - (X * LABELS).sum(1),
+        lambda: nn.sparse_softmax_cross_entropy_with_logits(**SPARSE),
+        LOSS,
     ),
     'sigmoid_cross_entropy': (
-        lambda: tf.nn.sigmoid_cross_entropy_with_logits(labels=Y, logits=X),
-        np.log1p(np.exp(X)) - X * Y,
+        lambda: nn.sigmoid_cross_entropy_with_logits(labels=Y, logits=X),
+        SIGMOID_LOSS,
     ),
 }
 
@@ -223,9 +184,9 @@ class FunctionsTest(facade_cases.GraphTest):
 
     @facade.function
     def step(x):
-      tf.losses.add_loss(2 * x)
-      tf.losses.mean_squared_error(jnp.float32([1, 3]), jnp.float32([1, 1]))
-      return tf.losses.get_losses(), tf.losses.get_regularization_losses()
+      losses.add_loss(2 * x)
+      losses.mean_squared_error(jnp.float32([1, 3]), jnp.float32([1, 1]))
+      return losses.get_losses(), losses.get_regularization_losses()
 
     for x in (1.0, np.float32(3)):
       found = step(x)
@@ -233,7 +194,7 @@ class FunctionsTest(facade_cases.GraphTest):
     self.assert_equal(
         found, ([jnp.float32(6), jnp.float32(2)], [jnp.float32(2)])
     )
-    self.assertEmpty(tf.losses.get_losses())
+    self.assertEmpty(losses.get_losses())
 
   def test_has_the_names_of_the_facade(self):
     for found, expected in {
@@ -244,7 +205,7 @@ class FunctionsTest(facade_cases.GraphTest):
         tf.contrib.opt.LazyAdamOptimizer: facade.LazyAdamOptimizer,
         tf.contrib.training.clip_gradient_norms: facade.clip_gradient_norms,
         tf.train.AdadeltaOptimizer: facade.AdadeltaOptimizer,
-        tf.losses.Reduction: facade.Reduction,
+        losses.Reduction: facade.Reduction,
         tf.compat.v1.train.Optimizer: facade.Optimizer,
         tf.logging.INFO: logging.INFO,
         tf.GraphKeys: facade.GraphKeys,

@@ -45,19 +45,6 @@ class TowersTest(facade_cases.GraphTest):
     self.assert_holds(self.w, -30.0 / divisor)
     self.assert_equal(spec.loss, jnp.float32(120 / divisor))
 
-  def test_applies_with_the_step_of_the_last_tower(self):
-    towers = iter(range(4))
-
-    def train_op(x):
-      last = next(towers) == 3
-      opt = facade.TowerOptimizer(sgd())
-      train_op = opt.minimize(lambda: self.loss(x), self.step if last else None)
-      self.assertEqual(train_op is None, not last)
-      return train_op
-
-    self.assertEqual(int(self.run_model(train_op).train_op), 1)
-    self.assertEqual(int(self.step), 1)
-
   @cases.parameters(True, False)
   def test_what_is_assigned_beside_the_loss_counts_once(self, compiled):
     metric = facade.Variable(0.0, trainable=False, name='metric')
@@ -134,29 +121,6 @@ class TowersTest(facade_cases.GraphTest):
     ):
       self.run_model(train_op)
     self.assertEqual([float(self.w), int(self.step)], [0, 0])
-
-  def test_calls_in_another_order_are_an_error(self):
-    v = facade.Variable(0.0, name='v')
-    towers = iter(range(4))
-
-    def train_op(x):
-      variables = [self.w, v][:: -1 if next(towers) == 2 else 1]
-      for variable in variables:
-        facade.TowerOptimizer(sgd()).apply_gradients([(x[0], variable)])
-
-    with self.assertRaisesRegex(ValueError, "tower 2 \\[\\['v:0'\\]"):
-      self.run_model(train_op)
-    self.assertEqual(float(v), 0.0)
-
-  @cases.parameters(False, True)
-  def test_training_needs_the_wrapper(self, trains):
-    with self.assertRaisesRegex(
-        ValueError, 'Please wrap optimizers with Tower'
-    ):
-      self.run_model(
-          lambda x: sgd().minimize(lambda: self.loss(x)) if trains else None
-      )
-    self.assert_holds(self.w, 0.0)
 
   def test_variables_that_each_call_would_make_are_refused(self):
     for num_towers in (1, 2):

@@ -226,22 +226,46 @@ class TracedTest(facade_cases.GraphTest):
     opt = facade_cases.sgd(0.5)
     predict = facade.function(net)
 
+    def fails(x):
+      net(x)
+      raise KeyError
+
     @facade.function
     def step(x):
+      with self.assertRaises(KeyError):
+        opt.minimize(lambda: fails(x))
       before = net(x)
+      (grad,) = facade.gradients(lambda: net(x), [self.w])
+      net(x)
       self.w.assign(10.0)
+      assigned = net(x)
       opt.minimize(lambda: net(x))
       opt.minimize(lambda: net(x))
-      return before, net(x)
+      return before, grad, assigned, net(x)
 
     for value in (1.0, 3.0):
       self.w.assign(value)
       self.assertEqual(float(predict(2.0)), 2 * value)
-      before, after = step(2.0)
-      self.assertEqual([float(before), float(after)], [2 * value, 16])
+      self.assertEqual([*map(float, step(2.0))], [2 * value, 2, 20, 16])
     self.assertEqual(float(predict(1.0)), 8)
     with self.assertRaisesRegex(ValueError, r'must not be read.*facade\.funct'):
       net(jnp.float32(2))
+
+  def test_what_reads_no_variable_is_traced_once(self):
+    traces = []
+
+    @jax.jit
+    def square(x):
+      traces.append(x)
+      return x * x
+
+    opt = facade.TowerOptimizer(facade_cases.sgd())
+    facade_cases.train(
+        opt, lambda x: square(self.times(x[0])), where=facade_cases.IN_TURN
+    )
+
+    # Once for all towers, in each of the two traces of the step.
+    self.assertLen(traces, 2)
 
   def test_sees_variables_of_other_graphs_and_those_made_inside(self):
     with facade.Graph().as_default():

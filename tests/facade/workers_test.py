@@ -38,38 +38,26 @@ class WorkersTest(facade_cases.GraphTest):
 
 class DropStaleTest(WorkersTest):
 
-  @cases.parameters(
-      *((0, 0, 1, False), (0, 1, 0, False)),
-      *((0, 1, 0, True), (2, 2, 1, True), (2, 3, 0, True), (-1, 0, 0, True)),
-  )
-  def test_applies_what_is_fresh_enough(
-      self, staleness, age, applies, compiled
-  ):
+  @cases.parameters((0, 0, 1), (0, 1, 0), (2, 2, 1), (2, 3, 0), (-1, 0, 0))
+  def test_applies_what_is_fresh_enough(self, staleness, age, applies):
     inner = facade.AdamOptimizer(0.5)
     opt = drop_stale(inner, staleness)
-
-    def step(age, scale):
-      pairs = self.pairs(opt, scale)
-      self.step.assign_add(age)
-      return opt.apply_gradients(pairs, self.step)
-
-    step = facade_cases.mapped(step, None, compiled)
     inner.apply_gradients([(1.0, self.w)], self.step)
     self.assertEqual(int(opt.stale_counter), 0)
     before = self.values()
-    count = step(age, 1.0 if applies else np.nan)
 
-    self.assertEqual(int(count), not applies)
+    pairs = self.pairs(opt, 1.0 if applies else np.nan)
+    self.step.assign_add(age)
+    count = opt.apply_gradients(pairs, self.step)
+
     after = self.values()
-    changed = {'global_step', 'stale_counter'}
     if applies:
-      changed |= {'w', 'w/Adam', 'w/Adam_1', 'beta1_power', 'beta2_power'}
-      changed -= {'stale_counter'}
       self.assertLess(after['w'], before['w'])
-    self.assertEqual(
-        {k for k in before if before[k] != after[k]} | {'global_step'}, changed
-    )
-    self.assertEqual(int(self.step), 1 + age + applies)
+    else:
+      counts = {k: after[k] for k in ('global_step', 'stale_counter')}
+      self.assert_equal(after, before | counts)
+    counts = int(count), int(self.step)
+    self.assertEqual(counts, (not applies, 1 + age + applies))
 
   def test_the_oldest_step_since_the_last_update_counts(self):
     opt = drop_stale(sgd())
@@ -142,31 +130,6 @@ class DropStaleTest(WorkersTest):
     self.assertEqual(counts, [0, 1, 1])
     self.assert_holds(self.w, -3.0)
 
-  def test_goes_on_from_saved_values(self):
-    def run(saved, ages):
-      with facade.Graph().as_default():
-        w = facade.Variable(3.0, name='w')
-        step = facade.get_or_create_global_step()
-        opt = drop_stale(facade.AdamOptimizer(0.1), 1)
-
-        @facade.function
-        def train(age):
-          pairs = opt.compute_gradients(lambda: w**2)
-          step.assign_add(age)
-          return opt.apply_gradients(pairs, step)
-
-        train.build(0)
-        if saved is not None:
-          facade.set_values(facade.global_variables(), saved)
-        for age in ages:
-          train(age)
-        return self.values()
-
-    ages = [0, 2, 1, 0, 3]
-    expected = run(None, ages)
-    self.assertEqual(int(expected['stale_counter']), 2)
-    self.assert_equal(run(run(None, ages[:2]), ages[2:]), expected)
-
   @cases.parameters((False, 0), (True, 3))
   def test_no_update_is_lost_and_none_applied_twice(self, compiled, staleness):
     num_workers, num_steps = 4, 40 if compiled else 8
@@ -203,9 +166,7 @@ class DropStaleTest(WorkersTest):
       self.assert_holds(w, accepted)
 
   @cases.parameters(
-      lambda opt: opt,
-      facade.CrossShardOptimizer,
-      facade.TowerOptimizer,
+      lambda opt: opt, facade.CrossShardOptimizer, facade.TowerOptimizer
   )
   def test_locking_of_the_innermost_optimizer_holds(self, wrap):
     # Several optimizers of one variable: TensorFlow 1 locked the variable.

@@ -17,10 +17,7 @@ import cases
 from shard_transforms import tf1
 
 RNG = np.random.default_rng(0)
-PARAMS = {
-    'w': RNG.normal(size=(2, 3)).astype(np.float32),
-    'b': np.float32(0.5),
-}
+PARAMS = {'w': RNG.normal(size=(2, 3)).astype(np.float32), 'b': np.float32(0.5)}
 GRADS = [
     {'w': RNG.normal(size=(2, 3)).astype(np.float32), 'b': np.float32(i - 3)}
     for i in range(10)
@@ -42,6 +39,8 @@ FTRL = {
         'l2_shrinkage_regularization_strength': 0.1,
     },
 }
+
+DEFAULTS = dict(zip(FTRL['all'], (-0.5, 0.1, 0.0, 0.0, 0.0), strict=True))
 
 
 def trained(tx, params=PARAMS, grads=GRADS):
@@ -143,25 +142,19 @@ class AdamTest(parameterized.TestCase):
 
 class FtrlTest(parameterized.TestCase):
 
-  def by_hand(
-      self,
-      learning_rate_power=-0.5,
-      initial_accumulator_value=0.1,
-      l1_regularization_strength=0.0,
-      l2_regularization_strength=0.0,
-      l2_shrinkage_regularization_strength=0.0,
-  ):
+  def by_hand(self, options):
     """Returns parameters, sums of squares and linear terms of `w`."""
-    p, l1 = -learning_rate_power, l1_regularization_strength
+    power, initial, l1, l2, shrinkage = {**DEFAULTS, **options}.values()
+    p = -power
     params = PARAMS['w'].astype(np.float64)
-    accum = np.full(params.shape, initial_accumulator_value)
+    accum = np.full(params.shape, initial)
     linear = np.zeros(params.shape)
     for g in (grads['w'].astype(np.float64) for grads in GRADS):
       new = accum + g**2
-      shrunk = g + 2 * l2_shrinkage_regularization_strength * params
+      shrunk = g + 2 * shrinkage * params
       linear += shrunk - (new**p - accum**p) / 0.5 * params
       accum = new
-      quadratic = new**p / 0.5 + 2 * l2_regularization_strength
+      quadratic = new**p / 0.5 + 2 * l2
       params = (np.sign(linear) * l1 - linear) / quadratic
       params[abs(linear) <= l1] = 0
     return params, accum, linear
@@ -170,7 +163,7 @@ class FtrlTest(parameterized.TestCase):
   def test_follows_its_formulas(self, options):
     _, params, state = trained(tf1.ftrl(0.5, **options))
 
-    expected = self.by_hand(**options)
+    expected = self.by_hand(options)
     found = params['w'], state.accum['w'], state.linear['w']
     assert_close(found, expected, rtol=1e-4, atol=1e-5)
     if 'l1_regularization_strength' in options:
@@ -185,18 +178,13 @@ class FtrlTest(parameterized.TestCase):
 
     chex.assert_tree_all_finite(updates)
 
-  @cases.parameters(
-      ('learning_rate_power', 0.5, 'positive'),
-      ('initial_accumulator_value', -0.1, 'negative'),
-      ('l1_regularization_strength', -0.1, 'negative'),
-      ('l2_regularization_strength', -0.1, 'negative'),
-      ('l2_shrinkage_regularization_strength', -0.1, 'negative'),
-  )
-  def test_refuses_numbers_of_the_wrong_sign(self, name, value, sign):
-    with self.assertRaisesRegex(
-        ValueError, f'`{name}` must not be {sign}, got {value}'
-    ):
-      tf1.ftrl(0.5, **{name: value})
+  def test_refuses_numbers_of_the_wrong_sign(self):
+    for name in FTRL['all']:
+      value = 0.5 if name == 'learning_rate_power' else -0.1
+      with self.assertRaisesRegex(
+          ValueError, f'`{name}` must not be .*{value}'
+      ):
+        tf1.ftrl(0.5, **{name: value})
 
 
 class LarsTest(parameterized.TestCase):
