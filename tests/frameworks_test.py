@@ -112,12 +112,12 @@ def resize(state, tx, params, mesh):
 
 
 def zeros():
-  return {'kernel': jnp.zeros((FEATURES, 1)), 'bias': jnp.zeros(1)}
+  return {'kernel': jnp.zeros((FEATURES, 1))}
 
 
 def plain_loop(tx, mesh):
   def loss_fn(params, x):
-    return fit(lambda x: x @ params['kernel'] + params['bias'][None], x)
+    return fit(lambda x: x @ params['kernel'], x)
 
   def step(state, x):
     params, opt_state = state
@@ -140,7 +140,9 @@ def plain_loop(tx, mesh):
 def linen_train_state(tx, mesh):
   def create():
     return train_state.TrainState.create(
-        apply_fn=linen.Dense(1).apply, params={'params': zeros()}, tx=tx
+        apply_fn=linen.Dense(1, use_bias=False).apply,
+        params={'params': zeros()},
+        tx=tx,
     )
 
   def step(state, x):
@@ -157,10 +159,15 @@ def linen_train_state(tx, mesh):
   return Program(create, step, lambda s: s.params['params'], resized)
 
 
+def nnx_model():
+  init = nnx.initializers.zeros
+  rngs = nnx.Rngs(0)
+  return nnx.Linear(FEATURES, 1, use_bias=False, kernel_init=init, rngs=rngs)
+
+
 def nnx_optimizer(tx, mesh):
   def create():
-    init = nnx.initializers.zeros
-    model = nnx.Linear(FEATURES, 1, kernel_init=init, rngs=nnx.Rngs(0))
+    model = nnx_model()
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
   graph = nnx.graphdef(nnx.eval_shape(create))
@@ -192,7 +199,7 @@ def nnx_optimizer(tx, mesh):
 
 def equinox(tx, mesh):
   key = jax.random.key(0)
-  model = jax.eval_shape(lambda: eqx.nn.Linear(FEATURES, 1, key=key))
+  model = jax.eval_shape(lambda: eqx.nn.Linear(FEATURES, 1, False, key=key))
   shapes, rest = eqx.partition(model, lambda x: hasattr(x, 'shape'))
 
   def create():
@@ -212,10 +219,9 @@ def equinox(tx, mesh):
     arrays, opt_state = saved
     return arrays, resize(opt_state, tx, arrays, mesh)
 
-  def params_of(state):
-    return {'kernel': state[0].weight.T, 'bias': state[0].bias}
-
-  return Program(create, step, params_of, resized)
+  return Program(
+      create, step, lambda state: {'kernel': state[0].weight.T}, resized
+  )
 
 
 FRAMEWORKS = {
@@ -264,7 +270,7 @@ class Programs:
       states[name] = program.step(states[name], x)
       # Each waits for the one before: devices may start collectives that are
       # independent in another order, and then wait for each other.
-      x += 0 * program.params_of(states[name])['bias'][None]
+      x += 0 * program.params_of(states[name])['kernel'].T
     return states
 
   def train(self, states, calls, specs=None):
@@ -417,8 +423,7 @@ class GuideTest(parameterized.TestCase):
 
   def test_nnx_shard_map_takes_the_specs_of_the_optimizer(self):
     mesh = mesh_of(8)
-    init = nnx.initializers.zeros
-    model = nnx.Linear(FEATURES, 1, kernel_init=init, rngs=nnx.Rngs(0))
+    model = nnx_model()
     tx = shard_transforms.on_mesh(TRANSFORMS['guard'], mesh)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     specs = nnx.StateSharding(shard_transforms.specs_of(nnx.state(optimizer)))
