@@ -41,9 +41,7 @@ def averaged(inner):
 
 TRANSFORMS = {
     'cross_shard_mean': averaged(ADAM),
-    'guard': shard_transforms.guard(
-        averaged(MOMENTUM), AXIS, on_bad='exclude'
-    ),
+    'guard': shard_transforms.guard(averaged(MOMENTUM), AXIS, on_bad='exclude'),
     'tower_reduce': shard_transforms.tower_reduce(
         2, averaged(MOMENTUM), axis_name=AXIS
     ),

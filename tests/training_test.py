@@ -177,6 +177,12 @@ def extra_args_of(job, state, batch):
   return extra | {'local_step': step - age}
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def step_alone(tx, params, state, batch):
+  updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+  return optax.apply_updates(params, updates), state
+
+
 @functools.cache
 def one_device(name, group):
   """Returns the parameters after each step with the batches of some shards.
@@ -197,19 +203,12 @@ def one_device(name, group):
       for k, shape in rows.items()
   }
 
-  @jax.jit
-  def step(params, state, batch):
-    updates, state = job.alone.update(
-        jax.grad(loss)(params, batch), state, params
-    )
-    return optax.apply_updates(params, updates), state
-
   params, history = initial_params(), []
   state = job.alone.init(params)
   for i in range(STEPS):
     batch = jax.tree.map(lambda x, i=i: x[i], merged)
     if batch['counts'].any():
-      params, state = step(params, state, batch)
+      params, state = step_alone(job.alone, params, state, batch)
     history.append(params)
   return jax.tree.map(lambda *xs: np.stack(xs), *history)
 
