@@ -1,41 +1,17 @@
 """Runs the ported script as a user does."""
 
-import os
-import pathlib
 import re
-import subprocess
-import tempfile
 
-from absl.testing import parameterized
 import flax.serialization
 import pytest
 
 import python_command
 
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/legacy_digits.py'
-
 SHAPES = {'w_0': (64, 96), 'b_0': (96,), 'w_1': (96, 10), 'b_1': (10,)}
 
 
-class LegacyDigitsTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-  def run_script(self, *flags):
-    return subprocess.run(
-        [*python_command.STRICT, SCRIPT, *flags],
-        cwd=self.folder,
-        env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-  def files(self):
-    paths = self.folder.rglob('*')
-    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
+class LegacyDigitsTest(python_command.ScriptTest):
+  script = 'legacy_digits.py'
 
   @pytest.mark.slow
   def test_trains_saves_and_resumes(self):

@@ -1,6 +1,45 @@
-"""How tests start Python."""
+"""How tests start Python, and run the examples as a user does."""
 
+import os
+import pathlib
+import subprocess
 import sys
+import tempfile
 
+from absl.testing import parameterized
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
 # Warnings are errors.
 STRICT = (sys.executable, '-W', 'error')
+
+
+class ScriptTest(parameterized.TestCase):
+  """A test of a script of the examples.
+
+  Attributes:
+    script: Its file.
+    folder: The folder that it runs in.
+  """
+
+  script: str
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def run_script(self, *flags, **env):
+    """Returns what the script with these flags has done."""
+    outer = {k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'}
+    return subprocess.run(
+        [*STRICT, EXAMPLES / self.script, *flags],
+        cwd=self.folder,
+        env=outer | env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+  def files(self):
+    """Returns the files that it has written."""
+    paths = self.folder.rglob('*')
+    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]

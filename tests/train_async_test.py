@@ -1,38 +1,14 @@
 """Runs the asynchronous example as a user does."""
 
-import os
-import pathlib
 import re
-import subprocess
-import tempfile
 
-from absl.testing import parameterized
 import pytest
 
 import python_command
 
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_async.py'
 
-
-class TrainAsyncTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-  def run_script(self, *flags):
-    return subprocess.run(
-        [*python_command.STRICT, SCRIPT, *flags],
-        cwd=self.folder,
-        env={k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-
-  def files(self):
-    paths = self.folder.rglob('*')
-    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
+class TrainAsyncTest(python_command.ScriptTest):
+  script = 'train_async.py'
 
   def check_output(self, run, num_updates, ways='abcd'):
     """Checks the table and the figure; returns rows of it by letters."""

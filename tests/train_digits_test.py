@@ -1,41 +1,16 @@
 """Runs the main job as a user does."""
 
 import csv
-import os
-import pathlib
 import re
-import subprocess
-import tempfile
 
-from absl.testing import parameterized
 import pytest
 
 import cases
 import python_command
 
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_digits.py'
 
-
-class TrainDigitsTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-  def run_script(self, *flags, **env):
-    outer = {k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'}
-    return subprocess.run(
-        [*python_command.STRICT, SCRIPT, *flags],
-        cwd=self.folder,
-        env={**outer, **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-  def files(self):
-    paths = self.folder.rglob('*')
-    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
+class TrainDigitsTest(python_command.ScriptTest):
+  script = 'train_digits.py'
 
   def read_table(self, run):
     """Returns names, accuracies, differences, and what was dropped."""

@@ -1,29 +1,16 @@
 """Runs the example of a model that the compiler shards as a user does."""
 
-import os
-import pathlib
 import re
-import subprocess
 
-from absl.testing import absltest
 import pytest
 
 import python_command
 
 ROW = r'(.*\S)  +(\S+) -> (\S+)  +([\d,]+)  +([\d,]+)'
-SCRIPT = pathlib.Path(__file__).parents[1] / 'examples/train_transformer.py'
 
 
-class TrainTransformerTest(absltest.TestCase):
-
-  def run_script(self, *flags):
-    return subprocess.run(
-        [*python_command.STRICT, SCRIPT, *flags],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+class TrainTransformerTest(python_command.ScriptTest):
+  script = 'train_transformer.py'
 
   @pytest.mark.slow
   def test_reduces_once_in_four_micro_batches(self):
