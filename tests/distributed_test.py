@@ -45,10 +45,10 @@ def run_worker(num_processes, *args):
   )
 
 
-def train(num_processes, modes):
+def train(num_processes):
   """Returns what each of the shards has of every array, with them in front."""
   with tempfile.TemporaryDirectory() as folder:
-    done = run_worker(num_processes, 'train', folder, *modes)
+    done = run_worker(num_processes, 'train', folder)
     if done.returncode:
       raise RuntimeError(done.stderr)
     saved = [
@@ -65,30 +65,23 @@ class DistributedTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_trains_as_one_process_does(self):
-    modes = distributed_worker.MODES
-    alone = train(1, modes)
-    self.check_that_shards_agree(alone, modes)
+    alone = train(1)
+    self.check_that_shards_agree(alone)
 
-    # With one device to a process, one mode stands for all.
-    for num_processes, some in (2, modes), (4, modes[:1]):
-      together = train(num_processes, some)
-      self.check_that_shards_agree(together, some)
-      due = {name: x for name, x in alone.items() if name in together}
+    for num_processes in 2, 4:
+      together = train(num_processes)
+      self.check_that_shards_agree(together)
       # Sockets add in another order than memory does.
       chex.assert_trees_all_close(
-          together, due, rtol=1e-6, atol=1e-6, strict=True
+          together, alone, rtol=1e-6, atol=1e-6, strict=True
       )
 
-  def check_that_shards_agree(self, arrays, modes):
+  def check_that_shards_agree(self, arrays):
     """Checks which shards have the same bits, and that something trained."""
     rows = distributed_worker.ROWS
-    seen = {tuple(name.split('/')[:2]) for name in arrays}
-    # `jax.pmap` has one axis.
-    num_pmapped = sum(len(row.axes) == 1 for row in rows.values())
-    num_rows = {'pmap': num_pmapped}
-    self.assertLen(seen, sum(num_rows.get(m, len(rows)) for m in modes))
+    self.assertEqual({name.split('/')[0] for name in arrays}, rows.keys())
     for name, array in arrays.items():
-      row, _, path = name.split('/', maxsplit=2)
+      row, path = name.split('/', maxsplit=1)
       agree = all(shard.tobytes() == array[0].tobytes() for shard in array)
       self.assertLen(array, SHARDS, name)
       if path.startswith("['losses']"):

@@ -230,25 +230,14 @@ FRAMEWORKS = {
 }
 
 
-def unbound(tx, mesh):
-  del mesh
-  return tx
-
-
 class Programs:
   """Those of all transformations on a mesh, in one compiled step."""
 
-  def __init__(
-      self,
-      framework,
-      num_shards,
-      bind=shard_transforms.on_mesh,
-      names=TRANSFORMS,
-  ):
+  def __init__(self, framework, num_shards, bind=shard_transforms.on_mesh):
     self.mesh = mesh_of(num_shards)
     self._each = {
-        name: framework(bind(TRANSFORMS[name], self.mesh), self.mesh)
-        for name in names
+        name: framework(bind(tx, self.mesh), self.mesh)
+        for name, tx in TRANSFORMS.items()
     }
 
   def create(self):
@@ -288,16 +277,6 @@ class Programs:
       states = jax.block_until_ready(step(states, x))
     return states
 
-  def pmap(self, fn):
-    return jax.pmap(fn, AXIS, devices=self.mesh.devices.flat)
-
-  def train_by_pmap(self, states, calls):
-    step = self.pmap(self.step)
-    for call in calls:
-      x = batch_of(call).reshape(self.mesh.size, -1, FEATURES)
-      states = jax.block_until_ready(step(states, x))
-    return states
-
 
 def saved_and_restored(state, target):
   """Returns a training state from a checkpoint, as arrays of NumPy."""
@@ -321,7 +300,7 @@ def expected():
   """
   found, states = [], None
   for num_shards, calls in (8, BEFORE), (4, AFTER):
-    programs = Programs(plain_loop, num_shards, bind=unbound)
+    programs = Programs(plain_loop, num_shards, lambda tx, mesh: tx)
     given = zeros(), programs.mesh
     specs = {
         name: (P(), shard_transforms.state_specs(tx, *given))
@@ -342,16 +321,6 @@ def expected():
 class FrameworkTableTest(parameterized.TestCase):
   """Create, step, save, and restore on another number of devices."""
 
-  def assert_as_expected(self, *found):
-    for name in found[0]:
-      with self.subTest(name):
-        chex.assert_trees_all_close(
-            [params[name] for params in found],
-            [params[name] for params in expected()],
-            rtol=1e-6,
-            atol=1e-6,
-        )
-
   @cases.parameters(*FRAMEWORKS)
   def test_trains_and_is_restored_on_fewer_devices(self, name):
     eight, four = (Programs(FRAMEWORKS[name], n) for n in (8, 4))
@@ -360,60 +329,15 @@ class FrameworkTableTest(parameterized.TestCase):
     saved = saved_and_restored(states, jax.eval_shape(four.create))
     end = four.train(four.resized(saved), AFTER)
 
-    self.assert_as_expected(eight.params_of(states), four.params_of(end))
-
-  def test_train_state_under_pmap_is_restored_on_fewer_devices(self):
-    # What is the same on all shards, what each keeps for itself, and slices.
-    names = 'tower_reduce', 'shard_update'
-    eight, four = (
-        Programs(linen_train_state, n, bind=unbound, names=names)
-        for n in (8, 4)
-    )
-    create = eight.pmap(lambda _: eight.create())
-
-    def specs_on(mesh):
-      params = {'params': zeros()}
-      return {
-          name: shard_transforms.state_specs(TRANSFORMS[name], params, mesh)
-          for name in names
-      }
-
-    states = eight.train_by_pmap(create(np.arange(8)), BEFORE)
-    saved = saved_and_restored(states, states)
-    joined, new = {k: x.opt_state for k, x in saved.items()}, {}
-    joined = jax.jit(
-        jax.shard_map(
-            lambda tree: jax.tree.map(lambda x: x[0], tree),
-            mesh=eight.mesh,
-            in_specs=P(AXIS),
-            out_specs=specs_on(eight.mesh),
-            check_vma=False,
+    found = [eight.params_of(states), four.params_of(end)]
+    for name in TRANSFORMS:
+      with self.subTest(name):
+        chex.assert_trees_all_close(
+            [params[name] for params in found],
+            [params[name] for params in expected()],
+            rtol=1e-6,
+            atol=1e-6,
         )
-    )(place(joined, eight.mesh))
-    for name in names:
-      new[name] = resize(
-          joined[name], TRANSFORMS[name], {'params': zeros()}, four.mesh
-      )
-    new = jax.jit(
-        jax.shard_map(
-            lambda tree: jax.tree.map(lambda x: x[None], tree),
-            mesh=four.mesh,
-            in_specs=(specs_on(four.mesh),),
-            out_specs=P(AXIS),
-        )
-    )(new)
-    begun = {
-        name: jax.tree.map(lambda x: x[:4], state).replace(opt_state=new[name])
-        for name, state in saved.items()
-    }
-    end = four.train_by_pmap(jax.device_get(begun), AFTER)
-
-    self.assert_as_expected(
-        *(
-            programs.params_of(jax.tree.map(lambda x: x[0], states))
-            for programs, states in ((eight, states), (four, end))
-        )
-    )
 
 
 class GuideTest(parameterized.TestCase):
