@@ -241,6 +241,7 @@ class SumsTest(parameterized.TestCase):
       self, make
   ):
     plain, adam = make(2, optax.identity()), make(2)
+    stacked = reproducible.mean(modes.AXIS, num_towers=2)
     x = X.reshape(8, 2, 3, 5)
 
     def shard(params, own):
@@ -251,17 +252,19 @@ class SumsTest(parameterized.TestCase):
       assert missing['id'] is None
       nothing, state = _window(adam, x, params, weight=0.0)
       count = optax.tree_utils.tree_get(state, 'count')
-      return _window(plain, half)[0], missing['x'], nothing, count
+      halves = _window(plain, half)[0], stacked.update(half, ())[0]
+      return halves, missing['x'], nothing, count
 
     own = x, x.astype(jnp.bfloat16)
-    half, missing, nothing, count = modes.map_shards('shard_map', shard)(
+    halves, missing, nothing, count = modes.map_shards('shard_map', shard)(
         X[0], own
     )
 
     # They are added in float32.
     wide = np.asarray(own[1], np.float32).reshape(16, 3, 5)
     expected = (_in_pairs(wide) / 16).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(half[0], expected)
+    for half in halves:
+      np.testing.assert_array_equal(half[0], expected)
     # A tower without a gradient counts as zero.
     expected = _in_pairs(X[::2]) / np.float32(16)
     np.testing.assert_array_equal(missing[0], expected)
