@@ -54,6 +54,12 @@ def run(
     weight: Weights [shards, steps], or `None`.
   """
   num_shards = len(jax.tree.leaves(data)[0])
+  mapped = runner(transformations, mode, num_shards)
+  return jax.device_get(mapped(params, (data, weight)))
+
+
+def runner(transformations: dict[str, Any], mode: str, num_shards: int) -> Any:
+  """Returns a compiled function as `run`, of parameters, data and weight."""
 
   def shard(shared, own):
     def one(tx):
@@ -68,8 +74,7 @@ def run(
 
     return {name: one(tx) for name, tx in transformations.items()}
 
-  mapped = modes.map_shards(mode, shard, num_shards)
-  return jax.device_get(mapped(params, (data, weight)))
+  return modes.map_shards(mode, shard, num_shards)
 
 
 def held_back(state: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:

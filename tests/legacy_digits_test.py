@@ -1,10 +1,7 @@
 """Runs the ported script as a user does."""
 
-import pathlib
 import re
-import tempfile
 
-from absl.testing import parameterized
 import flax.serialization
 import pytest
 
@@ -13,20 +10,8 @@ import python_command
 SHAPES = {'w_0': (64, 96), 'b_0': (96,), 'w_1': (96, 10), 'b_1': (10,)}
 
 
-class LegacyDigitsTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-  def run_script(self, *flags, **env):
-    return python_command.run_example(
-        'legacy_digits', *flags, cwd=self.folder, **env
-    )
-
-  def files(self):
-    paths = self.folder.rglob('*')
-    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
+class LegacyDigitsTest(python_command.ScriptTest):
+  script = 'legacy_digits.py'
 
   @pytest.mark.slow
   def test_trains_saves_and_resumes(self):

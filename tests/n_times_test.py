@@ -5,9 +5,9 @@ to the parameters, the loss and the gradient. Behind `cross_shard_mean`, each of
 these is right, is refused, or is listed in `UNDETECTABLE`.
 """
 
+import functools
 import pathlib
 import re
-from typing import NamedTuple
 
 from absl.testing import parameterized
 import jax
@@ -30,89 +30,54 @@ def loss(w, x):
   return w * x
 
 
-def pmean_loss(w, x):
-  return lax.pmean(loss(w, x), AXIS)
-
-
-def psum_loss(w, x):
-  return lax.psum(loss(w, x), AXIS)
-
-
-def shard_mean_loss(w, x):
-  return shard_transforms.shard_mean(loss(w, x), AXIS)
-
-
-def grad(of):
-  return jax.grad(of)
-
-
-def grad_of_per_shard(of):
-  return lambda w, x: jax.grad(of)(shard_transforms.per_shard(w, AXIS), x)
-
-
-def grad_of_pcast(of):
-  return lambda w, x: jax.grad(of)(lax.pcast(w, AXIS, to='varying'), x)
-
-
 def value_and_grad(of):
   return lambda w, x: shard_transforms.value_and_grad(of, AXIS)(w, x)[1]
 
 
-def then(fn, take):
-  return lambda w, x: fn(take(w, x))
+def then(reduce):
+  """Returns what reduces the results of a loss or a gradient."""
+  return lambda of: lambda w, x: reduce(of(w, x), AXIS)
 
 
-def pmean(g):
-  return lax.pmean(g, AXIS)
+def at(own):
+  """Returns what takes a gradient at parameters of each shard's own."""
+  return lambda of: lambda w, x: of(own(w, AXIS), x)
 
 
-def psum(g):
-  return lax.psum(g, AXIS)
-
-
-def divide(g):
-  return g / lax.axis_size(AXIS)
-
-
-class Way(NamedTuple):
-  """A way to take a gradient, and what `cross_shard_mean` is told of it."""
-
-  take: object
-  on_invariant: str = 'error'
-
-
+grad = jax.grad
+pmean, psum = then(lax.pmean), then(lax.psum)
+shard_mean = then(shard_transforms.shard_mean)
+divide = then(lambda g, axis: g / lax.axis_size(axis))
+pcast = at(functools.partial(lax.pcast, to='varying'))
+per_shard = at(shard_transforms.per_shard)
+# Ways to take a gradient; for those at the end, `cross_shard_mean` is told that
+# it is averaged.
 WAYS = {
-    'grad(loss)': Way(grad(loss)),
-    'pmean(grad(loss))': Way(then(pmean, grad(loss))),
-    'psum(grad(loss))': Way(then(psum, grad(loss))),
-    'grad(loss) / axis_size': Way(then(divide, grad(loss))),
-    'grad(pmean(loss))': Way(grad(pmean_loss)),
-    'pmean(grad(pmean(loss)))': Way(then(pmean, grad(pmean_loss))),
-    'grad(psum(loss))': Way(grad(psum_loss)),
-    'grad(shard_mean(loss))': Way(grad(shard_mean_loss)),
-    'pcast, grad(loss)': Way(grad_of_pcast(loss)),
-    'pcast, pmean(grad(loss))': Way(then(pmean, grad_of_pcast(loss))),
-    'pcast, pmean(grad(pmean(loss)))': Way(
-        then(pmean, grad_of_pcast(pmean_loss))
-    ),
-    'per_shard, grad(loss)': Way(grad_of_per_shard(loss)),
-    'per_shard, pmean(grad(loss))': Way(then(pmean, grad_of_per_shard(loss))),
-    'per_shard, psum(grad(loss))': Way(then(psum, grad_of_per_shard(loss))),
-    'per_shard, grad(loss) / axis_size': Way(
-        then(divide, grad_of_per_shard(loss))
-    ),
-    'per_shard, grad(pmean(loss))': Way(grad_of_per_shard(pmean_loss)),
-    'per_shard, grad(psum(loss))': Way(grad_of_per_shard(psum_loss)),
-    'per_shard, grad(shard_mean(loss))': Way(
-        grad_of_per_shard(shard_mean_loss)
-    ),
-    'value_and_grad(loss)': Way(value_and_grad(loss)),
-    'value_and_grad(pmean(loss))': Way(value_and_grad(pmean_loss)),
-    'value_and_grad(psum(loss))': Way(value_and_grad(psum_loss)),
-    'value_and_grad(shard_mean(loss))': Way(value_and_grad(shard_mean_loss)),
-    'grad(loss), averaged': Way(grad(loss), 'averaged'),
-    'grad(pmean(loss)), averaged': Way(grad(pmean_loss), 'averaged'),
-    'value_and_grad(loss), averaged': Way(value_and_grad(loss), 'averaged'),
+    'grad(loss)': grad(loss),
+    'pmean(grad(loss))': pmean(grad(loss)),
+    'psum(grad(loss))': psum(grad(loss)),
+    'grad(loss) / axis_size': divide(grad(loss)),
+    'grad(pmean(loss))': grad(pmean(loss)),
+    'pmean(grad(pmean(loss)))': pmean(grad(pmean(loss))),
+    'grad(psum(loss))': grad(psum(loss)),
+    'grad(shard_mean(loss))': grad(shard_mean(loss)),
+    'pcast, grad(loss)': pcast(grad(loss)),
+    'pcast, pmean(grad(loss))': pcast(pmean(grad(loss))),
+    'pcast, pmean(grad(pmean(loss)))': pcast(pmean(grad(pmean(loss)))),
+    'per_shard, grad(loss)': per_shard(grad(loss)),
+    'per_shard, pmean(grad(loss))': per_shard(pmean(grad(loss))),
+    'per_shard, psum(grad(loss))': per_shard(psum(grad(loss))),
+    'per_shard, grad(loss) / axis_size': per_shard(divide(grad(loss))),
+    'per_shard, grad(pmean(loss))': per_shard(grad(pmean(loss))),
+    'per_shard, grad(psum(loss))': per_shard(grad(psum(loss))),
+    'per_shard, grad(shard_mean(loss))': per_shard(grad(shard_mean(loss))),
+    'value_and_grad(loss)': value_and_grad(loss),
+    'value_and_grad(pmean(loss))': value_and_grad(pmean(loss)),
+    'value_and_grad(psum(loss))': value_and_grad(psum(loss)),
+    'value_and_grad(shard_mean(loss))': value_and_grad(shard_mean(loss)),
+    'grad(loss), averaged': grad(loss),
+    'grad(pmean(loss)), averaged': grad(pmean(loss)),
+    'value_and_grad(loss), averaged': value_and_grad(loss),
 }
 
 
@@ -194,11 +159,12 @@ def ratios(names, mode):
   """Returns what `cross_shard_mean` gives, in units of the true mean."""
 
   def reduce_all(w, x):
-    return {name: reduce(WAYS[name], w, x) for name in names}
+    return {name: reduce(name, w, x) for name in names}
 
-  def reduce(way, w, x):
-    tx = shard_transforms.cross_shard_mean(AXIS, on_invariant=way.on_invariant)
-    return tx.update(way.take(w, x), optax.EmptyState())[0]
+  def reduce(name, w, x):
+    told = 'averaged' if name.endswith('averaged') else 'error'
+    tx = shard_transforms.cross_shard_mean(AXIS, on_invariant=told)
+    return tx.update(WAYS[name](w, x), optax.EmptyState())[0]
 
   x = np.arange(SHARDS, dtype=np.float32)
   reduced = jax.device_get(modes.map_shards(mode, reduce_all)(np.float32(1), x))

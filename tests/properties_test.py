@@ -130,14 +130,7 @@ IDENTITY, SGD = optax.identity(), optax.sgd(0.5)
 TOWERS = 2  # Of which a mean is exact.
 # A new transformation is a new row.
 ROWS = {
-    'cross_shard_mean': Row(cross_shard_mean(AXIS)),
     'cross_shard_sum': Row(cross_shard_sum(AXIS), factor=SHARDS, degree=1),
-    'shard_update': Row(shard_update(SGD, AXIS), factor=-0.5),
-    'tower_reduce': Row(
-        tower_reduce(TOWERS, mean_of(SGD), axis_name=AXIS),
-        'in turn',
-        factor=-0.5,
-    ),
     'tower_reduce to a sum': Row(
         tower_reduce(
             TOWERS,
@@ -160,9 +153,6 @@ ROWS = {
         stale=True,
     ),
     'reduce_towers': Row(reduce_towers(TOWERS, mean_of(IDENTITY)), 'stacked'),
-    'drop_stale': Row(
-        drop_stale(0, mean_of(IDENTITY), axis_name=AXIS), stale=True
-    ),
     'drop_stale of scale_by_staleness': Row(
         drop_stale(
             1,

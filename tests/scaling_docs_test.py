@@ -82,22 +82,16 @@ class ScalingDocsTest(parameterized.TestCase):
       self.assertIn(row, printed)
 
   @cases.parameters((8, 8), (4, 2), (64, 8))
-  def test_a_flat_sum_sends_what_is_planned(self, num_slow, num_fast):
-    tx = shard_transforms.cross_shard_mean(('slow', 'fast'))
+  def test_a_step_sends_what_is_planned(self, *sizes):
+    axes = ('slow', 'fast')
+    num_bytes, num_shards = 4 * SHAPE[0], sizes[0] * sizes[1]
 
-    of_axes = sent(tx, num_slow, num_fast)
+    flat = sent(shard_transforms.cross_shard_mean(axes), *sizes)
+    levels = sent(shard_transforms.shard_update(optax.sgd(0.1), axes), *sizes)
 
-    planned = PLAN.flat(4 * SHAPE[0], num_slow * num_fast, num_fast)
-    self.assertAlmostEqual(
-        of_axes['slow', 'fast'], planned.fast_bytes + planned.slow_bytes
-    )
-
-  @cases.parameters((8, 8), (4, 2), (64, 8))
-  def test_levels_send_what_is_planned(self, *sizes):
-    tx = shard_transforms.shard_update(optax.sgd(0.1), ('slow', 'fast'))
-
-    of_axes = sent(tx, *sizes)
-
-    planned = PLAN.by_levels(4 * SHAPE[0], sizes[0] * sizes[1], sizes[1])
-    self.assertAlmostEqual(of_axes['fast',], planned.fast_bytes)
-    self.assertAlmostEqual(of_axes['slow',], planned.slow_bytes)
+    planned = PLAN.flat(num_bytes, num_shards, sizes[1])
+    both = planned.fast_bytes + planned.slow_bytes
+    self.assertAlmostEqual(flat['slow', 'fast'], both)
+    planned = PLAN.by_levels(num_bytes, num_shards, sizes[1])
+    self.assertAlmostEqual(levels['fast',], planned.fast_bytes)
+    self.assertAlmostEqual(levels['slow',], planned.slow_bytes)

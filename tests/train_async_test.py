@@ -1,29 +1,14 @@
 """Runs the asynchronous example as a user does."""
 
-import pathlib
 import re
-import tempfile
 
-from absl.testing import parameterized
 import pytest
 
 import python_command
 
 
-class TrainAsyncTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-  def run_script(self, *flags, **env):
-    return python_command.run_example(
-        'train_async', *flags, cwd=self.folder, **env
-    )
-
-  def files(self):
-    paths = self.folder.rglob('*')
-    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
+class TrainAsyncTest(python_command.ScriptTest):
+  script = 'train_async.py'
 
   def check_output(self, run, num_updates, ways='abcd'):
     """Checks the table and the figure; returns rows of it by letters."""

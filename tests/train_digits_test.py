@@ -1,31 +1,16 @@
 """Runs the main job as a user does."""
 
 import csv
-import pathlib
 import re
-import tempfile
 
-from absl.testing import parameterized
 import pytest
 
 import cases
 import python_command
 
 
-class TrainDigitsTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-  def run_script(self, *flags, **env):
-    return python_command.run_example(
-        'train_digits', *flags, cwd=self.folder, **env
-    )
-
-  def files(self):
-    paths = self.folder.rglob('*')
-    return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]
+class TrainDigitsTest(python_command.ScriptTest):
+  script = 'train_digits.py'
 
   def read_table(self, run):
     """Returns names, accuracies, differences, and what was dropped."""

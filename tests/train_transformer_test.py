@@ -2,7 +2,6 @@
 
 import re
 
-from absl.testing import absltest
 import pytest
 
 import python_command
@@ -10,11 +9,12 @@ import python_command
 ROW = r'(.*\S)  +(\S+) -> (\S+)  +([\d,]+)  +([\d,]+)'
 
 
-class TrainTransformerTest(absltest.TestCase):
+class TrainTransformerTest(python_command.ScriptTest):
+  script = 'train_transformer.py'
 
   @pytest.mark.slow
   def test_reduces_once_in_four_micro_batches(self):
-    run = python_command.run_example('train_transformer', '--steps=30')
+    run = self.run_script('--steps=30')
 
     self.assertEqual(run.returncode, 0, run.stderr)
     rows = re.findall(ROW, run.stdout)
@@ -30,9 +30,7 @@ class TrainTransformerTest(absltest.TestCase):
 
   @pytest.mark.slow
   def test_owners_train_by_muon_as_all_do(self):
-    run = python_command.run_example(
-        'train_transformer', '--steps=10', '--muon'
-    )
+    run = self.run_script('--steps=10', '--muon')
 
     self.assertEqual(run.returncode, 0, run.stderr)
     rows = re.findall(ROW, run.stdout)

@@ -13,7 +13,6 @@ from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
@@ -177,6 +176,12 @@ def extra_args_of(job, state, batch):
   return extra | {'local_step': step - age}
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def step_alone(tx, params, state, batch):
+  updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+  return optax.apply_updates(params, updates), state
+
+
 @functools.cache
 def one_device(name, group):
   """Returns the parameters after each step with the batches of some shards.
@@ -197,19 +202,12 @@ def one_device(name, group):
       for k, shape in rows.items()
   }
 
-  @jax.jit
-  def step(params, state, batch):
-    updates, state = job.alone.update(
-        jax.grad(loss)(params, batch), state, params
-    )
-    return optax.apply_updates(params, updates), state
-
   params, history = initial_params(), []
   state = job.alone.init(params)
   for i in range(STEPS):
     batch = jax.tree.map(lambda x, i=i: x[i], merged)
     if batch['counts'].any():
-      params, state = step(params, state, batch)
+      params, state = step_alone(job.alone, params, state, batch)
     history.append(params)
   return jax.tree.map(lambda *xs: np.stack(xs), *history)
 
@@ -250,20 +248,3 @@ class TrainingTest(parameterized.TestCase):
             lambda *xs: np.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *calls
         )
       assert_same(actual, harness.on_each_shard(expected, len(group)))
-
-  def test_trains_without_jit_as_one_device(self):
-    examples = np.random.default_rng(0).normal(size=(SHARDS, 3))
-    examples = examples.astype(np.float32)
-    tx = mean(optax.sgd(0.1))
-
-    def train(params, x):
-      grad = harness.gradient(lambda w, x: jnp.sum((w - x) ** 2) / 2)
-      updates, _ = tx.update(grad(params, x[0]), tx.init(params))
-      return optax.apply_updates(params, updates)
-
-    mapped = jax.shard_map(
-        train, mesh=modes.mesh(), in_specs=(P(), P(AXIS)), out_specs=P()
-    )
-    trained = mapped(np.zeros(3, np.float32), examples)
-
-    np.testing.assert_allclose(trained, 0.1 * examples.mean(0), rtol=1e-5)
