@@ -376,7 +376,7 @@ class WindowTest(parameterized.TestCase):
 
   @cases.parameters(
       ('sum', 'none', 'mean', 8),
-      ('sum', 'none', 'weighted', 1),
+      ('sum', 'none', 'mean', 1),
       ('sum', 'guard', 'mean', 2),
       ('sum', 'drop_stale', 'weighted', 2),
       ('sum', 'scale_by_staleness', 'mean', 2),
@@ -387,8 +387,9 @@ class WindowTest(parameterized.TestCase):
   ):
     inner = averaged(optax.identity())
     tx = tower_reduce(2, inner, axis_name=AXIS, reduction=kind)
-    total = np.float32([[0, 1], [6, 8], [18, 21], [36, 40]])
-    given = {'tower': 1, 'total': total, 'total_weight': np.arange(1, 5)}
+    # A shard has had no weight.
+    total = np.float32([[0, 0], [6, 8], [18, 21], [36, 40]])
+    given = {'tower': 1, 'total': total, 'total_weight': np.arange(4)}
     state = saved(tx, ZEROS, 4, **given)
     tx = GATES[gate](tx)
     if gate != 'none':
@@ -407,8 +408,9 @@ class WindowTest(parameterized.TestCase):
     last = jax.shard_map(
         last, mesh=modes.mesh(after), in_specs=(specs, P(AXIS)), out_specs=P()
     )
-    updates = jax.jit(last)(resized, np.ones(after, np.float32))
-    divisor = 4 if kind == 'sum' else 1 + 2 + 3 + 4 + after
+    given = np.full(after, gate != 'none', np.float32)
+    updates = jax.jit(last)(resized, given)
+    divisor = 4 if kind == 'sum' else 1 + 2 + 3 + after
     np.testing.assert_allclose(updates, total.sum(0) / divisor, rtol=1e-6)
 
   def test_guard_that_needs_several_shards_is_resized(self):
