@@ -89,7 +89,8 @@ class ShardedReductionTest(parameterized.TestCase):
 
   def test_sends_small_leaves_in_few_buffers(self):
     _, sharded = whole_and_sharded()
-    leaves = [*48 * [jnp.ones((8, 12_000))], *2 * [jnp.ones((8, 40_000))]]
+    sizes = 48 * [12_000] + 2 * [40_000]
+    leaves = [jnp.ones((8, size), jnp.float32) for size in sizes]
 
     def shard(_, leaves):
       return sharded.gather(sharded.scatter(leaves), leaves)
