@@ -495,7 +495,7 @@ UPDATES = {
                     optax.clip_by_global_norm(1.0), AXIS
                 )
             },
-            '`inner` of `shard_update` must treat each element .* alone',
+            '`inner` of `shard_update` must treat each element alone',
         ),
         (
             'slices',

@@ -108,7 +108,7 @@ class AggregatorTest(parameterized.TestCase):
       return tx.update(update, tx.init(params), params)[0]
 
     with self.assertRaisesRegex(
-        ValueError, '`inner` of `shard_update` must treat each element'
+        ValueError, 'put aggregators before `shard_update`'
     ):
       modes.map_shards('shard_map', fn)(np.zeros(3), np.ones((8, 3)))
 

@@ -435,7 +435,13 @@ class WindowTest(parameterized.TestCase):
       ('mean', 3, [3] * 8, {}, "or 'weighted', got None.* at .total"),
       ('sum', 1, range(8), {}, 'or is summed, at .total'),
       ('mean', 0, [0] * 8, {'reduction': 'max'}, "`reduction` .*'max'"),
-      ('mean', 0, [0] * 8, {'params': np.zeros(3)}, 'got the shape .8, 2. at'),
+      (
+          'mean',
+          0,
+          [0] * 8,
+          {'params': np.zeros(3, 'f')},
+          'got the shape .8, 2. at',
+      ),
   )
   def test_refuses_a_window(self, kind, tower, weights, changes, message):
     inner = averaged(optax.identity())
@@ -515,14 +521,14 @@ class CopyTest(parameterized.TestCase):
   def test_what_it_does_not_know_is_copied_to_as_many_shards(self):
     state = state_of(keep(), np.arange(3.0, dtype=np.float32), 8)
 
-    resized = resize_state(state, keep(), np.zeros(3), modes.mesh())
+    resized = resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh())
 
     assert_same(resized, state)
     with self.assertRaisesRegex(
         ValueError,
         r'must have a rule.* \(8, 3\) instead of \(4, 3\) at \.kept',
     ):
-      resize_state(state, keep(), np.zeros(3), modes.mesh(4))
+      resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh(4))
 
   @cases.parameters(
       (adam(), optax.sgd(0.1), (3,), {}, 'the tree'),
@@ -544,7 +550,8 @@ class CopyTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, f'`state` .* by this .* these parameters, got .*{words}'
     ):
-      resize_state(state, other, np.zeros(shape), modes.mesh(3), **options)
+      params = np.zeros(shape, np.float32)
+      resize_state(state, other, params, modes.mesh(3), **options)
 
   def test_refuses_another_dtype(self):
     state, params = optax.TraceState([np.zeros(3)]), [np.zeros(3, np.float32)]
