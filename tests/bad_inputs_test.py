@@ -27,12 +27,12 @@ import shard_transforms
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
-from shard_transforms import full_state
 from shard_transforms import guard
 from shard_transforms import init_state
 from shard_transforms import per_shard
 from shard_transforms import reduce_towers
 from shard_transforms import reproducible
+from shard_transforms import resize_state
 from shard_transforms import shard_mean
 from shard_transforms import shard_update
 from shard_transforms import state_shardings
@@ -141,11 +141,11 @@ CALLS = {
         ),
         (
             of(init_state, optax.adam, PARAMS, MESH),
-            '`tx` of `state_specs` must be an Optax .* Call its factory',
+            '`tx` of `init_state` must be an Optax .* Call its factory',
         ),
         (
             of(init_state, SGD, PARAMS, MESH, in_specs=AXIS),
-            "`in_specs` of `state_specs` must be a `PartitionSpec` .*'data'",
+            "`in_specs` of `init_state` must be a `PartitionSpec` .*'data'",
         ),
         (
             of(state_specs, SGD, PARAMS, MESH, per_shard='x'),
@@ -210,8 +210,8 @@ CALLS = {
             }.items()
         ),
         (
-            of(full_state, PARAMS, SGD, PARAMS, MESH, in_specs=(P(),)),
-            '`in_specs` of `full_state` must have the tree of the parameters',
+            of(resize_state, PARAMS, SGD, PARAMS, MESH, in_specs=(P(),)),
+            '`in_specs` of `resize_state` must have the tree of the parameters',
         ),
         (
             of(init_state, SGD, PARAMS, MESH),
@@ -483,7 +483,7 @@ UPDATES = {
                     optax.clip_by_global_norm(1.0), AXIS
                 )
             },
-            '`inner` of `shard_update` must treat each element .* alone',
+            '`inner` of `shard_update` must treat each element alone',
         ),
         (
             'slices',

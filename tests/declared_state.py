@@ -58,8 +58,8 @@ def tally(inner, axis_name):
         rate=own(jnp.float32),
         least=own(jnp.int32),
         most=own(jnp.int32),
-        recent={'last_norms': jnp.zeros(3)},
-        unit=jnp.ones(2),
+        recent={'last_norms': jnp.zeros(3, jnp.float32)},
+        unit=jnp.ones(2, jnp.float32),
         inner_state=inner.init(params),
     )
 

@@ -339,6 +339,9 @@ class Variable(leaves.Leaf):
     )
 
 
+_OF_PYTHON = {'float64': 'float32', 'int64': 'int32'}
+
+
 def _operand(value):
   if isinstance(value, Variable):
     return value.value()
@@ -362,7 +365,11 @@ def _converted(value, dtype, what):
   # JAX may alias the memory of a NumPy array.
   own = np.array(value) if isinstance(value, np.ndarray) else value
   array = as_array(own, f'{what} must be an array')
-  if dtype is None or array.dtype == dtype:
+  if dtype is None:
+    # As in TensorFlow, where numbers of Python have 32 bits.
+    narrow = {} if hasattr(value, 'dtype') else _OF_PYTHON
+    dtype = narrow.get(array.dtype.name, array.dtype)
+  elif array.dtype == dtype:
     dtype = array.dtype
   if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
     if dtype != array.dtype:

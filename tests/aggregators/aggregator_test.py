@@ -100,6 +100,18 @@ class AggregatorTest(parameterized.TestCase):
         x = -x if key in ('rounds', 'slices') else x
         np.testing.assert_allclose(found[key][0], x, rtol=3e-5, atol=1e-6)
 
+  @cases.parameters(*AGGREGATORS)
+  def test_a_sharded_optimizer_refuses_it(self, name):
+    tx = shard_transforms.shard_update(AGGREGATORS[name](), AXIS)
+
+    def fn(params, update):
+      return tx.update(update, tx.init(params), params)[0]
+
+    with self.assertRaisesRegex(
+        ValueError, 'put aggregators before `shard_update`'
+    ):
+      modes.map_shards('shard_map', fn)(np.zeros(3), np.ones((8, 3)))
+
   @cases.product(name=AGGREGATORS, weighted=(False, True))
   def test_results_are_typed_as_the_same_on_all_shards(self, name, weighted):
     tx = AGGREGATORS[name]()

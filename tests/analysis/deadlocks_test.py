@@ -121,7 +121,7 @@ def second_turn(x):
     kept, _ = carry
     return (x, if_positive(permute)(kept)), None
 
-  ones = shard_transforms.per_shard(jnp.ones(3), AXIS)
+  ones = shard_transforms.per_shard(jnp.ones(3, jnp.float32), AXIS)
   return lax.scan(turn, (ones, ones), x)[0]
 
 
@@ -200,6 +200,9 @@ FINE = {
     # The halves decide each for itself.
     'group': decided(
         lambda x: index() < 4, lambda x: gather(x, axis_index_groups=HALVES)[0]
+    ),
+    'groups_of_one': if_positive(
+        lambda x: gather(x, axis_index_groups=[[i] for i in range(8)])[0]
     ),
     'reduced_in_groups': decided(
         positive_in_halves, lambda x: gather(x, axis_index_groups=HALVES)[0]

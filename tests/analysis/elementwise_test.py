@@ -38,7 +38,7 @@ def problem_with_sums(fn, shape=(3, 8)):
     found.append(elementwise.find_problem(inner, x, x, (8,), (AXIS,)))
 
   axes = [(AXIS, 8), ('model', 2)]
-  jax.make_jaxpr(check, axis_env=axes)(jnp.ones(shape))
+  jax.make_jaxpr(check, axis_env=axes)(jnp.ones(shape, jnp.float32))
   return found[0]
 
 
@@ -248,7 +248,8 @@ TOGETHER = (
     (lambda u, p: u + noise(u.shape), PLACE),
     (lambda u, p: noise(u.shape), SIZE),
     (
-        lambda u, p: u * lax.reduce(u, 0.0, twice_the_sum, range(u.ndim)),
+        lambda u, p: u
+        * lax.reduce(u, np.zeros([], u.dtype), twice_the_sum, range(u.ndim)),
         '`reduce.*` takes several',
     ),
     # Their size, as a number, a table, a choice, a bit, a sign and a dtype.

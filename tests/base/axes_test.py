@@ -128,7 +128,7 @@ class PerShardTest(parameterized.TestCase):
 
     x = np.arange(8, dtype=np.float32)
 
-    gradients = modes.map_shards(mode, gradient)(1.0, x)
+    gradients = modes.map_shards(mode, gradient)(np.float32(1), x)
 
     np.testing.assert_array_equal(gradients, x, strict=True)
 

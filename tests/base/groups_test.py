@@ -120,7 +120,7 @@ def _reduced(mode, weighted):
 
     return jax.tree.map(reduce, transformations, is_leaf=_is_transformation)
 
-  params = {'w': jnp.ones(5), 'b': jnp.float32(2)}
+  params = {'w': jnp.ones(5, jnp.float32), 'b': jnp.float32(2)}
   # A NaN shows where a shard of weight zero is not left out.
   data = np.where(WEIGHTS[:, None] > 0, DATA, np.nan) if weighted else DATA
   return modes.map_shards(mode, shard)(params, (data, WEIGHTS))

@@ -40,7 +40,7 @@ class InexactTest(parameterized.TestCase):
     tx = shard_transforms.cross_shard_mean('data')
 
     with self.assertRaisesRegex(TypeError, r'got int32\[\] at the root'):
-      _update(tx, 1, params=0.0)
+      _update(tx, np.int32(1), params=0.0)
 
   @cases.parameters(*_callers())
   def test_keeps_dtypes_and_leaves_without_numbers(self, caller):
@@ -111,7 +111,7 @@ class AccumulatorTest(parameterized.TestCase):
             'complex': np.zeros(5, 'complex64'),
             'steps': None,
             'abstract': np.zeros((3, 5), 'float32'),
-            'python': np.zeros((), 'float32'),
+            'python': np.zeros((), jnp.result_type(float)),
             'numpy': np.zeros(4, 'float32'),
         },
         strict=True,

@@ -13,7 +13,7 @@ from shard_transforms import aggregators
 from shard_transforms import compression
 from shard_transforms import reproducible
 
-PARAMS = [jnp.zeros(100)] * 5
+PARAMS = [jnp.zeros(100, jnp.float32)] * 5
 TRANSFORMATIONS = {
     'cross_shard_mean': shard_transforms.cross_shard_mean(modes.AXIS),
     'shard_update': shard_transforms.shard_update(optax.sgd(0.1), modes.AXIS),

@@ -53,7 +53,7 @@ class PayloadTest(parameterized.TestCase):
     wrong = compressor(encode, lambda payload, key: payload)
 
     with self.assertRaisesRegex(error, message):
-      compressor_lib.encode(wrong, jnp.ones((3, 4)), KEY, KEY)
+      compressor_lib.encode(wrong, np.ones((3, 4), 'f4'), KEY, KEY)
 
   @cases.parameters(
       (lambda payload, key: payload[:, :2], r'float32\[3, 4\], got .*\[3, 2\]'),

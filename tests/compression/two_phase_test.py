@@ -1,3 +1,5 @@
+import functools
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
@@ -19,13 +21,14 @@ def exchange_of(compressor):
 class ExchangeTest(parameterized.TestCase):
 
   def test_own_keys_differ_and_the_common_key_does_not(self):
+    uniform = functools.partial(jax.random.uniform, dtype=jnp.float32)
+
     def encode(rows, common_key, own_key):
       keys = jnp.stack([common_key, own_key])
-      drawn = jax.vmap(lambda key: jax.random.uniform(key, (len(rows),)))(keys)
-      return drawn.T
+      return jax.vmap(lambda key: uniform(key, (len(rows),)))(keys).T
 
     def decode(payload, common_key):
-      own = jax.random.uniform(common_key, (len(payload),))
+      own = uniform(common_key, (len(payload),))
       return jnp.concatenate([payload, own[:, None]], axis=1)
 
     exchange = exchange_of(compression.Compressor(3, encode, decode))

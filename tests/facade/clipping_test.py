@@ -30,7 +30,11 @@ class ClippingTest(facade_cases.GraphTest):
 
   @cases.parameters((5.0, 0.2), (0.5, 1.0))
   def test_takes_a_norm_that_is_known(self, norm, scale):
-    clipped, used = facade.clip_by_global_norm([3.0, None], 1.0, norm, 'name')
+    given = [np.float32(3), None]
+
+    clipped, used = facade.clip_by_global_norm(
+        given, 1.0, np.float32(norm), 'name'
+    )
 
     self.assert_close(
         (clipped, used), ([jnp.float32(3 * scale), None], jnp.float32(norm))
@@ -47,7 +51,7 @@ class ClippingTest(facade_cases.GraphTest):
 
     clipped, norm = facade.function(
         lambda x: facade.clip_by_global_norm((variable, x), x / 2)
-    )(4.0)
+    )(np.float32(4))
 
     self.assert_close(
         (clipped, norm), ([jnp.float32(1.2), jnp.float32(1.6)], jnp.float32(5))

@@ -120,6 +120,17 @@ def run_threads(*functions):
   return errors
 
 
+def _of_32_bits(tree):
+  """Returns what is expected in the dtypes of TensorFlow."""
+  narrow = {'float64': 'float32', 'int64': 'int32'}
+
+  def convert(leaf):
+    name = str(getattr(leaf, 'dtype', None))
+    return jnp.asarray(leaf, narrow[name]) if name in narrow else leaf
+
+  return jax.tree.map(convert, tree)
+
+
 class GraphTest(parameterized.TestCase):
   """Tests with a graph of their own."""
 
@@ -129,9 +140,11 @@ class GraphTest(parameterized.TestCase):
     self.graph = self.enterContext(facade.Graph().as_default())
 
   def assert_equal(self, actual, expected):
+    expected = _of_32_bits(expected)
     chex.assert_trees_all_equal(actual, expected, strict=True)
 
   def assert_close(self, actual, expected, rtol=1e-5):
+    expected = _of_32_bits(expected)
     chex.assert_trees_all_close(
         actual, expected, rtol=rtol, atol=1e-6, strict=True
     )

@@ -502,7 +502,7 @@ def make(tape):
   """Returns the inner optimizer, the variables and the global step."""
   step = facade.get_or_create_global_step()
   variables = [
-      facade.Variable(jnp.ones(v['shape']), name=v['name'])
+      facade.Variable(np.ones(v['shape'], np.float32), name=v['name'])
       for v in tape['variables']
   ]
   inner = getattr(facade, tape['inner']['class'])

@@ -15,7 +15,7 @@ TREE = {'a': np.arange(3, dtype=np.float32), 'b': (np.int32(1), None)}
 class DigestTest(parameterized.TestCase):
 
   def test_is_that_of_the_values_wherever_they_are(self):
-    there = {'a': jnp.arange(3.0), 'b': (jnp.int32(1), None)}
+    there = {'a': jnp.arange(3, dtype=jnp.float32), 'b': (jnp.int32(1), None)}
 
     self.assertEqual(monitoring.digest(there), monitoring.digest(TREE))
     self.assertLen(monitoring.digest(TREE), 64)

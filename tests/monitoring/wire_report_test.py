@@ -99,7 +99,7 @@ def whole_step(x, tokens):
   def loss(params, x):
     return jnp.mean((x @ params['w'] + params['b'][None]) ** 2)
 
-  params = {'w': jnp.zeros((3, 5)), 'b': jnp.zeros(5)}
+  params = {'w': jnp.zeros((3, 5), x.dtype), 'b': jnp.zeros(5, x.dtype)}
   value, grads = shard_transforms.value_and_grad(loss, AXIS)(params, x)
   updates, _ = tx.update(
       grads, tx.init(params), params, local_step=0, weight=tokens
@@ -235,12 +235,12 @@ RING = [(i, (i + 1) % 8) for i in range(8)]
 
 
 def _sum_later(x):
-  w = lax.pcast(jnp.ones(24), AXIS, to='reduced')
+  w = lax.pcast(jnp.ones(24, x.dtype), AXIS, to='reduced')
   return lax.psum(jax.grad(lambda w: jnp.sum(w * x))(w), AXIS)
 
 
 def _scatter_later(x):
-  w = lax.pcast(jnp.ones(24), AXIS, to='reduced')
+  w = lax.pcast(jnp.ones(24, x.dtype), AXIS, to='reduced')
   grad = jax.grad(lambda w: jnp.sum(w * x))(w)
   return lax.psum_scatter(grad, AXIS, tiled=True)
 

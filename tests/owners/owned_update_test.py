@@ -415,7 +415,8 @@ class StateTest(parameterized.TestCase):
         for leaf in jax.tree.leaves(state)
     )
     all_of_it = sum(
-        x.size * 4 for x in jax.tree.leaves(jax.eval_shape(inner.init, params))
+        x.size * x.dtype.itemsize
+        for x in jax.tree.leaves(jax.eval_shape(inner.init, params))
     )
     self.assertLess(own, (1 / SHARDS + 0.001) * all_of_it)
 
@@ -771,7 +772,7 @@ class RefusalTest(parameterized.TestCase):
         lambda u, s, _: (u, jax.tree.map(lambda x: x.astype('bfloat16'), s)),
     )
     with self.assertRaisesRegex(
-        ValueError, r'keep the types .* bfloat16\[16\] for float32\[16\]'
+        ValueError, r'keep the types .* bfloat16\[16\] for float\d+\[16\]'
     ):
       init_state(owned(inner), jnp.ones(16), modes.mesh())
 

@@ -75,7 +75,8 @@ class GlobalNormTest(parameterized.TestCase):
     chex.assert_trees_all_equal(global_norm(tree), jnp.float32(0), strict=True)
 
   def test_sends_one_number_for_each_way_of_slicing(self):
-    tree = {'a': jnp.ones(6), 'b': jnp.ones(7), 'c': jnp.ones(8)}
+    sizes = {'a': 6, 'b': 7, 'c': 8}
+    tree = {name: jnp.ones(n, jnp.float32) for name, n in sizes.items()}
 
     report = shard_transforms.monitoring.wire_report(
         lambda tree: global_norm(

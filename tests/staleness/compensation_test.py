@@ -141,9 +141,9 @@ class CompensationTest(parameterized.TestCase):
     tx = _compensate(True)
     params = {
         'half': jnp.full(2, 3.0, jnp.bfloat16),
-        'complex': jnp.array([1.0 + 2j]),
+        'complex': jnp.array([1.0 + 2j], jnp.complex64),
         'none': None,
-        'missing': jnp.ones(2),
+        'missing': jnp.ones(2, jnp.float32),
         'masked': optax.MaskedNode(),
         'integer': jnp.ones(2, jnp.int32),
     }
@@ -163,9 +163,9 @@ class CompensationTest(parameterized.TestCase):
     chex.assert_trees_all_close(
         {key: mean_square[key] for key in ('half', 'complex', 'missing')},
         {
-            'half': jnp.full(2, 0.9),
-            'complex': jnp.full(1, 0.5),
-            'missing': jnp.zeros(2),
+            'half': np.full(2, 0.9, np.float32),
+            'complex': np.full(1, 0.5, np.float32),
+            'missing': np.zeros(2, np.float32),
         },
         rtol=1e-5,
         strict=True,
@@ -197,12 +197,13 @@ class StateTest(parameterized.TestCase):
   @cases.parameters((8, 4, [1, 3, 5, 7]), (3, 5, [0, 1, 2, 2, 2]))
   def test_is_never_less_on_other_shards(self, before, after, rows):
     tx = _compensate(True, axis_name=AXIS)
-    state = shard_transforms.init_state(tx, jnp.zeros(3), modes.mesh(before))
+    params = np.zeros(3, np.float32)
+    state = shard_transforms.init_state(tx, params, modes.mesh(before))
     mean_square = np.tile(np.arange(before, dtype='float32')[:, None], (1, 3))
     state = state._replace(mean_square=mean_square)
 
     resized = shard_transforms.resize_state(
-        state, tx, jnp.zeros(3), modes.mesh(after)
+        state, tx, params, modes.mesh(after)
     )
 
     np.testing.assert_array_equal(

@@ -75,8 +75,8 @@ class DelayTest(parameterized.TestCase):
     tx = delay_updates(1)
     state = tx.init(jnp.ones(2, jnp.bfloat16))
 
-    _, state = tx.update(jnp.full(2, 1.5), state)
-    updates, state = tx.update(jnp.ones(2), state)
+    _, state = tx.update(np.full(2, 1.5, np.float32), state)
+    updates, state = tx.update(np.ones(2, np.float32), state)
 
     self.assertEqual(updates.dtype, jnp.float32)
     np.testing.assert_array_equal(updates, np.full(2, 1.5))
@@ -152,7 +152,8 @@ class StateTest(parameterized.TestCase):
   )
   def test_what_is_pending_stays_with_fewer_shards(self, how, after, rows):
     tx = delay_updates(1, axis_name=AXIS)
-    state = shard_transforms.init_state(tx, jnp.zeros(3), modes.mesh())
+    params = np.zeros(3, np.float32)
+    state = shard_transforms.init_state(tx, params, modes.mesh())
     pending = np.arange(8, dtype=np.float32)[:, None, None]
     pending = pending * np.array([1.0, 10.0], np.float32)[None, :, None]
     state = state._replace(
@@ -160,7 +161,7 @@ class StateTest(parameterized.TestCase):
     )
 
     resized = shard_transforms.resize_state(
-        state, tx, jnp.zeros(3), modes.mesh(after), reduction=how
+        state, tx, params, modes.mesh(after), reduction=how
     )
 
     self.assertEqual(resized.slot, 1)

@@ -434,7 +434,11 @@ EACH = (
         r'got the tree .* at \.total',
     ),
     # The raw tree of a checkpoint.
-    ({'change': lambda s: s._asdict()}, r'got nothing at \.inner_state'),
+    ({'change': lambda s: s._asdict()}, 'got the tree .* instead of'),
+    (
+        {'tx': optax.trace(0.9), 'change': lambda s: s._asdict()},
+        'got the tree .* instead of',
+    ),
     (owned((4, 4), lambda row: row[:, :3]), 'the row .* whose owners keep 16'),
     (owned((8, 2), lambda row: row.mT), 'the row .* whose owners keep 16'),
     (

@@ -372,7 +372,7 @@ class WindowTest(parameterized.TestCase):
 
   @cases.parameters(
       ('sum', 'none', 'mean', 8),
-      ('sum', 'none', 'weighted', 1),
+      ('sum', 'none', 'mean', 1),
       ('sum', 'guard', 'mean', 2),
       ('sum', 'drop_stale', 'weighted', 2),
       ('sum', 'scale_by_staleness', 'mean', 2),
@@ -383,8 +383,9 @@ class WindowTest(parameterized.TestCase):
   ):
     inner = averaged(optax.identity())
     tx = tower_reduce(2, inner, axis_name=AXIS, reduction=kind)
-    total = np.float32([[0, 1], [6, 8], [18, 21], [36, 40]])
-    given = {'tower': 1, 'total': total, 'total_weight': np.arange(1, 5)}
+    # A shard has had no weight.
+    total = np.float32([[0, 0], [6, 8], [18, 21], [36, 40]])
+    given = {'tower': 1, 'total': total, 'total_weight': np.arange(4)}
     state = saved(tx, ZEROS, 4, **given)
     tx = GATES[gate](tx)
     if gate != 'none':
@@ -403,8 +404,9 @@ class WindowTest(parameterized.TestCase):
     last = jax.shard_map(
         last, mesh=modes.mesh(after), in_specs=(specs, P(AXIS)), out_specs=P()
     )
-    updates = jax.jit(last)(resized, np.ones(after, np.float32))
-    divisor = 4 if kind == 'sum' else 1 + 2 + 3 + 4 + after
+    given = np.full(after, gate != 'none', np.float32)
+    updates = jax.jit(last)(resized, given)
+    divisor = 4 if kind == 'sum' else 1 + 2 + 3 + after
     np.testing.assert_allclose(updates, total.sum(0) / divisor, rtol=1e-6)
 
   def test_guard_that_needs_several_shards_is_resized(self):
@@ -429,7 +431,13 @@ class WindowTest(parameterized.TestCase):
       ('mean', 3, [3] * 8, {}, "or 'weighted', got None.* at .total"),
       ('sum', 1, range(8), {}, 'or is summed, at .total'),
       ('mean', 0, [0] * 8, {'reduction': 'max'}, "`reduction` .*'max'"),
-      ('mean', 0, [0] * 8, {'params': np.zeros(3)}, 'got the shape .8, 2. at'),
+      (
+          'mean',
+          0,
+          [0] * 8,
+          {'params': np.zeros(3, 'f')},
+          'got the shape .8, 2. at',
+      ),
   )
   def test_refuses_a_window(self, kind, tower, weights, changes, message):
     inner = averaged(optax.identity())
@@ -509,14 +517,14 @@ class CopyTest(parameterized.TestCase):
   def test_what_it_does_not_know_is_copied_to_as_many_shards(self):
     state = state_of(keep(), np.arange(3.0, dtype=np.float32), 8)
 
-    resized = resize_state(state, keep(), np.zeros(3), modes.mesh())
+    resized = resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh())
 
     assert_same(resized, state)
     with self.assertRaisesRegex(
         ValueError,
         r'must have a rule.* \(8, 3\) instead of \(4, 3\) at \.kept',
     ):
-      resize_state(state, keep(), np.zeros(3), modes.mesh(4))
+      resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh(4))
 
   @cases.parameters(
       (adam(), optax.sgd(0.1), (3,), {}, 'the tree'),
@@ -538,7 +546,8 @@ class CopyTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, f'`state` .* by this .* these parameters, got .*{words}'
     ):
-      resize_state(state, other, np.zeros(shape), modes.mesh(3), **options)
+      params = np.zeros(shape, np.float32)
+      resize_state(state, other, params, modes.mesh(3), **options)
 
   def test_refuses_another_dtype(self):
     state, params = optax.TraceState([np.zeros(3)]), [np.zeros(3, np.float32)]

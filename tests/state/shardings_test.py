@@ -152,10 +152,10 @@ class StateShardingsTest(parameterized.TestCase):
             lambda x: numbers if x.ndim > 2 else None, p
         ),
     )
-    params = {'w': jnp.ones((6, 12, 16)), 'v': jnp.ones((8, 20))}
+    params = {'w': np.ones((6, 12, 16), 'f'), 'v': np.ones((8, 20), 'f')}
 
     def told(shape, **kwargs):
-      stacked = params | {'w': jnp.ones(shape)}
+      stacked = params | {'w': np.ones(shape, 'f')}
       with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
         shard_transforms.state_shardings(muon, stacked, make_mesh(), **kwargs)

@@ -336,7 +336,7 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        'must treat each element .*`owners.owned_update.*optax.partition',
+        'must treat each element .*`owners.owned_update`, clip by',
     ):
       shard_transforms.init_state(tx, params, modes.mesh())
 
@@ -347,9 +347,7 @@ class RefusalTest(parameterized.TestCase):
       ('vmap', optax.flatten(optax.adam(0.1))),
   )
   def test_takes_the_word_of_who_knows(self, mode, inner):
-    with self.assertRaisesRegex(
-        ValueError, r'say `shard_update\(..., assume_elementwise=True\)`'
-    ):
+    with self.assertRaisesRegex(ValueError, 'say `assume_elementwise=True`'):
       train({'tx': shard_update(inner, AXIS)}, mode)
 
     told = shard_update(inner, AXIS, assume_elementwise=True)

@@ -73,12 +73,11 @@ class Shared:
 
 Kind = Elements | Partial | Mixed | Shared
 OWN_NUMBERS = Mixed(
-    'shards bring numbers of their own, such as parameters of `per_shard` in'
-    ' place of replicated ones'
+    'shards bring numbers of their own, such as parameters of `per_shard`'
 )
 _NOT_PADDED = Mixed(
-    '`reduce_sum` takes several of them together, and the padding after the'
-    ' last element may not be zero'
+    '`reduce_sum` takes several, and the padding after the last element may not'
+    ' be zero'
 )
 _USED_EARLY = Mixed('a sum over the slice of one shard is used as if over all')
 

@@ -219,6 +219,7 @@ def _splits(difference, groups):
   # `axis_index` may stand for the group of a shard, as in `index() < 4` where
   # each half gathers on its own.
   return not difference.by_index and not all(
-      any(set(group) <= set(agreeing) for agreeing in difference.groups)
+      len(group) == 1
+      or any(set(group) <= set(agreeing) for agreeing in difference.groups)
       for group in groups
   )

@@ -27,6 +27,10 @@ def rule(
     join: Takes a leaf and its type on one shard; returns it in that shape, or
       `None` if it is of another.
     place: Its reverse: takes the full leaf, and its type on the new shards.
+
+  Raises:
+    ValueError: In `full` of the rule, if a part is of another tree, or a leaf
+      of a shape that is not joined.
   """
 
   def full(slices, one_shard, name):

@@ -75,7 +75,7 @@ def full_state(
     >>> print(state.inner_state[0].mu.shape, full.inner_state[0].mu.shape)
     (1, 16) (3, 5)
   """
-  one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs)
+  one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs, 'full_state')
   return joined(state, state, one_shard, one_shard)
 
 
@@ -101,7 +101,6 @@ def joined(
     if rule.full is None:
       return jax.tree.map(copies.copied, field)
     full = _joined(one_shard.joining(path, rule), field, one_shard.mesh)
-    seen.add(path)
     if made is not None:
       made.check_made_on_mesh(path, placed)
     elif rule is full_rules.DIVIDED:
@@ -109,13 +108,10 @@ def joined(
       divided.extend((found[0], shape[0]) for found, shape in pairs)
     return full
 
-  seen, divided = set(), []
+  divided = []
+  if made is not None:
+    made.check_tree(state)
   full = fields.map_fields(convert, fields.full_rules_of, state, placed)
-  for path in made.parts if made is not None else ():
-    # A checkpoint may give dictionaries in place of the states of classes.
-    if path not in seen:
-      name = leaves_lib.name_of(path)
-      raise ValueError(f'{full_rules.made_for_others("nothing", name)}.')
   if not divisions.is_of_one_mesh(divided):
     raise ValueError(
         f'{full_rules.made_for_others("slices", "several leaves")} that no'
@@ -176,7 +172,7 @@ def place_state(
     (1, 16)
   """
   check_reduction(reduction)
-  one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs)
+  one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs, 'place_state')
   target = placement.init_state(tx, one_shard.params, mesh, in_specs=in_specs)
 
   def rules_of(node, like):

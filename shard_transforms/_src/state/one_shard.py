@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.base import arguments
 from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.state import fields
 from shard_transforms._src.state import placement
+from shard_transforms._src.state import specs
 
 Path = tuple[Any, ...]
-_CALLER = 'full_state'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,27 +28,35 @@ class OneShard:
     given: The parameters.
     mesh: A mesh that has its axes.
     in_specs: The `PartitionSpec`s of the parameters.
+    caller: The function that was given these.
   """
 
   tx: optax.GradientTransformation
   given: Any
   mesh: jax.sharding.Mesh
   in_specs: Any
+  caller: str
 
   def __post_init__(self):
-    arguments.as_inner(self.tx, _CALLER, 'tx')
-    partition_specs.of_params(self.in_specs, self.given, _CALLER)
+    specs.checked_specs(self.tx, self.given, self.in_specs, self.caller)
 
   @functools.cached_property
   def params(self) -> Any:
     """The shapes of the parameters."""
     return jax.eval_shape(lambda params: params, self.given)
 
-  def _parts_on(self, mesh):
-    """Returns the types of the parts that are sharded on a mesh, by path."""
-    state = placement.init_state(
+  def _state_on(self, mesh):
+    """Returns the types of the state on a mesh."""
+    return placement.init_state(
         self.tx, self.params, mesh, in_specs=self.in_specs
     )
+
+  @functools.cached_property
+  def _state(self):
+    return self._state_on(self.mesh)
+
+  def _parts_of(self, state):
+    """Returns the types of the parts of a state that are sharded, by path."""
     parts = {}
 
     def note(path, rule, field, _):
@@ -62,7 +69,7 @@ class OneShard:
   @functools.cached_property
   def parts(self) -> dict[Path, tuple[Any, Any]]:
     """The rules and the types of the parts as they are on the mesh, by path."""
-    return self._parts_on(self.mesh)
+    return self._parts_of(self._state)
 
   @functools.cached_property
   def _fields(self):
@@ -70,10 +77,10 @@ class OneShard:
     names, found = self.mesh.axis_names, {}
     mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
     try:
-      parts = self._parts_on(mesh)
+      parts = self._parts_of(self._state_on(mesh))
     except ValueError as error:
       # What is wrong on its own mesh as well raises in its own words.
-      self._parts_on(self.mesh)
+      self._state_on(self.mesh)
       raise ValueError(
           '`tx` must have a state on one shard, whose shapes a full state has,'
           f' got an error: {error} State that `groups` divide has no full form.'
@@ -88,6 +95,15 @@ class OneShard:
       )
       found[path] = field, full
     return found
+
+  def check_tree(self, state: Any) -> None:
+    """Checks that a state has the tree of the one on this mesh.
+
+    Raises:
+      ValueError: If it has not.
+    """
+    # A checkpoint may give dictionaries in place of the states of classes.
+    fields.map_fields(lambda *_: None, fields.full_rules_of, state, self._state)
 
   def check_made_on_mesh(self, path: Path, field: Any) -> None:
     """Checks that a part was made on this mesh for these `in_specs`.

@@ -62,6 +62,7 @@ def init_state(
     >>> print(state.tower.shape, state.total['w'].shape)
     () (8, 3)
   """
+  param_specs = specs.checked_specs(tx, params, in_specs, 'init_state')
   out_specs = specs.state_specs(
       tx, params, mesh, in_specs=in_specs, per_shard=per_shard
   )
@@ -73,7 +74,6 @@ def init_state(
       return state
     return jax.tree.map(lambda x: axes_lib.to_varying(x[None], lead), state)
 
-  param_specs = jax.tree.broadcast(in_specs, params)
   init = jax.shard_map(
       init, mesh=mesh, in_specs=(param_specs,), out_specs=out_specs
   )

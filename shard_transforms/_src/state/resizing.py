@@ -32,7 +32,9 @@ def resize_state(
   window of `tower_reduce` is merged or spread so that it ends with the same
   result: the totals and the total weights over all shards stay the same, or,
   without weights, their `reduction`. Weights that say which shards count, as
-  `guard` gives them, are added up like numbers of tokens. The `reduction` of
+  `guard` gives them, are added up like numbers of tokens. In a window of
+  `reduction='sum'`, a shard without any weight so far counts as one that gets
+  some later. The `reduction` of
   the updates that are pending in `delay_updates` stays the same, too. The mean
   squares of `compensate_delay` become their maximum. In `guard`, a shard keeps
   the latest bad step of the shards that it is merged from, and the rolling mean
@@ -83,7 +85,7 @@ def resize_state(
     (1, 16)
   """
   full_state.check_reduction(reduction)
-  after = one_shard.OneShard(tx, params, mesh, in_specs)
+  after = one_shard.OneShard(tx, params, mesh, in_specs, 'resize_state')
   made = _made_on(_mesh_of(state), after)
   here = jax.tree.map_with_path(_on_this_process, state)
   full = full_state.joined(here, state, after, made)

@@ -63,9 +63,8 @@ def state_specs(
     P() P('data',)
   """
   check_mesh(mesh)
-  arguments.as_inner(tx, 'state_specs', 'tx')
   arguments.check_bool('per_shard', per_shard)
-  param_specs = specs_lib.of_params(in_specs, params, 'state_specs')
+  param_specs = checked_specs(tx, params, in_specs, 'state_specs')
   lead = free_axes(mesh, in_specs) if per_shard else ()
   found = []
 
@@ -141,6 +140,19 @@ def specs_of(tree: Any) -> Any:
         ' them with `jax.device_put`.'
     )
   return specs
+
+
+def checked_specs(
+    tx: Any, params: Any, in_specs: specs_lib.SpecTree, caller: str
+) -> Any:
+  """Returns the `PartitionSpec` of each parameter of a transformation.
+
+  Raises:
+    TypeError: If it is no transformation, or they are no `PartitionSpec`s.
+    ValueError: If they are not of the tree of the parameters.
+  """
+  arguments.as_inner(tx, caller, 'tx')
+  return specs_lib.of_params(in_specs, params, caller)
 
 
 def check_mesh(mesh: Any) -> None:

@@ -173,19 +173,16 @@ class SlicedInner:
     """
     if problem:
       caller = self._reduction.caller
-      owned = clip = ''
+      use = '`optax.chain(cross_shard_mean(axis_name), inner)`'
       if self._reduction.axes_of_sums():
-        owned = ' `owners.owned_update(inner, axis_name)`, or'
-        clip = (
-            ' To clip, put `shard_transforms.clip_by_global_norm(max_norm,'
-            ' axis_name)` first.'
+        use = (
+            '`owners.owned_update`, clip by'
+            ' `shard_transforms.clip_by_global_norm`, put aggregators before'
+            f' `{caller}`'
         )
       raise ValueError(
-          f'`inner` of `{caller}` must treat each element of the parameters'
-          f' alone, but {problem}. Use{owned}'
-          ' `optax.chain(cross_shard_mean(axis_name), inner)`, for some'
-          f' parameters by `optax.partition`.{clip} If the check is wrong, say'
-          f' `{caller}(..., assume_elementwise=True)`.'
+          f'`inner` of `{caller}` must treat each element alone, but {problem}.'
+          f' Use {use}, or say `assume_elementwise=True`.'
       )
 
   def _find_problem(self, updates, params, update):

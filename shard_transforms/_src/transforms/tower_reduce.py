@@ -40,7 +40,9 @@ def _total_weight_rule(state, reduction):
   if _is_unweighted(state, reduction):
     # Without weights, a shard's total weight is the number of its towers.
     return states.Rule(resize='maximum', empty=state.tower)
-  return states.Rule(resize='sum')
+  # `inner` counts each shard that has a weight, and a sum is scaled for all.
+  is_sum = isinstance(state.summed, SummedTowers)
+  return states.Rule(resize='share' if is_sum else 'sum')
 
 
 def _is_unweighted(state, reduction):

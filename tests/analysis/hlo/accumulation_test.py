@@ -196,7 +196,7 @@ CANNOT_WAIT = {
     # What an inner loop adds up, but the outer one does not.
     'an inner loop': total_of(
         lambda t, g: jnp.maximum(
-            t, lax.fori_loop(0, 9, lambda _, x: x / 2 - g, jnp.ones((16, 4)))
+            t, lax.fori_loop(0, 9, lambda _, x: x / 2 - g, jnp.ones_like(g))
         )
     ),
     'layers, read': (
@@ -485,10 +485,11 @@ class AccumulationTest(parameterized.TestCase):
     # One operation reduces both; which of them comes first must not matter.
     def step(xs):
       def turn(carry, x):
-        grads = [gradient(jnp.ones((16, width)), x) for width in widths]
+        grads = [gradient(jnp.ones_like(w), x) for w in carry]
         return (carry[0] + grads[0], jnp.maximum(carry[1], grads[1])), None
 
-      return lax.scan(turn, tuple(jnp.zeros((16, n)) for n in widths), xs)[0]
+      zeros = tuple(jnp.zeros((16, n), jnp.float32) for n in widths)
+      return lax.scan(turn, zeros, xs)[0]
 
     report = wire_report(step, XS, compiled=True)
 
