@@ -457,7 +457,7 @@ UPDATES = {
         (
             'tracked stale',
             {'local_step': lambda: lax.axis_index(AXIS)},
-            'must be decided the same way on all shards.*Give `axis_name`',
+            'must be decided the same way on all .* Give the gate `axis_name`',
         ),
         # What is reduced already, or by hand.
         (

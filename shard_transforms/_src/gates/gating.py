@@ -374,8 +374,8 @@ def _check_agreed(decision):
   if axes_lib.varying_axes(decision):
     raise ValueError(
         'Whether a transformation runs must be decided the same way on all'
-        f' shards, but the decision is typed {jax.typeof(decision)}. Give'
-        ' `axis_name`.'
+        f' shards, but the decision is typed {jax.typeof(decision)}: a'
+        ' `local_step` or an update differs. Give the gate `axis_name`.'
     )
 
 
