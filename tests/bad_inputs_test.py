@@ -148,6 +148,10 @@ CALLS = {
             "`in_specs` of `init_state` must be a `PartitionSpec` .*'data'",
         ),
         (
+            of(resize_state, PARAMS, SGD, PARAMS, 3),
+            '`mesh` must be a `jax.sharding.Mesh`, got 3',
+        ),
+        (
             of(state_specs, SGD, PARAMS, MESH, per_shard='x'),
             "`per_shard` must be a boolean, got 'x'",
         ),

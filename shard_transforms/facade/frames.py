@@ -127,6 +127,19 @@ def _begin_generation(opened):
     opened.entered.enter_context(_generation(opened.generation))
 
 
+@contextlib.contextmanager
+def renamed() -> Iterator[None]:
+  """Lets names mean other variables inside, also for what JAX has traced."""
+  opened = _innermost()
+  if opened is not None:
+    _values_changed(opened)
+  try:
+    yield
+  finally:
+    if opened is not None:
+      _values_changed(opened)
+
+
 def _values_changed(opened):
   """Lets JAX trace again what has read variables, now that they change."""
   if opened.generation is not None and opened.generation.is_read:

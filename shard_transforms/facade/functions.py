@@ -138,6 +138,7 @@ class Function:
     with (
         self._graph.as_default(),
         contexts.replaced(scopes=self._scopes),
+        frames.renamed(),
         contexts.call_of(self._template),
     ):
       out = self._fn(*args, **kwargs)

@@ -167,7 +167,7 @@ class Graph:
   @contextlib.contextmanager
   def as_default(self) -> Iterator['Graph']:
     """Makes this graph the default of the calling thread, inside `with`."""
-    with contexts.replaced(graph=self):
+    with contexts.replaced(graph=self), frames.renamed():
       yield self
 
 
@@ -393,7 +393,8 @@ def variable_scope(
       regularizer=base.regularizer if regularizer is None else regularizer,
       dtype=base.dtype if dtype is None else dtype,
   )
-  with contexts.replaced(scopes=(*contexts.around.scopes, scope), loss=loss):
+  scopes = *contexts.around.scopes, scope
+  with contexts.replaced(scopes=scopes, loss=loss), frames.renamed():
     yield scope
 
 

@@ -289,6 +289,30 @@ class TracedTest(facade_cases.GraphTest):
 
     self.assertEqual(float(facade.get_variable('made')), 1 - 1 - 10)
 
+  @cases.parameters(*TRACED)
+  def test_finds_other_variables_in_other_scopes_and_graphs(self, name):
+    net = TRACED[name](
+        lambda x: facade.get_variable('made', initializer=lambda: 1.0) * x
+    )
+    with facade.Graph().as_default() as other:
+      elsewhere = facade.function(net)
+    with facade.variable_scope('b'):
+      in_scope = facade.function(net)
+
+    @facade.function
+    def step(x):
+      with facade.variable_scope('a'):
+        found = [net(x)]
+      return [*found, in_scope(x), elsewhere(x), net(x)]
+
+    step.build(1.0)
+    for i, name in enumerate(('a/made', 'b/made', 'made')):
+      facade.get_variable(name).assign(i + 2)
+    with other.as_default():
+      facade.get_variable('made').assign(9)
+
+    self.assertEqual([*map(float, step(1.0))], [2, 3, 9, 4])
+
   def test_works_under_transformations_that_keep_nothing(self):
     self.assertEqual(float(jax.grad(self.times)(2.0)), 1.0)
     ones = np.ones(2, np.float32)

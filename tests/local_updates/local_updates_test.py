@@ -650,6 +650,17 @@ OTHER_KINDS = PARAMS | {'b': np.ones(3, jnp.bfloat16)}
 MOMENTUM = _local(_mean(optax.sgd(1.0, 0.9)))
 UPDATES = (
     (
+        lambda state, params, own: MOMENTUM.update(
+            jax.grad(
+                lambda p: sum(map(jnp.vdot, *map(jax.tree.leaves, (p, own))))
+            )(params),
+            state,
+            params,
+        ),
+        ValueError,
+        r"got \['a'\] .* already reduced.*`.*local_params\(params",
+    ),
+    (
         lambda state, params, own: MOMENTUM.update(own, state),
         ValueError,
         'must be the parameters, got None',

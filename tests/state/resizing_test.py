@@ -297,8 +297,11 @@ GATES = {
 class WindowTest(parameterized.TestCase):
   """What `tower_reduce` has collected, and what `guard` has seen."""
 
-  def test_shards_are_merged(self):
-    before, after, parts = 8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]
+  @cases.parameters(
+      (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+      (3, 5, [[0], [1], [2], [], []]),
+  )
+  def test_shards_are_merged(self, before, after, parts):
     tx = tower_reduce(
         4, guard(averaged(optax.identity()), AXIS), axis_name=AXIS
     )
@@ -320,8 +323,11 @@ class WindowTest(parameterized.TestCase):
 
     resized = resize_state(state, tx, params, modes.mesh(after))
 
-    def merged(combine, values):
-      return np.stack([combine(values[part], axis=0) for part in parts])
+    def merged(combine, values, empty=0):
+      none = np.full(values.shape[1:], empty)
+      return np.stack(
+          [combine(values[p], axis=0) if p else none for p in parts]
+      )
 
     expected = state_of(tx, params, after)
     expected = replaced(
@@ -329,10 +335,10 @@ class WindowTest(parameterized.TestCase):
         tower=2,
         total=merged(np.sum, total),
         total_weight=merged(np.sum, weight),
-        oldest_local_step=merged(np.min, step),
+        oldest_local_step=merged(np.min, step, np.iinfo(np.int32).max),
         inner_state=replaced(
             expected.inner_state,
-            last_bad_step=merged(np.max, bad),
+            last_bad_step=merged(np.max, bad, -1),
         ),
     )
     assert_same(resized, expected)

@@ -1,3 +1,5 @@
+import functools
+
 from absl.testing import parameterized
 import jax
 from jax import lax
@@ -111,6 +113,21 @@ class StateTest(parameterized.TestCase):
 
 
 class HandedOnTest(parameterized.TestCase):
+
+  def test_hands_on_zeros_where_a_shard_is_late(self):
+    mean = shard_transforms.cross_shard_mean('data')
+    inner = optax.chain(optax.trace(0.9), mean)
+    tx = shard_transforms.drop_stale(1, inner, axis_name='data')
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name='data')
+    def update(x, local_step):
+      return tx.update(x, tx.init(x), local_step=local_step)
+
+    updates, state = update(np.float32([4, np.nan]), np.int32([0, -9]))
+
+    np.testing.assert_array_equal(updates, [4, 4])
+    np.testing.assert_array_equal(state.inner_state[0].trace, [4, 0])
 
   @cases.parameters(({'weight': 2.5}, 2.5), ({}, -1.0))
   def test_hands_a_weight_on_as_it_is_without_axis_name(self, given, expected):

@@ -140,10 +140,19 @@ class ReducedLossTest(parameterized.TestCase):
       jax.eval_shape(modes.map_shards('shard_map', shard), PARAMS, (X, Y))
 
   def test_names_the_axis_over_which_the_loss_is_reduced(self):
-    grad = shard_transforms.value_and_grad(
-        lambda w, x: lax.psum(jnp.sum(w * x), 'core'), modes.HOSTS
-    )
-    mapped = modes.map_over_hosts(grad)
+    for axis in modes.HOSTS:
+      grad = shard_transforms.value_and_grad(
+          lambda w, x, axis=axis: lax.psum(jnp.sum(w * x), axis), modes.HOSTS
+      )
+      mapped = modes.map_over_hosts(grad)
 
-    with self.assertRaisesRegex(ValueError, "per shard over 'core', got"):
-      jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
+      with self.assertRaisesRegex(ValueError, f"per shard over '{axis}', got"):
+        jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
+
+  def test_the_gradient_is_per_shard_over_each_of_several_axes(self):
+    grad = shard_transforms.value_and_grad(jnp.vdot, modes.HOSTS)
+    x = np.arange(8, dtype=np.float32)
+
+    _, grads = modes.map_over_hosts(grad)(np.float32(1), x)
+
+    np.testing.assert_array_equal(grads, x)

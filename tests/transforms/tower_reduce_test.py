@@ -43,7 +43,11 @@ class TowerReduceTest(parameterized.TestCase):
     updates = harness.train(
         shard_transforms.tower_reduce(
             NUM_TOWERS,
-            shard_transforms.cross_shard_mean(modes.HOSTS),
+            optax.chain(
+                shard_transforms.cross_shard_mean(modes.HOSTS),
+                # A window without weight is no step.
+                optax.scale_by_schedule(lambda count: 1.0 + count),
+            ),
             axis_name=modes.HOSTS,
             reduction=reduction,
         ),

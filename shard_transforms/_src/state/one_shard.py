@@ -38,6 +38,7 @@ class OneShard:
   caller: str
 
   def __post_init__(self):
+    specs.check_mesh(self.mesh)
     specs.checked_specs(self.tx, self.given, self.in_specs, self.caller)
 
   @functools.cached_property
