@@ -135,9 +135,15 @@ OTHER_MESH = jax.sharding.AbstractMesh((4,), (AXIS,))
 CALLS = {
     TypeError: (
         (of(tower_reduce, 2.5), '`num_towers` must be an integer, got 2.5'),
-        (
-            of(tower_reduce, 2, optax.sgd),
-            '`inner` of `tower_reduce` must be an',
+        *(
+            (of(wrap, optax.sgd), f'`inner` of `{name}` must be an')
+            for name, wrap in {
+                'drop_stale': of(drop_stale, 2),
+                'guard': guard,
+                'reduce_towers': of(reduce_towers, 2),
+                'shard_update': of(shard_update, axis_name=AXIS),
+                'tower_reduce': of(tower_reduce, 2),
+            }.items()
         ),
         (
             of(init_state, optax.adam, PARAMS, MESH),
