@@ -135,6 +135,10 @@ OTHER_MESH = jax.sharding.AbstractMesh((4,), (AXIS,))
 CALLS = {
     TypeError: (
         (of(tower_reduce, 2.5), '`num_towers` must be an integer, got 2.5'),
+        (
+            of(cross_check(jnp.sum, AXIS).weight, SGD.init(PARAMS)),
+            '`state` of `cross_check` must be a `CrossCheckState`',
+        ),
         *(
             (of(wrap, optax.sgd), f'`inner` of `{name}` must be an')
             for name, wrap in {
@@ -412,6 +416,16 @@ UPDATES = {
             'guarded',
             {'state': other_state(SGD, PARAMS)},
             '`state` of `guard` must be a `GuardState`, .* got tuple',
+        ),
+        (
+            'stale',
+            {'state': other_state(SGD, PARAMS)},
+            '`state` of `drop_stale` must be a `DropStaleState`',
+        ),
+        (
+            'slices',
+            {'state': other_state(SGD, PARAMS)},
+            '`state` of `shard_update` must be a `ShardUpdateState`',
         ),
     ),
     ValueError: (

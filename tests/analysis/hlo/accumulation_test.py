@@ -198,7 +198,6 @@ CANNOT_WAIT = {
     # What is not linear in the gradient.
     'a square': total_of(lambda t, g: t + g**2),
     'a maximum of both': total_of(jnp.maximum),
-    'a cast': total_of(lambda t, g: t + g.astype(jnp.int32)),
     # What the next turn reads.
     'a factor': total_of(lambda t, g: t + g * t),
     'a part': total_of(lambda t, g: 0.9 * t.at[0].set(t[0] ** 2) + g),
