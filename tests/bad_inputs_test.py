@@ -136,8 +136,18 @@ CALLS = {
     TypeError: (
         (of(tower_reduce, 2.5), '`num_towers` must be an integer, got 2.5'),
         (
-            of(tower_reduce, 2, optax.sgd),
-            '`inner` of `tower_reduce` must be an',
+            of(cross_check(jnp.sum, AXIS).weight, SGD.init(PARAMS)),
+            '`state` of `cross_check` must be a `CrossCheckState`',
+        ),
+        *(
+            (of(wrap, optax.sgd), f'`inner` of `{name}` must be an')
+            for name, wrap in {
+                'drop_stale': of(drop_stale, 2),
+                'guard': guard,
+                'reduce_towers': of(reduce_towers, 2),
+                'shard_update': of(shard_update, axis_name=AXIS),
+                'tower_reduce': of(tower_reduce, 2),
+            }.items()
         ),
         (
             of(init_state, optax.adam, PARAMS, MESH),
@@ -410,6 +420,16 @@ UPDATES = {
             'guarded',
             {'state': other_state(SGD, PARAMS)},
             '`state` of `guard` must be a `GuardState`, .* got tuple',
+        ),
+        (
+            'stale',
+            {'state': other_state(SGD, PARAMS)},
+            '`state` of `drop_stale` must be a `DropStaleState`',
+        ),
+        (
+            'slices',
+            {'state': other_state(SGD, PARAMS)},
+            '`state` of `shard_update` must be a `ShardUpdateState`',
         ),
     ),
     ValueError: (

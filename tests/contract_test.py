@@ -5,6 +5,7 @@ A new transformation is a new row of `ROWS`.
 
 from collections.abc import Callable
 import functools
+import itertools
 import tempfile
 from typing import Any, Literal, NamedTuple
 
@@ -326,14 +327,15 @@ STATIC_ARGS = (
     (trimmed_mean, 'num_trimmed', dict(axis_name=AXIS, num_trimmed=1)),
     (track_divergence, 'every', dict(axis_name=AXIS, every=3)),
 )
-# Documented fields of states, by dtype.
+# Documented fields of states: counters, and a weight.
 FIELDS = {
-    'int32': (
-        *('tower', 'oldest_local_step', 'global_step', 'stale_count'),
-        *('stale_shard_count', 'num_updates', 'skipped_count', 'last_bad_step'),
-        *('consecutive_skipped', 'bad_shard_count', 'max_consecutive'),
+    'TowerReduceState': ('tower', 'total_weight', 'oldest_local_step'),
+    'DropStaleState': ('global_step', 'stale_count', 'stale_shard_count'),
+    'ScaleByStalenessState': ('global_step',),
+    'GuardState': (
+        *('num_updates', 'skipped_count', 'consecutive_skipped'),
+        *('bad_shard_count', 'last_bad_step', 'max_consecutive'),
     ),
-    'float32': ('total_weight',),
 }
 # Those that keep a value a shard need an axis for `init`.
 EACH_UNMAPPED_INIT = tuple(
@@ -934,13 +936,14 @@ class StateTest(parameterized.TestCase):
   def test_has_the_documented_fields(self):
     states = [like_of(name)[1] for name in ROWS]
 
-    for dtype, fields in FIELDS.items():
-      for field in fields:
-        found = optax.tree_utils.tree_get_all_with_path(states, field)
-        self.assertNotEmpty(found, field)
-        for _, leaf in found:
-          self.assertEqual(leaf.dtype, dtype, field)
-          self.assertIn(leaf.shape[:1], [(), (SHARDS,)], field)
+    for kind, fields in FIELDS.items():
+      found = optax.tree_utils.tree_get_all_with_path(states, kind)
+      self.assertNotEmpty(found, kind)
+      for (_, state), field in itertools.product(found, fields):
+        dtype = 'float32' if field == 'total_weight' else 'int32'
+        leaf = getattr(state, field)
+        self.assertEqual(leaf.dtype, dtype, field)
+        self.assertIn(leaf.shape[:1], [(), (SHARDS,)], field)
 
   @cases.parameters(*ROWS)
   def test_makes_state_of_abstract_parameters(self, name):

@@ -290,6 +290,14 @@ def saved_and_restored(state, target):
     return checkpointer.restore(f'{folder}/state', target)
 
 
+def first_row(tree):
+  return jax.tree.map(lambda x: x[0], tree)
+
+
+def add_axis(tree):
+  return jax.tree.map(lambda x: x[None], tree)
+
+
 @functools.cache
 def expected():
   """Returns the parameters of each transformation, without a framework.
@@ -338,6 +346,38 @@ class FrameworkTableTest(parameterized.TestCase):
             rtol=1e-6,
             atol=1e-6,
         )
+
+  # What each shard keeps for itself, and slices.
+  @cases.parameters('tower_reduce', 'shard_update')
+  def test_train_state_under_pmap_is_restored_on_fewer_devices(self, name):
+    tx, params, found, saved = TRANSFORMS[name], {'params': zeros()}, [], None
+    for num_shards, calls in (8, BEFORE), (4, AFTER):
+      mesh = mesh_of(num_shards)
+      program = linen_train_state(tx, mesh)
+      devices = [*mesh.devices]
+      pmap = functools.partial(jax.pmap, axis_name=AXIS, devices=devices)
+      specs = shard_transforms.state_specs(tx, params, mesh)
+      on_shards = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+      states = pmap(lambda _, p=program: p.create())(np.arange(num_shards))
+      if saved:
+        apart = on_shards(in_specs=(specs,), out_specs=P(AXIS))(add_axis)
+        opt_state = jax.jit(apart)(resize(saved.opt_state, tx, params, mesh))
+        first = saved.replace(opt_state=())
+        states = jax.tree.map(lambda x, n=num_shards: x[:n], first)
+        states = jax.device_get(states.replace(opt_state=opt_state))
+      step = pmap(program.step)
+      for call in calls:
+        x = batch_of(call).reshape(num_shards, -1, FEATURES)
+        states = jax.block_until_ready(step(states, x))
+      saved = saved_and_restored(states, states)
+      found.append(program.params_of(first_row(saved)))
+      joined = on_shards(in_specs=P(AXIS), out_specs=specs)(first_row)
+      opt_state = jax.jit(joined)(place(saved.opt_state, mesh))
+      saved = saved.replace(opt_state=opt_state)
+
+    chex.assert_trees_all_close(
+        found, [params[name] for params in expected()], rtol=1e-6, atol=1e-6
+    )
 
 
 class GuideTest(parameterized.TestCase):

@@ -13,6 +13,7 @@ from absl.testing import parameterized
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
@@ -248,3 +249,18 @@ class TrainingTest(parameterized.TestCase):
             lambda *xs: np.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *calls
         )
       assert_same(actual, harness.on_each_shard(expected, len(group)))
+
+  def test_trains_without_jit_as_one_device(self):
+    tx, own = mean(optax.sgd(0.1)), np.arange(SHARDS, dtype=np.float32)
+
+    def train(params, own):
+      grads = harness.gradient(lambda w, x: (w - x) ** 2 / 2)(params, own[0])
+      updates, _ = tx.update(grads, tx.init(params))
+      return optax.apply_updates(params, updates)
+
+    mapped = jax.shard_map(
+        train, mesh=modes.mesh(), in_specs=(P(), P(AXIS)), out_specs=P()
+    )
+    trained = mapped(jnp.float32(0), own)
+
+    np.testing.assert_allclose(trained, 0.1 * own.mean(), rtol=1e-6)

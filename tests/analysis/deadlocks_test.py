@@ -105,6 +105,11 @@ def permute(x):
   return lax.ppermute(x, AXIS, RING)
 
 
+def own_part(x):
+  parts = shard_transforms.per_shard(jnp.stack([x] * 8), AXIS)
+  return lax.all_to_all(parts, AXIS, 0, 0)[0]
+
+
 def send_in_turns(x):
   return lax.scan(lambda c, _: (permute(c), None), x, length=3)[0]
 
@@ -131,6 +136,11 @@ HANGS = {
     'both_send_but_one': lambda x: lax.switch(
         jnp.argmax(x[0]), [permute, lambda x: x, first], x
     ),
+    'scatter': if_positive(
+        lambda x: lax.psum_scatter(jnp.tile(x, (8, 1)), AXIS, tiled=True)
+    ),
+    'all_to_all': if_positive(own_part),
+    'part_of_what_is_alike': lambda x: if_positive(first)(own_part(psum(x))),
     'in_scan': lambda x: lax.map(if_positive(permute), x),
     'of_scan': if_positive(send_in_turns),
     'second_turn': second_turn,

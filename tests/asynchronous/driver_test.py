@@ -151,6 +151,11 @@ class DriveTest(parameterized.TestCase):
           {'batch': asynchronous_cases.poison},
           '`batch` .* got OSError: no such.* in batch 7 on worker ',
       ),
+      (
+          {},
+          {'gradient': lambda params, batch: params['v']},
+          "`gradient` .* got KeyError: 'v' in batch 0 on worker ",
+      ),
   )
   def test_poison_ends_the_run_and_is_named(self, faults, functions, message):
     task = task_with(**functions)

@@ -166,7 +166,8 @@ class TrackTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(counts, [1] * SHARDS)
 
-  def test_all_slices_learn_of_a_difference(self):
+  @cases.parameters(True, False)
+  def test_all_slices_learn_of_a_difference(self, check_vma):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     tx = track_divergence(AXIS)
 
@@ -184,6 +185,7 @@ class TrackTest(parameterized.TestCase):
             mesh=mesh,
             in_specs=P('model', AXIS),
             out_specs=P('model', AXIS),
+            check_vma=check_vma,
         )
     )(jax.device_put(x, sharding))
 

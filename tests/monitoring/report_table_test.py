@@ -10,11 +10,11 @@ SUM = shard_transforms.monitoring.Collective(
 )
 
 TABLE = """\
-primitive   dtype     payload  axes       shards  times       sent  scope
-psum        float32     4,000  data            8    <=1      7,000  mean
-all_gather  float32     4,000  host,core       8    >=1     28,000
-psum        bfloat16    4,000  data            8  1,200  8,400,000
-total                                             1,202  8,435,000
+primitive   dtype     payload  axes  shards  times       sent  scope  source
+psum        float32     4,000  data       8    <=1      7,000  mean
+all_gather  float32     4,000  a,b        8    >=1     28,000
+psum        bfloat16    4,000  data       8  1,200  8,400,000         a.py:7
+total                                        1,202  8,435,000
 <=: if the branch that sends most is taken each time
 >=: one turn of each `while` loop
 warning: This is wrong.
@@ -58,12 +58,20 @@ class WireReportTest(parameterized.TestCase):
             dataclasses.replace(
                 SUM,
                 primitive='all_gather',
-                axes=('host', 'core'),
+                axes=('a', 'b'),
                 in_while=True,
             ),
             # Rows that are alike print as one.
-            dataclasses.replace(SUM, dtype='bfloat16', times=600),
-            dataclasses.replace(SUM, dtype='bfloat16', times=600),
+            *(
+                dataclasses.replace(
+                    SUM,
+                    dtype='bfloat16',
+                    times=600,
+                    source='/home/a.py:7',
+                    op=op,
+                )
+                for op in 'rs'
+            ),
         ),
         ('This is wrong.', 'So is that.'),
     )

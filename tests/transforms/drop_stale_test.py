@@ -136,3 +136,15 @@ class HandedOnTest(parameterized.TestCase):
     _, state = tx.update(jnp.ones(3), tx.init(None), local_step=0, **given)
 
     self.assertEqual(state.inner_state['weight'], expected)
+
+  def test_hands_zeros_on_from_shards_that_are_late(self):
+    tx = shard_transforms.drop_stale(
+        0, harness.recorder(), axis_name='data', assume_weighted=True
+    )
+
+    def update(x, step):
+      return tx.update(x, tx.init(None), local_step=step)[0]
+
+    found = jax.vmap(update, axis_name='data')(jnp.ones(2), jnp.array([0, -1]))
+
+    np.testing.assert_array_equal(found, [1, 0])

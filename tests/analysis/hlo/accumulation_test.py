@@ -105,6 +105,13 @@ def two_leaves(params, xs):
   return jax.tree.map(lambda *grads: sum(grads), *grads)
 
 
+def of_scalars(w, xs):
+  def turn(total, x):
+    return total + jax.grad(lambda w: jnp.mean(x * w))(w) / 4, None
+
+  return lax.scan(turn, w, xs)[0]
+
+
 IN_LOOP = 'float32[4,16] in each of 4 turns of a loop that only adds'
 ONE_BY_ONE = 'reduces 4 float32[4,16] one by one, and only adds up the results'
 # A step, what it is given, and what the warning says.
@@ -119,6 +126,7 @@ COULD_WAIT = {
         *(accumulate(add, stacked), (array(5, 16, 16), XS)),
         ['float32[16,16] in each of 4 turns of a loop that', 'sends 35,840 by'],
     ),
+    'scalars': (of_scalars, (array(), XS), ['in each of 4 turns']),
     'in Python, moved': (
         in_python(lambda x: (x[0] - x[1] / 3) - (x[2] + x[3]).T.T),
         *(MICRO_BATCHES, [ONE_BY_ONE]),
