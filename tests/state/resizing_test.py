@@ -297,8 +297,10 @@ GATES = {
 class WindowTest(parameterized.TestCase):
   """What `tower_reduce` has collected, and what `guard` has seen."""
 
-  def test_shards_are_merged(self):
-    before, after, parts = 8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]
+  @cases.parameters(
+      (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]), (3, 8, [[0], [1], [2], *[[]] * 5])
+  )
+  def test_shards_are_merged_or_get_empty_ones(self, before, after, parts):
     tx = tower_reduce(
         4, guard(averaged(optax.identity()), AXIS), axis_name=AXIS
     )
@@ -320,19 +322,20 @@ class WindowTest(parameterized.TestCase):
 
     resized = resize_state(state, tx, params, modes.mesh(after))
 
-    def merged(combine, values):
-      return np.stack([combine(values[part], axis=0) for part in parts])
+    def merged(combine, values, empty):
+      rows = [combine(values[x], axis=0) if x else empty for x in parts]
+      return np.stack(rows)
 
     expected = state_of(tx, params, after)
     expected = replaced(
         expected,
         tower=2,
-        total=merged(np.sum, total),
-        total_weight=merged(np.sum, weight),
-        oldest_local_step=merged(np.min, step),
+        total=merged(np.sum, total, 0 * total[0]),
+        total_weight=merged(np.sum, weight, 0),
+        oldest_local_step=merged(np.min, step, np.iinfo(np.int32).max),
         inner_state=replaced(
             expected.inner_state,
-            last_bad_step=merged(np.max, bad),
+            last_bad_step=merged(np.max, bad, -1),
         ),
     )
     assert_same(resized, expected)

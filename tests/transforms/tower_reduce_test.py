@@ -40,10 +40,14 @@ class TowerReduceTest(parameterized.TestCase):
     weights[:, empty : empty + 3] = 0
     data[weights == 0] = np.nan
 
+    # A window without weight is no step of the schedule.
+    mean = shard_transforms.cross_shard_mean(modes.HOSTS)
+    schedule = optax.scale_by_schedule(lambda count: 1.0 + count)
+
     updates = harness.train(
         shard_transforms.tower_reduce(
             NUM_TOWERS,
-            shard_transforms.cross_shard_mean(modes.HOSTS),
+            optax.chain(mean, schedule),
             axis_name=modes.HOSTS,
             reduction=reduction,
         ),
