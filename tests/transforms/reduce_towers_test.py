@@ -121,6 +121,12 @@ class ReduceTowersTest(parameterized.TestCase):
 
 class WeightTest(parameterized.TestCase):
 
+  def test_a_link_of_a_chain_takes_no_weight(self):
+    tx = shard_transforms.reduce_towers(2)
+
+    with self.assertRaisesRegex(ValueError, 'must come with `inner`'):
+      tx.update(np.ones((2, 3), np.float32), tx.init(None), weight=np.ones(2))
+
   def test_refuses_own_weights_for_updates_that_are_already_reduced(self):
     tx = shard_transforms.reduce_towers(2, optax.identity())
 
