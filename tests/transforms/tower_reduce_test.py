@@ -297,6 +297,15 @@ class DtypeTest(parameterized.TestCase):
     expected = np.array([1 + 1j, 0.5 - 1.5j], np.complex64)
     np.testing.assert_array_equal(updates, expected, strict=True)
 
+  def test_a_last_tower_without_gradient_leaves_the_parameter_s_dtype(self):
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+    half = [jnp.ones(2, jnp.bfloat16)]
+
+    _, state = tx.update(half, tx.init(half), half)
+    updates, _ = tx.update([None], state, half)
+
+    np.testing.assert_array_equal(updates[0], half[0] / 2, strict=True)
+
 
 class SharedStateTest(parameterized.TestCase):
   """What differs between shards must not be kept as if it did not."""
