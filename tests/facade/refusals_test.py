@@ -181,6 +181,10 @@ TYPE_ERRORS = [
     ('not override', lambda t: updated(t, mine(Optax, TX, _apply_dense=len))),
     ('initial_accumulator_value.*real', lambda t: t.adagrad('0.1')),
     ('`global_step` must be', lambda t: t.opt.minimize(t.square, 0)),
+    (
+        '`global_step` must be',
+        lambda t: towers(lambda x: tower(t.opt).apply_gradients(t.pairs, 0))(X),
+    ),
     ('got a TowerOptimizer.*outside', lambda t: cross_shard(tower(t.opt))),
     ('`input_shard_axes` must be ', lambda t: kept(input_shard_axes=[0.5])),
     ('must be an array', lambda t: sharded(lambda x: ['loss'])),

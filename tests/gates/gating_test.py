@@ -271,6 +271,11 @@ class StateTest(parameterized.TestCase):
           r"float\d+\[4\] instead of .* at .*\['mu'\]",
       ),
       (
+          'drop_stale',
+          {'mu': jnp.ones(3), 'n': jnp.ones(())},
+          r'float\d+\[\] instead of int32',
+      ),
+      (
           'tower_reduce',
           {'nu': jnp.ones(3)},
           'tree of its .*nu.* of .*mu.*`optax.masked`',
@@ -278,8 +283,11 @@ class StateTest(parameterized.TestCase):
   )
   def test_refuses_an_inner_that_changes_its_state(self, gate, after, words):
     inner = optax.GradientTransformation(
-        lambda params: {'mu': params},
-        lambda updates, _, params=None: (updates, after),
+        lambda params: {'mu': params, 'n': jnp.int32(0)},
+        lambda updates, state, params=None: (
+            updates,
+            {'n': state['n']} | after,
+        ),
     )
 
     one_tower = functools.partial(shard_transforms.tower_reduce, 1)
@@ -369,7 +377,7 @@ class DerivativeTest(parameterized.TestCase):
     derivatives = jax.jit(jax.grad(after, (0, 1)))
 
     # A skipped step has updates of zero, and no derivative that is NaN.
-    bad = np.float32([1, 3 if gate == 'drop_stale' else np.nan])
+    bad = np.float32([1, np.nan])
     found = derivatives(params, bad, int(gate == 'drop_stale'))
     np.testing.assert_array_equal(found, [[1, 1], [0, 0]])
     found = derivatives(params, np.float32([1, 3]), 0)

@@ -1,10 +1,13 @@
-"""Methods that `local_updates` implements, as in papers, in float64.
+"""The methods that `local_updates` implements, as in papers, in float64.
 
 Each takes what the shards have after each round and gives the anchor, with
 nothing of Optax in it.
 """
 
 from collections.abc import Callable
+import functools
+import pathlib
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,6 +85,31 @@ def diloco():
   return move
 
 
+def bmuf(nesterov=False):
+  block, eta, model = 0.0, 1 - 1 / SHARDS, None
+
+  def move(anchor, own):
+    nonlocal block, model
+    model = anchor if model is None else model
+    block = eta * block + (own.mean(0) - anchor)
+    model = model + block
+    # With Nesterov's momentum, shards begin the next block further along.
+    return everywhere(model + nesterov * eta * block, own)
+
+  return move
+
+
+def slow_momentum():
+  slow, rate, alpha, beta = 0.0, RATE, 0.8, 0.6
+
+  def move(anchor, own):
+    nonlocal slow
+    slow = beta * slow + (anchor - own.mean(0)) / rate
+    return everywhere(anchor - alpha * rate * slow, own)
+
+  return move
+
+
 def streaming(centres, every=6, delay=1, own_part=0.25):
   """Sends the first two numbers at half of a round, the others at its end."""
   size = centres.shape[-1]
@@ -105,14 +133,28 @@ def streaming(centres, every=6, delay=1, own_part=0.25):
   return np.stack(anchors), np.stack(owns)
 
 
-METHODS = {
-    'local SGD': Method(optax.sgd(1.0), dict(every=3), in_rounds(local_sgd)),
-    'DiLoCo': Method(
-        optax.sgd(0.7, 0.9, nesterov=True), dict(every=3), in_rounds(diloco)
-    ),
-    'streaming DiLoCo': Method(
-        optax.sgd(0.7, 0.9, nesterov=True),
-        dict(every=6, mixing=0.25, delay=1, fragments={'a': 0, 'b': 1}),
-        streaming,
-    ),
+def of_page():
+  """Returns what the table of docs/local_updates.md gives for `outer`."""
+  page = pathlib.Path(__file__).parents[2] / 'docs' / 'local_updates.md'
+  text = page.read_text(encoding='utf-8')
+  rows = re.findall(r'^\| (.*?) \| `(sgd\([^`]*\))` \|', text, re.MULTILINE)
+  names = {'sgd': optax.sgd, 'N': SHARDS, 'alpha': 0.8, 'beta': 0.6}
+  return {name: eval(outer, names) for name, outer in rows}
+
+
+MODELS = {
+    'local SGD': local_sgd,
+    'DiLoCo': diloco,
+    'BMUF': bmuf,
+    'Nesterov BMUF': functools.partial(bmuf, nesterov=True),
+    'SlowMo, at a constant rate': slow_momentum,
 }
+METHODS = {
+    name: Method(outer, dict(every=3), in_rounds(MODELS[name]))
+    for name, outer in of_page().items()
+}
+METHODS['streaming DiLoCo'] = Method(
+    METHODS['DiLoCo'].outer,
+    dict(every=6, mixing=0.25, delay=1, fragments={'a': 0, 'b': 1}),
+    streaming,
+)

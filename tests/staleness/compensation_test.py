@@ -72,15 +72,15 @@ def _expected(adaptive, place, weights, is_late):
   return np.stack([np.stack(calls)] * 8).astype(np.float32)
 
 
-def _train(adaptive, place, data, weights, is_late):
-  """Returns the updates of each call; adaptive ones heed weights."""
+def _train(adaptive, place, data, weights, is_late, weighted):
+  """Returns the updates of each call."""
   tx = _chain(adaptive, place)
 
   def call(carry, own):
     params, before, state = carry
     x, weight, is_late = own
     read = jnp.where(is_late, before, params)
-    given = {'weight': weight} if adaptive else {}
+    given = {'weight': weight} if weighted else {}
     updates, state = tx.update(
         _grads(read, x), state, params, read_params=read, **given
     )
@@ -101,14 +101,21 @@ def _train(adaptive, place, data, weights, is_late):
 
 class CompensationTest(parameterized.TestCase):
 
-  @cases.product(place=('before', 'after'), adaptive=(False, True))
-  def test_corrects_gradients_of_older_parameters(self, place, adaptive):
+  @cases.parameters(
+      ('before', False, False),
+      ('before', True, False),
+      ('before', True, True),
+      ('after', True, True),
+  )
+  def test_corrects_gradients_of_older_parameters(
+      self, place, adaptive, weighted
+  ):
     is_late = IS_LATE if place == 'before' else np.tile(IS_LATE[0], (8, 1))
-    weights = WEIGHTS if adaptive else np.ones_like(WEIGHTS)
+    weights = WEIGHTS if weighted else np.ones_like(WEIGHTS)
     self.assertIn(0, WEIGHTS)
     data = np.where(weights[..., None] > 0, DATA, np.float32(np.nan))
 
-    updates = _train(adaptive, place, data, weights, is_late)
+    updates = _train(adaptive, place, data, weights, is_late, weighted)
 
     expected = _expected(adaptive, place, weights, is_late)
     chex.assert_trees_all_close(

@@ -100,6 +100,17 @@ class ReduceTowersTest(parameterized.TestCase):
     }
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
+  def test_one_tower_counts_by_its_weight(self):
+    tx = shard_transforms.reduce_towers(1, optax.identity())
+
+    for weight in 2, 0:
+      given = {'weight': np.full(1, weight)}
+      updates, _ = tx.update(
+          np.ones((1, 3), np.float32), tx.init(None), **given
+      )
+
+      np.testing.assert_array_equal(updates, np.full(3, weight > 0))
+
   def test_one_local_step_stands_for_all_towers(self):
     tx = shard_transforms.reduce_towers(2, harness.recorder())
 
@@ -109,6 +120,12 @@ class ReduceTowersTest(parameterized.TestCase):
 
 
 class WeightTest(parameterized.TestCase):
+
+  def test_a_link_of_a_chain_takes_no_weight(self):
+    tx = shard_transforms.reduce_towers(2)
+
+    with self.assertRaisesRegex(ValueError, 'must come with `inner`'):
+      tx.update(np.ones((2, 3), np.float32), tx.init(None), weight=np.ones(2))
 
   def test_refuses_own_weights_for_updates_that_are_already_reduced(self):
     tx = shard_transforms.reduce_towers(2, optax.identity())

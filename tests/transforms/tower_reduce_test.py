@@ -40,14 +40,14 @@ class TowerReduceTest(parameterized.TestCase):
     weights[:, empty : empty + 3] = 0
     data[weights == 0] = np.nan
 
+    # A window without weight is no step of the schedule.
+    mean = shard_transforms.cross_shard_mean(modes.HOSTS)
+    schedule = optax.scale_by_schedule(lambda count: 1.0 + count)
+
     updates = harness.train(
         shard_transforms.tower_reduce(
             NUM_TOWERS,
-            optax.chain(
-                shard_transforms.cross_shard_mean(modes.HOSTS),
-                # A window without weight is no step.
-                optax.scale_by_schedule(lambda count: 1.0 + count),
-            ),
+            optax.chain(mean, schedule),
             axis_name=modes.HOSTS,
             reduction=reduction,
         ),
@@ -296,6 +296,15 @@ class DtypeTest(parameterized.TestCase):
 
     expected = np.array([1 + 1j, 0.5 - 1.5j], np.complex64)
     np.testing.assert_array_equal(updates, expected, strict=True)
+
+  def test_a_last_tower_without_gradient_leaves_the_parameter_s_dtype(self):
+    tx = shard_transforms.tower_reduce(2, optax.identity())
+    half = [jnp.ones(2, jnp.bfloat16)]
+
+    _, state = tx.update(half, tx.init(half), half)
+    updates, _ = tx.update([None], state, half)
+
+    np.testing.assert_array_equal(updates[0], half[0] / 2, strict=True)
 
 
 class SharedStateTest(parameterized.TestCase):
