@@ -112,10 +112,11 @@ class StateTest(parameterized.TestCase):
 
 class HandedOnTest(parameterized.TestCase):
 
-  @cases.parameters(({'weight': 2.5}, 2.5), ({}, -1.0))
+  @cases.parameters(({'weight': np.float32(2.5)}, 2.5), ({}, -1.0))
   def test_hands_a_weight_on_as_it_is_without_axis_name(self, given, expected):
     tx = shard_transforms.drop_stale(1, harness.recorder())
+    given = given | {'local_step': np.int32(0)}
 
-    _, state = tx.update(jnp.ones(3), tx.init(None), local_step=0, **given)
+    _, state = tx.update(jnp.ones(3), tx.init(None), **given)
 
     self.assertEqual(state.inner_state['weight'], expected)
