@@ -1,6 +1,7 @@
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import cases
 from shard_transforms import compression
