@@ -145,7 +145,9 @@ def _adam(learning_rate=0.001, beta1=0.9, beta2=0.999, epsilon=1e-8):
       learning_rate,
       b1=beta1,
       b2=beta2,
-      eps=lambda count: epsilon / jnp.sqrt(1 - beta2 ** (count + 1)),
+      eps=lambda count: jnp.float32(
+          epsilon / jnp.sqrt(1 - beta2 ** (count + 1))
+      ),
   )
 
 

@@ -356,7 +356,7 @@ class ResizedTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'must have no tower in its window'):
       shard_transforms.resize_state(state, tx, PARAMS, mesh)
-    state = optax.tree_utils.tree_set(state, tower=0)
+    state = optax.tree_utils.tree_set(state, tower=np.int32(0))
     state = shard_transforms.resize_state(state, tx, PARAMS, mesh)
     for x in _towers_of(2):
       params, state = step(params, state, x)

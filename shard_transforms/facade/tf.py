@@ -21,6 +21,7 @@ import optax
 
 from shard_transforms import facade
 from shard_transforms.facade import leaves
+from shard_transforms.facade import variables
 
 _PAGE = 'docs/porting_from_tf1.md'
 
@@ -79,7 +80,10 @@ def _renamed(function, name, parameters):
         named[target] = value
     if max(positional, default=-1) != len(positional) - 1:
       raise TypeError(f'An argument of `tf.{name}` is missing: got {given}.')
-    return function(*(positional[i] for i in sorted(positional)), **named)
+    out = function(*(positional[i] for i in sorted(positional)), **named)
+    if given.keys() & _DTYPES:
+      return out
+    return variables.in_32_bits(out, given)
 
   return call
 
@@ -89,11 +93,11 @@ def _arrays(key, value):
   value = jax.tree.map(
       lambda x: x, value, is_leaf=lambda x: isinstance(x, leaves.Rate)
   )
-  if key in ('dtype', 'output_type'):
+  if key in _DTYPES:
     return jax.dtypes.canonicalize_dtype(value)
-  return (
-      jnp.asarray(value) if key in _TENSORS and type(value) is list else value
-  )
+  if key in _TENSORS and type(value) is list:
+    return variables.in_32_bits(jnp.asarray(value), value)
+  return value
 
 
 def _constant(value, dtype=None, shape=None):
@@ -187,6 +191,7 @@ def _variance_scaling(
   return _initializers.variance_scaling(scale, mode, kind, **options)
 
 
+_DTYPES = {'dtype', 'output_type'}
 # Parameters that TensorFlow also takes as lists of numbers.
 _TENSORS = (
     *('a', 'b', 'condition', 'features', 'indices', 'input', 'input_tensor'),

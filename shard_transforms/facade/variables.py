@@ -339,9 +339,6 @@ class Variable(leaves.Leaf):
     )
 
 
-_OF_PYTHON = {'float64': 'float32', 'int64': 'int32'}
-
-
 def _operand(value):
   if isinstance(value, Variable):
     return value.value()
@@ -360,16 +357,33 @@ def as_array(value: Any, requirement: str) -> jax.Array:
     raise TypeError(f'{requirement}, got {value!r}.') from error
 
 
+def in_32_bits(arrays: Any, value: Any) -> Any:
+  """Returns arrays made of `value`; as in TensorFlow, of 32 bits if of Python.
+
+  Where JAX has 64 bits, they have as many if any part of `value` is an array.
+  """
+  parts = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, leaves.Rate))
+  if any(
+      hasattr(x, 'dtype') and not getattr(x, 'weak_type', False) for x in parts
+  ):
+    return arrays
+  narrow = {'float64': 'float32', 'int64': 'int32'}
+
+  def convert(x):
+    name = str(getattr(x, 'dtype', None))
+    return x.astype(narrow[name]) if name in narrow else x
+
+  return jax.tree.map(convert, arrays)
+
+
 def _converted(value, dtype, what):
   """Returns `value` as an array of `dtype` that aliases no other memory."""
   # JAX may alias the memory of a NumPy array.
   own = np.array(value) if isinstance(value, np.ndarray) else value
   array = as_array(own, f'{what} must be an array')
   if dtype is None:
-    # As in TensorFlow, where numbers of Python have 32 bits.
-    narrow = {} if hasattr(value, 'dtype') else _OF_PYTHON
-    dtype = narrow.get(array.dtype.name, array.dtype)
-  elif array.dtype == dtype:
+    array = in_32_bits(array, value)
+  if dtype is None or array.dtype == dtype:
     dtype = array.dtype
   if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
     if dtype != array.dtype:

@@ -1,6 +1,7 @@
 """`tf`: functions by the names and with the arguments of TensorFlow 1."""
 
 from absl import logging
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -156,10 +157,23 @@ class FunctionsTest(facade_cases.GraphTest):
     self.assert_equal(found(3.0), (jnp.float32(1.5), jnp.int32([1])))
 
   def test_types_of_64_bits_are_those_of_jax(self):
-    self.assertEqual(tf.cast([1.5], tf.int64).dtype, jnp.int32)
-    self.assertEqual(tf.constant(1, dtype=tf.float64).dtype, jnp.float32)
-    self.assertEqual(tf.argmax(X, output_type=tf.int64).dtype, jnp.int32)
+    whole, real = jnp.result_type(int), jnp.result_type(float)
+    self.assertEqual(tf.cast([1.5], tf.int64).dtype, whole)
+    self.assertEqual(tf.constant(1, dtype=tf.float64).dtype, real)
+    self.assertEqual(tf.argmax(X, output_type=tf.int64).dtype, whole)
     self.assertEqual(tf.argmin(X, 1, output_type=tf.int8).dtype, jnp.int8)
+
+  def test_numbers_of_python_have_32_bits_where_jax_has_64(self):
+    self.enterContext(jax.enable_x64(True))
+    made = [
+        *(tf.constant(0.5), tf.zeros([2]), tf.fill([2], 1.0), tf.ones([2])),
+        *(tf.convert_to_tensor([1.0]), tf.add([[0.5]], X)),
+        facade.Variable(tf.zeros([2])),
+    ]
+
+    self.assertEqual({x.dtype for x in made}, {jnp.dtype('float32')})
+    self.assertEqual(tf.range(5).dtype, jnp.int32)
+    self.assertEqual(tf.sqrt(np.float64(2.0)).dtype, jnp.float64)
 
   def test_makes_variables_by_initializers_of_its_own(self):
     initializers = [

@@ -139,7 +139,7 @@ class ResizeTest(parameterized.TestCase):
 
   def test_weighs_shards_of_a_round_and_leaves_out_those_that_are_lost(self):
     tx = _tx()
-    params = jnp.zeros(2)
+    params = np.zeros(2, np.float32)
     state = shard_transforms.init_state(tx, params, modes.mesh())
     own = np.arange(16, dtype=np.float32).reshape(8, 2)
     own[7] = np.nan

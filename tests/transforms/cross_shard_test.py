@@ -144,7 +144,7 @@ class DtypeTest(parameterized.TestCase):
     out = modes.map_shards('vmap', shard)(0.0, np.arange(8.0, dtype='float32'))
 
     expected = {
-        'python': np.full(8, 12, np.float32),
+        'python': np.full(8, 12, jnp.result_type(float)),
         'numpy': np.full((8, 3), 16, np.float16),
         'x': np.full(8, 28, np.float32),
     }

@@ -379,8 +379,8 @@ class ClipTest(parameterized.TestCase):
       return tx.update(update, state, value=loss)
 
     found, state = after_two(
-        jnp.array([[1e30, 1.0], [NAN, 1.0], [1.0, 1.0]]),
-        jnp.array([2.0, 2.0, 50.0]),
+        np.array([[1e30, 1.0], [NAN, 1.0], [1.0, 1.0]], np.float32),
+        np.array([2.0, 2.0, 50.0], np.float32),
     )
 
     np.testing.assert_array_equal(found, np.zeros((3, 2)))

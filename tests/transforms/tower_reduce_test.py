@@ -69,6 +69,7 @@ class TowerReduceTest(parameterized.TestCase):
   def test_a_nan_leaves_no_bit_in_the_next_window(self, gate):
     tx = GATED[gate](harness.momentum())
     x, weights = DATA[:, :6], WEIGHTS[:, :6]
+    params = np.ones(5, np.float32)
 
     @jax.jit
     @functools.partial(jax.vmap, in_axes=(0, None))
@@ -76,10 +77,10 @@ class TowerReduceTest(parameterized.TestCase):
     def train(x, weight):
       def step(state, own):
         x, weight = own
-        updates, state = tx.update(x, state, jnp.ones(5), weight=weight)
+        updates, state = tx.update(x, state, params, weight=weight)
         return state, updates
 
-      return lax.scan(step, tx.init(jnp.ones(5)), (x, weight))[1]
+      return lax.scan(step, tx.init(params), (x, weight))[1]
 
     # One of the first three towers is bad.
     bad = np.stack([x] * 3)
@@ -197,14 +198,16 @@ class HandedOnTest(parameterized.TestCase):
   @cases.parameters(True, False)
   def test_starts_each_window_with_new_steps_and_weights(self, are_given):
     tx = shard_transforms.tower_reduce(2, harness.recorder())
-    steps, weights = jnp.array([1, 2, 8, 7]), jnp.array([5.0, 6.0, 1.0, 2.0])
+    steps = np.array([1, 2, 8, 7], np.int32)
+    weights = np.array([5.0, 6.0, 1.0, 2.0], np.float32)
+    zero = np.float32(0)
 
     @jax.jit
     def recorded():
       def call(state, own):
         given = dict(zip(('local_step', 'weight'), own, strict=True))
         given = given if are_given else {}
-        _, state = tx.update(jnp.ones(3), state, value=0.0, **given)
+        _, state = tx.update(jnp.ones(3), state, value=zero, **given)
         return state, state.inner_state
 
       return lax.scan(call, tx.init(jnp.zeros(3)), (steps, weights))[1]

@@ -43,8 +43,8 @@ def _refused(state):
           '`state` must have no tower in its window, got'
           f' {state.tower} at {{name}}: its partial sums fit one number of'
           ' shards alone. Finish the window first; or convert'
-          ' `optax.tree_utils.tree_set(state, tower=0)`, and repeat the window'
-          ' from its first tower.'
+          ' `optax.tree_utils.tree_set(state, tower=np.int32(0))`, and repeat'
+          ' the window from its first tower.'
       ),
   )
 
