@@ -360,7 +360,8 @@ def as_array(value: Any, requirement: str) -> jax.Array:
 def in_32_bits(arrays: Any, value: Any) -> Any:
   """Returns arrays made of `value`; as in TensorFlow, of 32 bits if of Python.
 
-  Where JAX has 64 bits, they have as many if any part of `value` is an array.
+  Where JAX has 64 bits, they have as many if any part of `value` is an array,
+  or an integer that needs them.
   """
   parts = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, leaves.Rate))
   if any(
@@ -368,6 +369,8 @@ def in_32_bits(arrays: Any, value: Any) -> Any:
   ):
     return arrays
   narrow = {'float64': 'float32', 'int64': 'int32'}
+  if any(isinstance(x, int) and not -(2**31) <= x < 2**31 for x in parts):
+    del narrow['int64']
 
   def convert(x):
     name = str(getattr(x, 'dtype', None))
