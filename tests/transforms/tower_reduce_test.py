@@ -307,16 +307,6 @@ class DtypeTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates[0], half[0] / 2, strict=True)
 
 
-class OneTowerTest(parameterized.TestCase):
-
-  def test_refuses_the_window_of_several(self):
-    x = jnp.ones(2)
-    state = shard_transforms.tower_reduce(2).init(x)
-
-    with self.assertRaisesRegex(ValueError, 'made for as many towers'):
-      shard_transforms.tower_reduce(1).update(x, state)
-
-
 class SharedStateTest(parameterized.TestCase):
   """What differs between shards must not be kept as if it did not."""
 
