@@ -364,8 +364,11 @@ def in_32_bits(arrays: Any, value: Any) -> Any:
   or an integer that needs them.
   """
   parts = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, leaves.Rate))
+  # A rate has no dtype outside of a step.
   if any(
-      hasattr(x, 'dtype') and not getattr(x, 'weak_type', False) for x in parts
+      isinstance(x, leaves.Rate)
+      or (hasattr(x, 'dtype') and not getattr(x, 'weak_type', False))
+      for x in parts
   ):
     return arrays
   narrow = {'float64': 'float32', 'int64': 'int32'}
