@@ -81,9 +81,8 @@ def drop_stale(
   update is dropped: the result is zero, the global step and every bit of the
   state of `inner` stay, and `stale_count` grows by one. (`inner` runs in that
   step too, on zeros, and its result is thrown away: only side effects such as
-  `jax.debug.print` remain.) Read `global_step` of this
-  state when you read the parameters, and pass it with the gradient of these
-  parameters.
+  `jax.debug.print` remain.) Read `global_step` of this state when you read the
+  parameters, and pass it with the gradient of these parameters.
 
   With `axis_name`, each shard has its own `local_step`. Shards that are too
   late, or whose extra argument `weight` is zero, get weight zero and an update

@@ -182,7 +182,7 @@ class SlicedInner:
         )
       raise ValueError(
           f'`inner` of `{caller}` must treat each element alone, but {problem}.'
-          f' Use {use}, or say `assume_elementwise=True`.'
+          f' Use {use}; if the check is wrong, say `assume_elementwise=True`.'
       )
 
   def _find_problem(self, updates, params, update):
