@@ -34,16 +34,16 @@ def resize_state(
   without weights, their `reduction`. Weights that say which shards count, as
   `guard` gives them, are added up like numbers of tokens. In a window of
   `reduction='sum'`, a shard without any weight so far counts as one that gets
-  some later. The `reduction` of
-  the updates that are pending in `delay_updates` stays the same, too. The mean
-  squares of `compensate_delay` become their maximum. In `guard`, a shard keeps
-  the latest bad step of the shards that it is merged from, and the rolling mean
-  of norms restarts, because other batches have other norms. The shards of
-  `local_updates` all continue from the mean of their own parameters and of
-  their inner states, weighted by the steps of each, and share its weight
-  equally, so that an unfinished round contains the steps of all. A state of
-  your own declares its `rules`; see `shard_transforms.state_rules.Rule`. Any
-  other leaf that differs between shards cannot be carried over, and raises.
+  some later. The `reduction` of the updates that are pending in `delay_updates`
+  stays the same, too. The mean squares of `compensate_delay` become their
+  maximum. In `guard`, a shard keeps the latest bad step of the shards that it
+  is merged from, and the rolling mean of norms restarts, because other batches
+  have other norms. The shards of `local_updates` all continue from the mean of
+  their own parameters and of their inner states, weighted by the steps of each,
+  and share its weight equally, so that an unfinished round contains the steps
+  of all. A state of your own declares its `rules`; see
+  `shard_transforms.state_rules.Rule`. Any other leaf that differs between
+  shards cannot be carried over, and raises.
 
   Args:
     state: A state of `init_state` and `tx.update` for any number of shards, in
