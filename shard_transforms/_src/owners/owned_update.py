@@ -79,7 +79,8 @@ def owned_update(
   is refused. A `psum` over `axis_name` of a sum of numbers of single
   leaves counts each leaf once. Side effects such as `jax.debug.print` are
   refused. Under `jax.vmap`, each shard updates all leaves and uses its own. A
-  leaf [L, m, n] of L layers has one owner: keep layers in leaves of their own.
+  leaf [L, m, n] of L layers has one owner, unless `inner` is shown its layers:
+  `docs/sharded_optimizer.md` has the lines for it.
 
   Scalars have no owner: they are reduced as by `cross_shard_mean`, and all
   shards update them. Make the state with `init_state`, and map it with the
