@@ -32,7 +32,7 @@ from shard_transforms._src.analysis.hlo import text as hlo_text
 _SHAPES = flags.DEFINE_multi_enum(
     'shapes',
     ['matrices'],
-    ['matrices', 'large', 'gpt2', 'gpt2_50304', 'leaves'],
+    ['matrices', 'stacked', 'large', 'gpt2', 'gpt2_50304', 'leaves'],
     'The models to compile.',
 )
 _MESH = flags.DEFINE_list(
@@ -88,6 +88,27 @@ def sliced_by_hand(
   return optax.GradientTransformation(init_fn, update_fn)
 
 
+def by_layer(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """Shows `inner` the layers of stacked leaves [L, m, n]."""
+
+  def split(tree):
+    return [list(x) if x.ndim == 3 else x for x in tree]
+
+  def init_fn(params):
+    return inner.init(split(params))
+
+  def update_fn(updates, state, params=None, **extra_args):
+    made, state = inner.update(
+        split(updates), state, split(params), **extra_args
+    )
+    stacked = [jnp.stack(x) if isinstance(x, list) else x for x in made]
+    return stacked, state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
   """Returns all transformations that run in `jax.shard_map`, by name."""
   adam, muon = optax.adam(1e-3), optax.contrib.muon(1e-3)
@@ -97,6 +118,7 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
   guarded = st.guard(inner, axes, on_bad='exclude')
   outer = optax.chain(mean, optax.sgd(0.7, 0.9, nesterov=True))
   int8 = st.compression.quantize(8)
+  owned = st.owners.owned_update(muon, axes)
   instead_of_mean = {
       'reproducible.mean': st.reproducible.mean(axes),
       'coordinate_median': st.aggregators.coordinate_median(axes),
@@ -136,7 +158,8 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
       'local_updates': st.local_updates(adam, outer, axes, every=20),
       'shard_update': st.shard_update(adam, axes),
       'muon': optax.chain(mean, muon),
-      'owned_update(muon)': st.owners.owned_update(muon, axes),
+      'owned_update(muon)': owned,
+      'by layer, owned_update(muon)': by_layer(owned),
       'reproducible.towers(4)': st.reproducible.towers(4, adam, axes),
       'reproducible.sharded_towers(4)': st.reproducible.sharded_towers(
           4, adam, axes
@@ -148,7 +171,9 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
 def shapes_of(name: str) -> list[jax.ShapeDtypeStruct]:
   """Returns the parameters of a model, in the order in which it uses them."""
   shapes = 8 * [(1024, 1024)]
-  if name == 'large':
+  if name == 'stacked':
+    shapes = [(8, 1024, 1024)]
+  elif name == 'large':
     shapes = 2 * [(8192, 8192)]
   elif name == 'leaves':
     shapes = 500 * [(16, 64), (64,)]
@@ -165,6 +190,8 @@ def loss_fn(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
   for w in params:
     if w.ndim == 1:
       x = jnp.tanh(x * w)
+    elif w.ndim == 3:
+      x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
     elif w.shape[0] <= x.shape[1]:
       x = jnp.tanh(x[:, : w.shape[0]] @ w)
     else:
@@ -260,7 +287,7 @@ def measure(
     tx = cases(mesh.axis_names)[case]
     step, state = mapped_step(tx, params, mesh, is_typed)
   x = jax.ShapeDtypeStruct(
-      (4 * mesh.size, max(64, params[0].shape[0])),
+      (4 * mesh.size, max(64, params[0].shape[-2])),
       jnp.float32,
       sharding=NamedSharding(mesh, P(mesh.axis_names)),
   )

@@ -22,7 +22,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 TPU, GPU, POD = 'v5e:2x4', 'h100:1x8', 'v5e:16x16'
 # Float32: eight matrices of 1024 x 1024, two of 8192 x 8192, and GPT-2.
 PARAMS_MB = 8 * 4 * 1024**2 / 1e6
-MEGABYTES = {'matrices': PARAMS_MB, 'large': 536.9, 'gpt2': 270.9}
+MEGABYTES = {
+    **dict.fromkeys(['matrices', 'stacked'], PARAMS_MB),
+    'large': 536.9,
+    'gpt2': 270.9,
+}
 SHARDS = {TPU: 8, GPU: 8, POD: 256}
 # A ring of 8 sends 7/8 for the sum and 7/8 for all parts, and the loss.
 SENT = 2 * 7 / 8 * 8 * 4 * 1024**2 + 7
@@ -36,6 +40,7 @@ CASES = (
     'shard_update',
     'reproducible.mean',
     'owned_update(muon)',
+    'stacked: by layer, owned_update(muon)',
 )
 OF_TPU = (
     'muon',
@@ -151,6 +156,8 @@ class HardwareTest(parameterized.TestCase):
       (POD, 'large: shard_update'),
       (TPU, 'owned_update(muon)'),
       (GPU, 'owned_update(muon)'),
+      (TPU, 'stacked: by layer, owned_update(muon)'),
+      (GPU, 'stacked: by layer, owned_update(muon)'),
   )
   def test_slices_are_summed_by_reduce_scatters(self, name, case):
     found = facts(name, case)
