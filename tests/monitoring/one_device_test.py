@@ -166,7 +166,7 @@ ONES = np.ones(3)
 FLAGS = np.array([1, 0, 1]), np.array([1, 1, 1])
 # A part, what one device and several give, and what is said of it.
 DIFFERENT = (
-    ('gradient', ONES, 8 * ONES, ['8 times that of one', 'or not at all']),
+    ('gradient', ONES, 8 * ONES, ['8 times that of one', 'which JAX sums']),
     ('gradient', ONES, ONES / 8, ['0.125 times that of one device']),
     ('gradient', *FLAGS, ['before its gradient']),
     ('statistics', *FLAGS, ['inside the model']),

@@ -29,8 +29,9 @@ ParamTree = (
 _REMEDIES = {
     'invariant': (
         'it is already reduced; `jax.grad` of replicated parameters is a sum.'
-        ' Take `shard_transforms.value_and_grad`, and reduce once. If it is a'
-        " mean, the reduction takes `on_invariant='averaged'`."
+        ' Take `shard_transforms.value_and_grad`, and reduce once;'
+        ' `tower_reduce` in place of `MultiSteps`. If it is a mean, the'
+        " reduction takes `on_invariant='averaged'`."
     ),
     'unreduced': (
         'its sum over the shards is pending. Take the gradient of each shard:'

@@ -77,7 +77,7 @@ def compressed_mean(
       forget errors.
     min_elements: The least number of elements of a leaf that is compressed. The
       slice of each shard is filled up to whole blocks, so that leaves of less
-      than a block for each shard gain little.
+      than a block for each shard gain little, or send more.
     warmup_steps: For how many steps nothing is compressed.
     seed: The seed of compressors that draw random numbers.
 

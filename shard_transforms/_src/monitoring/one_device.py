@@ -37,9 +37,15 @@ _CAUSES = {
         ' keys that depend on the shard.'
     ),
 }
-_CAUSES_OF_FACTOR = (
+_CAUSES_OF_MORE = (
+    '`jax.grad` of replicated parameters, which JAX sums, or no reduction at'
+    ' all: use `shard_transforms.value_and_grad` and `cross_shard_mean`; a sum'
+    ' in place of a mean.'
+)
+_CAUSES_OF_LESS = (
     'a loss that is a sum over examples: take its mean, or reduce by'
-    ' `cross_shard_sum`; a gradient that is reduced twice, or not at all.'
+    ' `cross_shard_sum`; a gradient that is divided by the number of shards'
+    ' again.'
 )
 # A leaf that is smaller than this part of the others may be rounding alone.
 _SMALL = 1e-3
@@ -147,13 +153,16 @@ def assert_trains_as_one_device(
     scale = _SMALL * _root_mean_square(everything)
     for leaf in leaves:
       if not leaf.difference(scale) <= rtol:
-        factors = num_shards, 1 / num_shards
-        factors = [x for x in factors if leaf.is_times(x, rtol)]
+        of_factors = {
+            num_shards: _CAUSES_OF_MORE,
+            1 / num_shards: _CAUSES_OF_LESS,
+        }
+        factors = [x for x in of_factors if leaf.is_times(x, rtol)]
         lines.append(
             f'\n  {leaf.name}: relative difference {leaf.difference(scale):.2g}'
             + ''.join(f', {x:.3g} times that of one device' for x in factors)
         )
-        causes = causes or (_CAUSES_OF_FACTOR if factors else _CAUSES[part])
+        causes = causes or (of_factors[factors[0]] if factors else _CAUSES[part])
   if lines:
     raise AssertionError(
         f'{num_shards} shards must train as one device, but they differ in'

@@ -372,9 +372,10 @@ def _check_rows(batch, num_shards, num_towers):
       towers = '' if is_stacked else f' times {num_towers} towers'
       raise ValueError(
           f'`batch` of `{_CALLER}` must have rows that can be divided by'
-          f' {num_shards} shards{towers}, got the shape {name}. Pad it, and'
-          ' leave the padding out in the loss; pass what has no rows as a'
-          ' keyword argument.'
+          f' {num_shards} shards{towers}, got {rows} in the shape {name}. Pad'
+          ' it, and leave the padding out in the loss; pass what has no rows as'
+          ' a keyword argument'
+          + ('; give `num_towers` if towers are not stacked.' * is_stacked or '.')
       )
   return num_towers
 
