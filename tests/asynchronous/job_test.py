@@ -11,8 +11,8 @@ from unittest import mock
 from absl.testing import parameterized
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import ray_cluster
@@ -71,7 +71,7 @@ class ConverseTest(parameterized.TestCase):
 class JobTest(parameterized.TestCase):
 
   def test_process_that_survives_its_kill_does_not_hang_the_caller(self):
-    folder = asynchronous_cases.folder(self)
+    folder = runs.folder(self)
     folder.mkdir()
 
     with (
@@ -102,18 +102,18 @@ class JobTest(parameterized.TestCase):
             RuntimeError, f'got one that has died {num_deaths} times'
         ),
     ):
-      asynchronous_cases.train(
-          asynchronous_cases.TASK,
+      runs.train(
+          runs.TASK,
           optax.sgd(0.1),
           cluster='local',
-          folder=asynchronous_cases.folder(self) if has_folder else None,
+          folder=runs.folder(self) if has_folder else None,
       )
 
     # What is left of one is in nobody's way.
     self.assertLen(set(temporary), num_deaths)
 
   def test_child_that_never_answers_is_reported_and_ended(self):
-    folder = asynchronous_cases.folder(self)
+    folder = runs.folder(self)
     folder.mkdir()
     (folder / 'silent.py').write_text('import time; time.sleep(1000)')
 
@@ -124,9 +124,7 @@ class JobTest(parameterized.TestCase):
         mock.patch.object(job, '_END_TIMEOUT', 0.1),
         self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'),
     ):
-      asynchronous_cases.train(
-          asynchronous_cases.TASK, optax.sgd(0.1), cluster='local'
-      )
+      runs.train(runs.TASK, optax.sgd(0.1), cluster='local')
 
   @cases.parameters(
       (PermissionError, OSError),

@@ -7,8 +7,8 @@ import signal
 from absl.testing import parameterized
 import numpy as np
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import run_folder
@@ -21,7 +21,7 @@ class JournalTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.folder = asynchronous_cases.folder(self)
+    self.folder = runs.folder(self)
     self.folder.mkdir()
     self.path = self.folder / 'journal.bin'
 

@@ -21,17 +21,17 @@ import optax
 import psutil
 import pytest
 
-import asynchronous_cases
 import python_command
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
 
-TASK = asynchronous_cases.TASK
+TASK = runs.TASK
 TX = optax.adam(0.1)
 WORKER, DRIVER = 'ray::_Computer', job._CHILD
 RUN = """
 import os, sys, time, warnings
-import asynchronous_cases, optax
+import runs, optax
 forked = []
 def on_progress(report):
   if not forked:
@@ -41,13 +41,13 @@ def on_progress(report):
       time.sleep(600)
       os._exit(0)
   print(report.global_step, flush=True)
-asynchronous_cases.train(
-    asynchronous_cases.SLOW_TASK, optax.adam(0.1), cluster='local',
+runs.train(
+    runs.SLOW_TASK, optax.adam(0.1), cluster='local',
     num_workers=2, num_updates=10**6, save_every=15, folder=sys.argv[1],
     on_progress=on_progress)
 """
 TWO_NODES = """
-import asynchronous_cases, numpy as np, optax, ray, ray.cluster_utils, sys
+import runs, numpy as np, optax, ray, ray.cluster_utils, sys
 cluster = ray.cluster_utils.Cluster(
     initialize_head=True, head_node_args={'num_cpus': 2, 'resources': {'w': 1}})
 second = cluster.add_node(num_cpus=2, resources={'w': 1})
@@ -56,8 +56,8 @@ def on_progress(report):
   if report.global_step > 30 and not killed:
     killed.append(second)
     cluster.remove_node(second, allow_graceful=False)
-asynchronous_cases.train(
-    asynchronous_cases.SLOW_TASK, optax.adam(0.1), cluster=cluster.address,
+runs.train(
+    runs.SLOW_TASK, optax.adam(0.1), cluster=cluster.address,
     num_workers=2, num_updates=100, folder=sys.argv[1],
     resources={'num_cpus': 1, 'resources': {'w': 1}}, on_progress=on_progress)
 cluster.shutdown()
@@ -149,7 +149,7 @@ class Killer(threading.Thread):
       name = self._random.choice([WORKER, WORKER, DRIVER])
       if name == DRIVER:
         self._progressed.clear()
-      alive = asynchronous_cases.processes(name)
+      alive = runs.processes(name)
       if alive:
         self.kills.append(name)
         self._random.choice(alive).kill()
@@ -160,7 +160,7 @@ class FaultsTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.folder = asynchronous_cases.folder(self)
+    self.folder = runs.folder(self)
 
   def train(self, task=TASK, **options):
     defaults = {
@@ -169,20 +169,18 @@ class FaultsTest(parameterized.TestCase):
         'save_every': 100,
         'folder': self.folder,
     }
-    return asynchronous_cases.train(task, TX, **(defaults | options))
+    return runs.train(task, TX, **(defaults | options))
 
   def check(self, result, task=TASK):
     """Checks that no update was lost and that no batch counts twice."""
     journal = asynchronous.read_journal(self.folder)
-    accepted = asynchronous_cases.accepted(journal)
+    accepted = runs.accepted(journal)
     num_updates = result.report.global_step
     np.testing.assert_array_equal(
         accepted['global_step'], np.arange(num_updates)
     )
     self.assertLen(set(accepted['batch'].tolist()), num_updates)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(self.folder, task, TX), result
-    )
+    runs.assert_same_bits(asynchronous.replay(self.folder, task, TX), result)
 
   def test_random_kills_lose_nothing(self):
     killer = Killer(seed=0, number=3)
@@ -207,13 +205,13 @@ class FaultsTest(parameterized.TestCase):
         killed[0].kill()
       elif len(killed) == 1 and report.global_step < 40:
         # It is back, and behind where it was.
-        killed.extend(asynchronous_cases.processes(WORKER)[:1])
+        killed.extend(runs.processes(WORKER)[:1])
         killed[-1].kill()
       is_over = len(killed) > 1 and report.num_recovered
       return 'stop' if is_over else None
 
     result = self.train(
-        asynchronous_cases.SLOW_TASK,
+        runs.SLOW_TASK,
         num_updates=10_000,
         save_every=100_000,
         on_progress=on_progress,
@@ -221,7 +219,7 @@ class FaultsTest(parameterized.TestCase):
 
     self.assertLen(killed, 2)
     self.assertGreaterEqual(result.report.num_recovered, 60)
-    self.check(result, asynchronous_cases.SLOW_TASK)
+    self.check(result, runs.SLOW_TASK)
 
   def test_cluster_that_is_not_there_is_reported(self):
     with self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'):
@@ -273,7 +271,7 @@ class CallerTest(parameterized.TestCase):
     return found
 
   def test_leaves_nothing_behind_and_resumes_closed_to_others(self):
-    folder = asynchronous_cases.folder(self)
+    folder = runs.folder(self)
     home = folder.parent / 'home'
     home.mkdir()
     temporary = folder.parent / 't'
@@ -304,11 +302,9 @@ class CallerTest(parameterized.TestCase):
     )
     self.assertEmpty(list(home.iterdir()))
     self.assertEmpty(list(temporary.iterdir()))
-    num_updates = len(
-        asynchronous_cases.accepted(asynchronous.read_journal(folder))
-    )
+    num_updates = len(runs.accepted(asynchronous.read_journal(folder)))
     self.resume_watched(folder, num_updates + 20)
-    result = asynchronous.replay(folder, asynchronous_cases.SLOW_TASK, TX)
+    result = asynchronous.replay(folder, runs.SLOW_TASK, TX)
     self.assertGreaterEqual(result.opt_state.global_step, num_updates + 20)
 
   def resume_watched(self, folder, num_updates):
@@ -330,8 +326,8 @@ class CallerTest(parameterized.TestCase):
         mock.patch.object(tempfile, 'tempdir', None),
         self.assertRaises(ZeroDivisionError),
     ):
-      asynchronous_cases.train(
-          asynchronous_cases.SLOW_TASK,
+      runs.train(
+          runs.SLOW_TASK,
           TX,
           cluster='local',
           num_workers=2,
@@ -340,7 +336,7 @@ class CallerTest(parameterized.TestCase):
           on_progress=on_progress,
       )
 
-    self.assertEmpty(asynchronous_cases.processes('ray::'))
+    self.assertEmpty(runs.processes('ray::'))
     self.assertEmpty(seen['unmarked'])
     self.assertEqual(seen['mode'], 0o700)
     if 'entered' in seen:
@@ -385,7 +381,7 @@ class CallerTest(parameterized.TestCase):
 class TwoNodesTest(parameterized.TestCase):
 
   def test_node_that_dies_takes_no_update_with_it(self):
-    folder = asynchronous_cases.folder(self)
+    folder = runs.folder(self)
 
     # Ray's sockets are there. Their paths must be shorter than 108 bytes.
     with tempfile.TemporaryDirectory(dir='/tmp') as temporary:
@@ -405,5 +401,5 @@ class TwoNodesTest(parameterized.TestCase):
     self.assertEqual(printed.splitlines()[-1], '1')
     journal = asynchronous.read_journal(folder)
     self.assertContainsSubset({0, 1}, set(journal['worker'].tolist()))
-    result = asynchronous.replay(folder, asynchronous_cases.SLOW_TASK, TX)
+    result = asynchronous.replay(folder, runs.SLOW_TASK, TX)
     self.assertEqual(result.opt_state.global_step, 100)

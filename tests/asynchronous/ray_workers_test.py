@@ -15,29 +15,29 @@ import optax
 import pytest
 from ray import exceptions
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import ray_cluster
 from shard_transforms._src.asynchronous import ray_workers
 
-train = asynchronous_cases.train
+train = runs.train
 
 
 class RayWorkersTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_run_is_watched_and_stopped_and_replays_whoever_computes(self):
-    folder = asynchronous_cases.folder(self)
+    folder = runs.folder(self)
     hung = folder.with_name('hung')
     tx = optax.adam(0.1)
     params = {}
     # Large parameters go through the store; slow, so that both workers start.
     task = asynchronous.Task(
         lambda: {'w': np.zeros(100_000, np.float32)},
-        asynchronous_cases.slow_pull,
-        functools.partial(asynchronous_cases.hang_once, hung),
+        runs.slow_pull,
+        functools.partial(runs.hang_once, hung),
     )
 
     def on_progress(report):
@@ -62,15 +62,13 @@ class RayWorkersTest(parameterized.TestCase):
     num_updates = result.report.global_step
     self.assertBetween(num_updates, 60, 999)
     journal = asynchronous.read_journal(folder)
-    accepted = asynchronous_cases.accepted(journal)
+    accepted = runs.accepted(journal)
     self.assertEqual(set(accepted['worker'].tolist()), {0, 1})
     # The worker that hung is replaced.
     fates = journal['fate'][journal['batch'] == 30].tolist()
     self.assertEqual(fates, [2, 0])
-    task = dataclasses.replace(task, gradient=asynchronous_cases.pull)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, task, tx), result
-    )
+    task = dataclasses.replace(task, gradient=runs.pull)
+    runs.assert_same_bits(asynchronous.replay(folder, task, tx), result)
     first = min(params)
     halfway = asynchronous.replay(folder, task, tx, until=first)
     np.testing.assert_array_equal(params[first]['w'], halfway.params['w'])
@@ -148,7 +146,7 @@ class NodeTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.folder = asynchronous_cases.folder(self)
+    self.folder = runs.folder(self)
     self.folder.mkdir()
     self.enterContext(
         mock.patch.object(sys, 'path', [str(self.folder), *sys.path])

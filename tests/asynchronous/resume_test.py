@@ -5,12 +5,12 @@ from absl.testing import parameterized
 import numpy as np
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import parameter_server
 
-TASK = asynchronous_cases.TASK
+TASK = runs.TASK
 TX = optax.adam(0.1)
 # Where the ages differ, and some gradients are dropped.
 OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10}
@@ -21,11 +21,11 @@ class RecoveryTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.folder = asynchronous_cases.folder(self)
+    self.folder = runs.folder(self)
 
   def cut(self, num_records, num_checkpoints=0):
     """Trains, and leaves the files of a run that was killed."""
-    asynchronous_cases.train(TASK, TX, folder=self.folder, **OPTIONS)
+    runs.train(TASK, TX, folder=self.folder, **OPTIONS)
     path = self.folder / 'journal.bin'
     size = asynchronous.read_journal(self.folder).itemsize
     num_all = len(asynchronous.read_journal(self.folder))
@@ -37,9 +37,7 @@ class RecoveryTest(parameterized.TestCase):
       checkpoint.unlink()
 
   def resume(self, task=TASK, tx=TX, **options):
-    return asynchronous_cases.train(
-        task, tx, folder=self.folder, **(OPTIONS | options)
-    )
+    return runs.train(task, tx, folder=self.folder, **(OPTIONS | options))
 
   @cases.parameters((11, 0), (38, 1))
   def test_loses_no_update_and_counts_no_batch_twice(
@@ -52,22 +50,20 @@ class RecoveryTest(parameterized.TestCase):
 
     journal = asynchronous.read_journal(self.folder)
     self.assertEqual(journal[:num_records].tobytes(), before.tobytes())
-    accepted = asynchronous_cases.accepted(journal)
+    accepted = runs.accepted(journal)
     np.testing.assert_array_equal(accepted['global_step'], np.arange(30))
     self.assertLen(set(accepted['batch'].tolist()), 30)
     # Beyond the last, four were in flight at most.
     self.assertContainsSubset(range(26), accepted['batch'].tolist())
     self.assertGreater(result.report.num_recovered, 0)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(self.folder, TASK, TX), result
-    )
+    runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
   def test_finished_run_ends_at_once(self):
     first = self.resume()
 
     again = self.resume()
 
-    asynchronous_cases.assert_same_bits(first, again)
+    runs.assert_same_bits(first, again)
     seconds = again.report.seconds
     self.assertEqual(
         again.report, dataclasses.replace(first.report, seconds=seconds)
@@ -96,9 +92,7 @@ class RecoveryTest(parameterized.TestCase):
   def test_refuses_another_task(self, num_checkpoints):
     self.cut(38, num_checkpoints)
     task = asynchronous.Task(
-        asynchronous_cases.init,
-        asynchronous_cases.gradient,
-        lambda number: asynchronous_cases.batch(number) + 1,
+        runs.init, runs.gradient, lambda number: runs.batch(number) + 1
     )
     before = asynchronous.read_journal(self.folder).tobytes()
 
@@ -112,9 +106,7 @@ class RecoveryTest(parameterized.TestCase):
   def test_refuses_other_parameters(self):
     self.resume()
     task = asynchronous.Task(
-        lambda: {'w': np.ones(3, np.float32)},
-        asynchronous_cases.gradient,
-        asynchronous_cases.batch,
+        lambda: {'w': np.ones(3, np.float32)}, runs.gradient, runs.batch
     )
 
     with self.assertRaisesRegex(ValueError, 'initial parameters'):
@@ -127,6 +119,6 @@ class RecoveryTest(parameterized.TestCase):
     result = self.resume(tx=tx, num_updates=15)
 
     again = asynchronous.replay(self.folder, TASK, tx)
-    asynchronous_cases.assert_same_bits(
+    runs.assert_same_bits(
         *([parameter_server.leaves_of(r[:2])] for r in (again, result))
     )

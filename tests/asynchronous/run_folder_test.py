@@ -15,13 +15,13 @@ import jaxlib
 import numpy as np
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
 
-TASK = asynchronous_cases.TASK
+TASK = runs.TASK
 TX = optax.adam(0.1)
 SAVED = run_folder.Checkpoint(
     num_records=7, last_crc=9, next_batch=3, ready=[1], metrics={'loss': 0.5}
@@ -43,7 +43,7 @@ class CheckpointsTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.folder = asynchronous_cases.folder(self)
+    self.folder = runs.folder(self)
     self.server = make_server()
 
   def save(self, num_updates):
@@ -69,7 +69,7 @@ class CheckpointsTest(parameterized.TestCase):
     found = self.read()
 
     self.assertEqual(found._replace(trees={}), saved._replace(trees={}))
-    asynchronous_cases.assert_same_bits(
+    runs.assert_same_bits(
         (found.trees['params'], found.trees['state']),
         (self.server.params, self.server.state),
     )
@@ -213,29 +213,29 @@ class LockTest(parameterized.TestCase):
       (OSError(37, 'No locks available'), OSError, "No locks available: '.*ru"),
   )
   def test_folder_that_cannot_be_locked_is_named(self, cause, error, message):
-    folder = asynchronous_cases.folder(self)
+    folder = runs.folder(self)
 
     with (
         mock.patch.object(fcntl, 'flock', side_effect=cause),
         self.assertRaisesRegex(error, message),
     ):
-      asynchronous_cases.train(TASK, TX, folder=folder)
+      runs.train(TASK, TX, folder=folder)
 
 
 class ReadCheckpointTest(parameterized.TestCase):
 
   def test_gives_plain_jax_the_result(self):
-    folder = asynchronous_cases.folder(self)
-    first = asynchronous_cases.train(TASK, TX, folder=folder)
+    folder = runs.folder(self)
+    first = runs.train(TASK, TX, folder=folder)
 
     params, state, report = asynchronous.read_checkpoint(folder, TASK, TX)
 
-    asynchronous_cases.assert_same_bits((params, state), first)
+    runs.assert_same_bits((params, state), first)
     self.assertEqual(report.global_step, 30)
     self.assertEqual(report.metrics, first.report.metrics)
-    grads, _ = asynchronous_cases.gradient(params, asynchronous_cases.batch(30))
+    grads, _ = runs.gradient(params, runs.batch(30))
     TX.update(grads, state.inner_state, params)
 
   def test_reports_that_there_is_none(self):
     with self.assertRaisesRegex(FileNotFoundError, 'an intact checkpoint, got'):
-      asynchronous.read_checkpoint(asynchronous_cases.folder(self), TASK, TX)
+      asynchronous.read_checkpoint(runs.folder(self), TASK, TX)

@@ -2,8 +2,8 @@ from absl.testing import parameterized
 import jax.numpy as jnp
 import numpy as np
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import task as task_lib
 
@@ -23,9 +23,7 @@ class TaskTest(parameterized.TestCase):
 
   def test_names_init_that_fails(self):
     task = asynchronous.Task(
-        lambda: {}['w'],
-        asynchronous_cases.TASK.gradient,
-        asynchronous_cases.TASK.batch,
+        lambda: {}['w'], runs.TASK.gradient, runs.TASK.batch
     )
 
     with self.assertRaisesRegex(
@@ -58,7 +56,7 @@ class TaskTest(parameterized.TestCase):
     self.assertRegex(reply.failure, message)
 
   def test_failure_names_function_and_line(self):
-    task = asynchronous.Task(max, max, asynchronous_cases.poison)
+    task = asynchronous.Task(max, max, runs.poison)
 
     reply, _ = task_lib.evaluate(task, np.ones(3, np.float32), 7)
 
@@ -66,7 +64,7 @@ class TaskTest(parameterized.TestCase):
         reply.failure,
         '`batch` of `task` must work, got OSError: no such shard of the data',
     )
-    self.assertIn('asynchronous_cases.py', reply.trace)
+    self.assertIn('runs.py', reply.trace)
 
 
 class ChecksumTest(parameterized.TestCase):

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 import shard_transforms
 from shard_transforms import asynchronous
 
-TASK = asynchronous_cases.TASK
-train = asynchronous_cases.train
+TASK = runs.TASK
+train = runs.train
 
 
 def plain_loop(tx, num_updates, first=0):
@@ -25,11 +25,11 @@ def plain_loop(tx, num_updates, first=0):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  params = asynchronous_cases.init()
+  params = runs.init()
   state = tx.init(params)
   for number in range(first, first + num_updates):
-    batch = asynchronous_cases.batch(number)
-    grads, _ = asynchronous_cases.gradient(params, batch)
+    batch = runs.batch(number)
+    grads, _ = runs.gradient(params, batch)
     params, state = step(params, state, grads)
   return params, state
 
@@ -41,13 +41,13 @@ class TrainTest(parameterized.TestCase):
     result = train(TASK, optax.adam(0.1), staleness=0, num_workers=num_workers)
 
     params, state = plain_loop(optax.adam(0.1), 30)
-    asynchronous_cases.assert_same_bits(
+    runs.assert_same_bits(
         (result.params, result.opt_state.inner_state), (params, state)
     )
     self.assertEqual(result.report.mean_age, 0)
 
   def test_without_a_bound_ages_are_those_of_the_workers(self):
-    folder = asynchronous_cases.folder(self)
+    folder = runs.folder(self)
 
     train(TASK, optax.sgd(0.01), staleness=None, folder=folder)
 
@@ -58,17 +58,17 @@ class TrainTest(parameterized.TestCase):
 
   def test_gradients_are_those_of_the_local_step(self):
     # Plain SGD by hand, its gradients as old as the journal says.
-    folder = asynchronous_cases.folder(self)
+    folder = runs.folder(self)
     result = train(
         TASK, optax.sgd(0.01), staleness=2, pace=False, folder=folder
     )
-    history = [asynchronous_cases.init()]
+    history = [runs.init()]
     journal = asynchronous.read_journal(folder)
 
-    for record in asynchronous_cases.accepted(journal):
-      batch = asynchronous_cases.batch(int(record['batch']))
+    for record in runs.accepted(journal):
+      batch = runs.batch(int(record['batch']))
       old = history[record['local_step']]
-      grads, _ = asynchronous_cases.gradient(old, batch)
+      grads, _ = runs.gradient(old, batch)
       history.append(
           jax.tree.map(lambda p, g: p - 0.01 * g, history[-1], grads)
       )
@@ -78,11 +78,7 @@ class TrainTest(parameterized.TestCase):
     self.assertEqual(result.opt_state.stale_count, result.report.num_dropped)
 
   def test_guard_skips_a_gradient_that_is_not_finite(self):
-    task = asynchronous.Task(
-        asynchronous_cases.init,
-        asynchronous_cases.nan_at_seven,
-        asynchronous_cases.batch,
-    )
+    task = asynchronous.Task(runs.init, runs.nan_at_seven, runs.batch)
 
     result = train(task, shard_transforms.guard(optax.adam(0.1)))
 
@@ -91,7 +87,7 @@ class TrainTest(parameterized.TestCase):
     self.assertEqual(result.opt_state.global_step, 30)
 
   def test_full_disk_ends_the_run_which_can_resume(self):
-    folder = asynchronous_cases.folder(self)
+    folder = runs.folder(self)
     options = {'folder': folder, 'save_every': 1000}
     train(TASK, optax.sgd(0.01), num_updates=3, **options)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -106,13 +102,13 @@ class TrainTest(parameterized.TestCase):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     result = train(TASK, optax.sgd(0.01), **options)
-    asynchronous_cases.assert_same_bits(
+    runs.assert_same_bits(
         asynchronous.replay(folder, TASK, optax.sgd(0.01)), result
     )
     self.assertGreater(result.report.num_recovered, 0)
 
   def test_folder_that_cannot_be_made_is_reported(self):
-    file = asynchronous_cases.folder(self)
+    file = runs.folder(self)
     file.touch()
 
     # Nobody may make a folder in the second.

@@ -13,14 +13,14 @@ import numpy as np
 import optax
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 from shard_transforms.facade import tf
 
 X = np.arange(8, dtype=np.float32)
-sgd = facade_cases.sgd
-drop_stale = facade_cases.drop_stale
-sync_replicas = facade_cases.sync_replicas
+sgd = graphs.sgd
+drop_stale = graphs.drop_stale
+sync_replicas = graphs.sync_replicas
 cross_shard = facade.CrossShardOptimizer
 tower = facade.TowerOptimizer
 losses = tf.losses
@@ -47,7 +47,7 @@ def minimized(t, opt):
 
 def towers(model_fn=lambda features: facade.EstimatorSpec(None), **kwargs):
   return facade.replicate_model_fn(
-      model_fn, **{'devices': facade_cases.IN_TURN} | kwargs
+      model_fn, **{'devices': graphs.IN_TURN} | kwargs
   )
 
 
@@ -123,9 +123,9 @@ def hidden(opt):
 
 
 def in_towers(t, opt):
-  train = facade_cases.mapped(
+  train = graphs.mapped(
       lambda x: opt.minimize(lambda: jnp.mean(t.b * x), t.step, [t.b]),
-      *(facade_cases.IN_TURN, False),
+      *(graphs.IN_TURN, False),
   )
   train(X)
 
@@ -344,7 +344,7 @@ ROWS = [
 ]
 
 
-class RefusalsTest(facade_cases.OptimizerTest):
+class RefusalsTest(graphs.OptimizerTest):
 
   def setUp(self):
     super().setUp()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 import recorded_parts
 from shard_transforms import facade
 
@@ -13,7 +13,7 @@ RECORDED = recorded_parts.RECORDED
 DECAYS = [*RECORDED['decays']]
 
 
-class DecaysTest(facade_cases.OptimizerTest):
+class DecaysTest(graphs.OptimizerTest):
 
   def assert_as_recorded(self, rate, expected):
     found = []
@@ -42,7 +42,7 @@ class DecaysTest(facade_cases.OptimizerTest):
     rate = facade.exponential_decay(1.0, self.step, 1, 0.5)
     opt = facade.GradientDescentOptimizer(rate)
 
-    facade_cases.train(
+    graphs.train(
         opt, lambda _: self.b * 1.0, self.step, times=4, compiled=compiled
     )
 
@@ -90,7 +90,7 @@ class DecaysTest(facade_cases.OptimizerTest):
     self.assert_equal(step(2.0), tuple(map(jnp.float32, expected)))
 
 
-class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
+class ExponentialMovingAverageTest(graphs.OptimizerTest):
 
   @cases.parameters(('averages', False), ('averages_num_updates', True))
   def test_moves_as_in_tensorflow(self, options, compiled):
@@ -107,7 +107,7 @@ class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
 
     if not compiled:
       ema.apply()  # As the documentation says, where nothing is compiled.
-    train = facade_cases.mapped(train, None, compiled)
+    train = graphs.mapped(train, None, compiled)
     for grads, expected in zip(
         recorded_parts.GRADS, RECORDED[options], strict=False
     ):
@@ -151,7 +151,7 @@ class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
     self.assert_holds(ema.average(self.b), 7.0)
 
   def test_made_in_a_step_of_shards_it_keeps_its_averages(self):
-    opt = facade.CrossShardOptimizer(facade_cases.sgd())
+    opt = facade.CrossShardOptimizer(graphs.sgd())
 
     def computation(x):
       ema = facade.ExponentialMovingAverage(0.5)
@@ -159,8 +159,8 @@ class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
       ema.apply([self.b])
       return ema.average(self.b)
 
-    step = facade_cases.mapped(computation, 4)
-    averages = [step(x)[0][0] for x in (facade_cases.X, facade_cases.X[:4])]
+    step = graphs.mapped(computation, 4)
+    averages = [step(x)[0][0] for x in (graphs.X, graphs.X[:4])]
 
     # The variable is 3, -4.5 and -6.
     self.assert_equal(averages, [jnp.float32(-0.75), jnp.float32(-3.375)])

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 
-X = facade_cases.X
+X = graphs.X
 GROUPS = [[0, 3], [1, 2]]
-sgd = facade_cases.sgd
+sgd = graphs.sgd
 
 
-class ShardTest(facade_cases.GraphTest):
+class ShardTest(graphs.GraphTest):
 
   @cases.parameters(1, 2, 4)
   def test_cuts_inputs_and_joins_outputs(self, num_shards):
@@ -63,7 +63,7 @@ class ShardTest(facade_cases.GraphTest):
       opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
       opt.minimize(lambda: jnp.mean(w * x))
 
-    step = facade_cases.mapped(computation, 4)
+    step = graphs.mapped(computation, 4)
     step(np.ones(4, np.float32))
     step(np.ones(4, np.float32))
 
@@ -77,7 +77,7 @@ class ShardTest(facade_cases.GraphTest):
 
   def test_may_assign_other_variables_for_other_shapes(self):
     w, b = facade.Variable(1.0), facade.Variable(1.0)
-    step = facade_cases.mapped(
+    step = graphs.mapped(
         lambda x: (w if x.size > 1 else b).assign(3 * w + b), 4
     )
 
@@ -105,7 +105,7 @@ class ShardTest(facade_cases.GraphTest):
     def loss(x):
       return jnp.sum(facade.shard(lambda x: w * x, [x], 4)[0])
 
-    facade_cases.train(sgd(), loss, compiled=compiled)
+    graphs.train(sgd(), loss, compiled=compiled)
 
     self.assert_holds(w, 2.0 - 120)
 
@@ -122,7 +122,7 @@ class ShardTest(facade_cases.GraphTest):
     grads = []
     for num_shards in (2, 4):
       with self.assertRaises(KeyError), facade.shard_context(num_shards):
-        self.assertEmpty(facade_cases.run_threads(elsewhere))
+        self.assertEmpty(graphs.run_threads(elsewhere))
         grads += map(float, compute())
         raise KeyError
 
@@ -144,7 +144,7 @@ class ShardTest(facade_cases.GraphTest):
     self.assert_close(grads.sum(), jnp.float32(7.5))
 
 
-class CrossShardOptimizerTest(facade_cases.GraphTest):
+class CrossShardOptimizerTest(graphs.GraphTest):
 
   def test_scales_the_loss_and_sums_the_gradients(self):
     w = facade.Variable([1.0, 2.0])
@@ -192,12 +192,12 @@ class CrossShardOptimizerTest(facade_cases.GraphTest):
         return super().apply_gradients(pairs, global_step, name)
 
     opt = facade.CrossShardOptimizer(Sees(0.1))
-    facade_cases.train(opt, lambda x: jnp.mean(w * x) + 0 * seen, where=4)
+    graphs.train(opt, lambda x: jnp.mean(w * x) + 0 * seen, where=4)
 
     self.assert_holds(seen, 7.5)
 
 
-class GroupsTest(facade_cases.GraphTest):
+class GroupsTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
@@ -208,9 +208,7 @@ class GroupsTest(facade_cases.GraphTest):
         inner or facade.MomentumOptimizer(1.0, 0.5), group_assignment=groups
     )
     step = facade.get_or_create_global_step()
-    facade_cases.train(
-        opt, lambda x: jnp.mean(self.w * x), step, 4, times, compiled
-    )
+    graphs.train(opt, lambda x: jnp.mean(self.w * x), step, 4, times, compiled)
     return opt, step
 
   def test_each_group_trains_as_one_device(self):
@@ -254,7 +252,7 @@ class GroupsTest(facade_cases.GraphTest):
       self.w.shard_values()
 
 
-class CrossReplicaSumTest(facade_cases.GraphTest):
+class CrossReplicaSumTest(graphs.GraphTest):
 
   @cases.parameters(
       (4, None, [24, 28, 32, 36] * 4),

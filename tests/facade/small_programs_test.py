@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 from shard_transforms.facade import tf
 
@@ -246,15 +246,15 @@ PROGRAMS = {
             'training/w/ExponentialMovingAverage',
         ],
     ),
-    'constraint': (lambda: constrained(facade_cases.sgd()), 0.0),
+    'constraint': (lambda: constrained(graphs.sgd()), 0.0),
     'constraint of optax': (
-        lambda: constrained(facade_cases.OPTIMIZERS['optax']()),
+        lambda: constrained(graphs.OPTIMIZERS['optax']()),
         0.9,
     ),
 }
 
 
-class SmallProgramsTest(facade_cases.GraphTest):
+class SmallProgramsTest(graphs.GraphTest):
 
   @cases.parameters(0, 3)
   def test_names_of_slots_do_not_count_the_steps_before(self, first):
@@ -307,7 +307,7 @@ class SmallProgramsTest(facade_cases.GraphTest):
     shared = tf.train.GradientDescentOptimizer(0.1)
 
     def train():
-      opt = facade_cases.drop_stale(shared)
+      opt = graphs.drop_stale(shared)
       opt.apply_gradients(opt.compute_gradients(lambda: w * 1.0), step)
 
     def num_objects():
@@ -318,7 +318,7 @@ class SmallProgramsTest(facade_cases.GraphTest):
     train()
     gc.freeze()  # What there is need not be looked through.
     before = num_objects()
-    compiled = facade_cases.compilations(self)
+    compiled = graphs.compilations(self)
     for _ in range(20):
       train()
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 from shard_transforms.facade import tf
 
@@ -127,7 +127,7 @@ CALLS = {
 }
 
 
-class FunctionsTest(facade_cases.GraphTest):
+class FunctionsTest(graphs.GraphTest):
 
   @cases.parameters(sorted(CALLS))
   def test_means_what_it_means_in_tensorflow(self, name):

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 
-sgd, drop_stale = facade_cases.sgd, facade_cases.drop_stale
+sgd, drop_stale = graphs.sgd, graphs.drop_stale
 
 
-class WorkersTest(facade_cases.GraphTest):
+class WorkersTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
@@ -27,7 +27,7 @@ class WorkersTest(facade_cases.GraphTest):
         worker()
 
     found = [lambda worker=worker: in_graph(worker) for worker in workers]
-    return facade_cases.run_threads(*found)
+    return graphs.run_threads(*found)
 
   def minimize(self, opt, gradient=1.0):
     return opt.minimize(lambda: self.w * gradient, self.step)
@@ -144,10 +144,10 @@ class DropStaleTest(WorkersTest):
         before = opt.stale_counter.value()
         return opt.apply_gradients([(grad, w)], self.step), before
 
-      compute = facade_cases.mapped(
+      compute = graphs.mapped(
           lambda: opt.compute_gradients(lambda: -w[i], w)[0][0], None, compiled
       )
-      apply = facade_cases.mapped(apply, None, compiled)
+      apply = graphs.mapped(apply, None, compiled)
       for _ in range(num_steps):
         after, before = apply(compute())
         if compiled:
@@ -185,7 +185,7 @@ class DropStaleTest(WorkersTest):
 
     def worker():
       opt = facade.TowerOptimizer(drop_stale(inner, 100, use_locking=True))
-      step = facade_cases.mapped(
+      step = graphs.mapped(
           lambda x: opt.minimize(lambda: -jnp.mean(x) * self.w, self.step),
           ['/cpu:0'] * 2,
           compiled=False,
@@ -248,7 +248,7 @@ class SyncReplicasTest(WorkersTest):
   @cases.parameters(False, True)
   def test_gradients_of_an_earlier_step_are_dropped(self, compiled):
     opt = self.optimizer(1, total_num_replicas=2, timeout=30.0)
-    compute = facade_cases.mapped(
+    compute = graphs.mapped(
         lambda: self.pairs(opt, 100.0)[0][0], None, compiled
     )
     late = compute()
@@ -304,7 +304,7 @@ class SyncReplicasTest(WorkersTest):
     opt = self.optimizer(2)
 
     def worker(value):
-      step = facade_cases.mapped(
+      step = graphs.mapped(
           lambda x: facade.TowerOptimizer(opt).minimize(
               lambda: -jnp.mean(x) * self.w, self.step
           ),
