@@ -1,11 +1,11 @@
 """The driver, with workers of this process that fail as they are told."""
 
+import dataclasses
 import math
 import random
 import time
 from unittest import mock
 
-from absl.testing import parameterized
 import numpy as np
 import optax
 
@@ -19,11 +19,6 @@ from shard_transforms._src.asynchronous import task as task_lib
 
 TASK = runs.TASK
 TX = optax.adam(0.1)
-
-
-def task_with(**functions):
-  given = {name: getattr(TASK, name) for name in ('init', 'gradient', 'batch')}
-  return asynchronous.Task(**(given | functions))
 
 
 class Workers(task_lib.LocalWorkers):
@@ -75,11 +70,7 @@ class Workers(task_lib.LocalWorkers):
     self.hanging.remove(worker)
 
 
-class DriveTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = runs.folder(self)
+class DriveTest(runs.FolderTest):
 
   def drive(self, workers, task=TASK, time_limit=math.inf, **options):
     defaults = {'num_updates': 20, 'staleness': 1, 'folder': self.folder}
@@ -158,7 +149,7 @@ class DriveTest(parameterized.TestCase):
       ),
   )
   def test_poison_ends_the_run_and_is_named(self, faults, functions, message):
-    task = task_with(**functions)
+    task = dataclasses.replace(TASK, **functions)
 
     with (
         mock.patch.object(driver_lib, '_WAIT', 0.01),
@@ -221,11 +212,10 @@ class DriveTest(parameterized.TestCase):
     self.assertEqual(in_flight.idle(range(3)), [0, 1, 2])
 
 
-class RollForwardTest(parameterized.TestCase):
+class RollForwardTest(runs.FolderTest):
 
   def setUp(self):
     super().setUp()
-    self.folder = runs.folder(self)
     options = options_lib.Options(
         TASK, TX, 30, staleness=2, pace=False, folder=self.folder
     )
@@ -273,7 +263,7 @@ class RollForwardTest(parameterized.TestCase):
       (None, ValueError, 'must be of global step 5, got 6'),
   )
   def test_what_differs_is_named(self, batch, error, message):
-    task = task_with(batch=batch or TASK.batch)
+    task = dataclasses.replace(TASK, batch=batch or TASK.batch)
     if batch is None:
       accepted = np.flatnonzero(self.records['fate'] == 0)
       self.records = np.delete(self.records, accepted[5])

@@ -1,10 +1,6 @@
 import contextlib
 import os
-import re
-import resource
-import signal
 
-from absl.testing import parameterized
 import numpy as np
 
 import cases
@@ -17,11 +13,10 @@ MANIFEST = {'optimizer': 'a', 'machine': 'b'}
 SIZE = outcomes.RECORD.itemsize
 
 
-class JournalTest(parameterized.TestCase):
+class JournalTest(runs.FolderTest):
 
   def setUp(self):
     super().setUp()
-    self.folder = runs.folder(self)
     self.folder.mkdir()
     self.path = self.folder / 'journal.bin'
 
@@ -91,18 +86,6 @@ class JournalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must hold the journal of a run'):
       self.write(1)
     self.assertEqual(self.path.read_bytes(), data)
-
-  @contextlib.contextmanager
-  def full_disk(self, size):
-    """Lets no file grow beyond a size; expects that one would."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    self.addCleanup(signal.signal, signal.SIGXFSZ, handler)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    with self.assertRaisesRegex(OSError, re.escape(str(self.folder))):
-      yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
   def test_error_of_the_disk_keeps_its_text_and_names_the_file(self):
     for error in OSError('no number'), OSError(28, 'no number'):

@@ -145,20 +145,3 @@ class ParameterServerTest(parameterized.TestCase):
 
     self.assertEqual(fingerprint(optax.sgd(0.1), [jnp.zeros(3)]), found[0])
     self.assertLen(set(found), len(found))
-
-
-class RandomKeysTest(parameterized.TestCase):
-
-  def test_keys_come_back_among_numbers(self):
-    key = jax.random.split(jax.random.key(3, impl='rbg'), 2)
-    tree = {'key': key, 'w': np.ones(3), 'none': None}
-
-    numbers = parameter_server.leaves_of(tree)
-    again = parameter_server.with_leaves(tree, numbers)
-
-    self.assertEqual(numbers[0].dtype, np.uint32)
-    self.assertEqual(again['key'].dtype, key.dtype)
-    np.testing.assert_array_equal(
-        jax.random.bits(again['key'][1]), jax.random.bits(key[1])
-    )
-    self.assertIs(again['w'], tree['w'])

@@ -15,7 +15,6 @@ import threading
 import time
 from unittest import mock
 
-from absl.testing import parameterized
 import numpy as np
 import optax
 import psutil
@@ -156,11 +155,7 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.slow
-class FaultsTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = runs.folder(self)
+class FaultsTest(runs.FolderTest):
 
   def train(self, task=TASK, **options):
     defaults = {
@@ -227,7 +222,7 @@ class FaultsTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
-class CallerTest(parameterized.TestCase):
+class CallerTest(runs.FolderTest):
   """The program that called `train` is killed."""
 
   def start(self, folder, home):
@@ -271,19 +266,18 @@ class CallerTest(parameterized.TestCase):
     return found
 
   def test_leaves_nothing_behind_and_resumes_closed_to_others(self):
-    folder = runs.folder(self)
-    home = folder.parent / 'home'
+    home = self.folder.parent / 'home'
     home.mkdir()
-    temporary = folder.parent / 't'
+    temporary = self.folder.parent / 't'
     temporary.mkdir()
-    process = self.start(folder, home)
+    process = self.start(self.folder, home)
     self.addCleanup(process.wait)
     self.addCleanup(process.kill)
     for line in process.stdout:
       if int(line) > 20:
         break
     process.stdout.close()
-    listening = self.listening(folder)
+    listening = self.listening(self.folder)
     caller = psutil.Process(process.pid)
     # It has all that the caller had open when it was forked.
     (forked,) = (
@@ -295,16 +289,16 @@ class CallerTest(parameterized.TestCase):
 
     process.send_signal(signal.SIGKILL)
 
-    wait_until(lambda: self.marked(folder) == [forked], seconds=5)
+    wait_until(lambda: self.marked(self.folder) == [forked], seconds=5)
     self.assertNotEmpty(listening)
     self.assertContainsSubset(
         set(listening), {'127.0.0.1', '::ffff:127.0.0.1', '::1'}
     )
     self.assertEmpty(list(home.iterdir()))
     self.assertEmpty(list(temporary.iterdir()))
-    num_updates = len(runs.accepted(asynchronous.read_journal(folder)))
-    self.resume_watched(folder, num_updates + 20)
-    result = asynchronous.replay(folder, runs.SLOW_TASK, TX)
+    num_updates = len(runs.accepted(asynchronous.read_journal(self.folder)))
+    self.resume_watched(self.folder, num_updates + 20)
+    result = asynchronous.replay(self.folder, runs.SLOW_TASK, TX)
     self.assertGreaterEqual(result.opt_state.global_step, num_updates + 20)
 
   def resume_watched(self, folder, num_updates):
@@ -378,15 +372,13 @@ class CallerTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
-class TwoNodesTest(parameterized.TestCase):
+class TwoNodesTest(runs.FolderTest):
 
   def test_node_that_dies_takes_no_update_with_it(self):
-    folder = runs.folder(self)
-
     # Ray's sockets are there. Their paths must be shorter than 108 bytes.
     with tempfile.TemporaryDirectory(dir='/tmp') as temporary:
       printed = subprocess.run(
-          [sys.executable, '-c', TWO_NODES, folder],
+          [sys.executable, '-c', TWO_NODES, self.folder],
           env={
               **os.environ,
               'PYTHONPATH': os.pathsep.join(sys.path),
@@ -399,7 +391,7 @@ class TwoNodesTest(parameterized.TestCase):
       ).stdout
 
     self.assertEqual(printed.splitlines()[-1], '1')
-    journal = asynchronous.read_journal(folder)
+    journal = asynchronous.read_journal(self.folder)
     self.assertContainsSubset({0, 1}, set(journal['worker'].tolist()))
-    result = asynchronous.replay(folder, runs.SLOW_TASK, TX)
+    result = asynchronous.replay(self.folder, runs.SLOW_TASK, TX)
     self.assertEqual(result.opt_state.global_step, 100)

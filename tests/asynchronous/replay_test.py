@@ -1,6 +1,5 @@
-from absl.testing import parameterized
-import chex
-import jax
+import dataclasses
+
 import optax
 
 import cases
@@ -11,11 +10,7 @@ from shard_transforms import asynchronous
 TASK = runs.TASK
 
 
-class ReplayTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = runs.folder(self)
+class ReplayTest(runs.FolderTest):
 
   def train(self, tx, **options):
     return runs.train(TASK, tx, folder=self.folder, **options)
@@ -36,16 +31,13 @@ class ReplayTest(parameterized.TestCase):
   @cases.parameters(0, 10)
   def test_stops_where_it_is_reported(self, until):
     self.train(optax.sgd(0.1), staleness=0)
-    params = runs.init()
-    for number in range(until):
-      batch = runs.batch(number)
-      grads, _ = runs.gradient(params, batch)
-      params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     found = asynchronous.replay(self.folder, TASK, optax.sgd(0.1), until=until)
 
     self.assertEqual(found.opt_state.global_step, until)
-    chex.assert_trees_all_close(found.params, params, rtol=1e-5)
+    state = found.opt_state.inner_state
+    expected = runs.plain_loop(optax.sgd(0.1), until)
+    runs.assert_same_bits((found.params, state), expected)
 
   @cases.parameters(
       ({'until': 31}, ValueError, '`until` must be at most the 30 updates'),
@@ -69,7 +61,7 @@ class ReplayTest(parameterized.TestCase):
       calls.append(number)
       return runs.batch(len(calls))
 
-    task = asynchronous.Task(runs.init, runs.gradient, batch)
+    task = dataclasses.replace(TASK, batch=batch)
     runs.train(task, optax.sgd(0.1), folder=self.folder)
 
     with self.assertRaisesRegex(ValueError, 'and pure functions'):

@@ -1,7 +1,7 @@
 import dataclasses
 import os
 
-from absl.testing import parameterized
+import jax
 import numpy as np
 import optax
 
@@ -16,12 +16,8 @@ TX = optax.adam(0.1)
 OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10}
 
 
-class RecoveryTest(parameterized.TestCase):
+class RecoveryTest(runs.FolderTest):
   """Resumes a run of 30 updates that was cut off."""
-
-  def setUp(self):
-    super().setUp()
-    self.folder = runs.folder(self)
 
   def cut(self, num_records, num_checkpoints=0):
     """Trains, and leaves the files of a run that was killed."""
@@ -65,9 +61,8 @@ class RecoveryTest(parameterized.TestCase):
 
     runs.assert_same_bits(first, again)
     seconds = again.report.seconds
-    self.assertEqual(
-        again.report, dataclasses.replace(first.report, seconds=seconds)
-    )
+    expected = dataclasses.replace(first.report, seconds=seconds)
+    self.assertEqual(again.report, expected)
 
   def test_refuses_checkpoints_without_their_journal(self):
     self.resume()
@@ -81,7 +76,7 @@ class RecoveryTest(parameterized.TestCase):
   def test_refuses_checkpoints_of_another_run(self):
     self.resume()
     journal = (self.folder / 'journal.bin').read_bytes()
-    self.folder = self.folder.parent / 'second'
+    self.folder = self.second
     self.resume(pace=True)
     (self.folder / 'journal.bin').write_bytes(journal)
 
@@ -91,9 +86,7 @@ class RecoveryTest(parameterized.TestCase):
   @cases.parameters(0, 1)
   def test_refuses_another_task(self, num_checkpoints):
     self.cut(38, num_checkpoints)
-    task = asynchronous.Task(
-        runs.init, runs.gradient, lambda number: runs.batch(number) + 1
-    )
+    task = dataclasses.replace(TASK, batch=lambda n: runs.batch(n) + 1)
     before = asynchronous.read_journal(self.folder).tobytes()
 
     with self.assertRaisesRegex(
@@ -105,15 +98,14 @@ class RecoveryTest(parameterized.TestCase):
 
   def test_refuses_other_parameters(self):
     self.resume()
-    task = asynchronous.Task(
-        lambda: {'w': np.ones(3, np.float32)}, runs.gradient, runs.batch
-    )
+    task = dataclasses.replace(TASK, init=lambda: {'w': np.float32([1, 1])})
 
     with self.assertRaisesRegex(ValueError, 'initial parameters'):
       self.resume(task)
 
   def test_random_keys_of_an_optimizer_are_restored(self):
-    tx = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+    key = jax.random.key(0, impl='rbg')
+    tx = optax.chain(optax.add_noise(0.1, 0.5, key), optax.sgd(0.1))
 
     self.resume(tx=tx, num_updates=10)
     result = self.resume(tx=tx, num_updates=15)

@@ -39,11 +39,10 @@ def like():
   return make_server().trees()
 
 
-class CheckpointsTest(parameterized.TestCase):
+class CheckpointsTest(runs.FolderTest):
 
   def setUp(self):
     super().setUp()
-    self.folder = runs.folder(self)
     self.server = make_server()
 
   def save(self, num_updates):
@@ -63,18 +62,7 @@ class CheckpointsTest(parameterized.TestCase):
     assert found is not None
     return found
 
-  def test_restores_a_server(self):
-    saved = self.save(1)
-
-    found = self.read()
-
-    self.assertEqual(found._replace(trees={}), saved._replace(trees={}))
-    runs.assert_same_bits(
-        (found.trees['params'], found.trees['state']),
-        (self.server.params, self.server.state),
-    )
-
-  def test_restores_arrays_of_any_dtype_and_shape(self):
+  def test_restores_all_and_arrays_of_any_dtype_and_shape(self):
     trees = {
         str(np.dtype(dtype)): [np.ones((2, 3), dtype), np.ones([], dtype), {}]
         for dtype in (jnp.bfloat16, jnp.float8_e5m2, jnp.int4, bool)
@@ -86,6 +74,7 @@ class CheckpointsTest(parameterized.TestCase):
     found = run_folder.read_latest(self.folder, trees)
 
     assert found is not None
+    self.assertEqual(found._replace(trees={}), saved._replace(trees={}))
     chex.assert_trees_all_equal(found.trees, trees, strict=True)
 
   def test_no_changed_byte_gives_other_parameters(self):
@@ -205,7 +194,7 @@ class ManifestTest(parameterized.TestCase):
     self.assertEqual(found['processor'], machine)
 
 
-class LockTest(parameterized.TestCase):
+class LockTest(runs.FolderTest):
 
   @cases.parameters(
       (BlockingIOError(11, 'busy'), ValueError, '`folder` must not be in use'),
@@ -213,22 +202,19 @@ class LockTest(parameterized.TestCase):
       (OSError(37, 'No locks available'), OSError, "No locks available: '.*ru"),
   )
   def test_folder_that_cannot_be_locked_is_named(self, cause, error, message):
-    folder = runs.folder(self)
-
     with (
         mock.patch.object(fcntl, 'flock', side_effect=cause),
         self.assertRaisesRegex(error, message),
     ):
-      runs.train(TASK, TX, folder=folder)
+      runs.train(TASK, TX, folder=self.folder)
 
 
-class ReadCheckpointTest(parameterized.TestCase):
+class ReadCheckpointTest(runs.FolderTest):
 
   def test_gives_plain_jax_the_result(self):
-    folder = runs.folder(self)
-    first = runs.train(TASK, TX, folder=folder)
+    first = runs.train(TASK, TX, folder=self.folder)
 
-    params, state, report = asynchronous.read_checkpoint(folder, TASK, TX)
+    params, state, report = asynchronous.read_checkpoint(self.folder, TASK, TX)
 
     runs.assert_same_bits((params, state), first)
     self.assertEqual(report.global_step, 30)
@@ -238,4 +224,4 @@ class ReadCheckpointTest(parameterized.TestCase):
 
   def test_reports_that_there_is_none(self):
     with self.assertRaisesRegex(FileNotFoundError, 'an intact checkpoint, got'):
-      asynchronous.read_checkpoint(runs.folder(self), TASK, TX)
+      asynchronous.read_checkpoint(self.folder, TASK, TX)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from unittest import mock
 
-from absl.testing import parameterized
 import jax
 import numpy as np
 import optax
@@ -33,11 +32,7 @@ def change(part):
   )
 
 
-class FolderTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = runs.folder(self)
+class FolderTest(runs.FolderTest):
 
   def train(self, task=TASK, tx=TX, **options):
     defaults = {'save_every': 10, 'folder': self.folder}
@@ -51,7 +46,6 @@ class FolderTest(parameterized.TestCase):
     part = 'jaxlib'
     first = self.train(num_updates=15)
     files = self.files()
-    folder = self.folder.parent / 'second'
 
     with change(part):
       with self.assertRaisesRegex(
@@ -60,8 +54,8 @@ class FolderTest(parameterized.TestCase):
         self.train()
       with self.assertRaisesRegex(ValueError, f'differ: {part} '):
         asynchronous.replay(self.folder, TASK, TX)
-      result = self.train(folder=folder, start=self.read())
-      again = asynchronous.replay(folder, TASK, TX)
+      result = self.train(folder=self.second, start=self.read())
+      again = asynchronous.replay(self.second, TASK, TX)
 
     runs.assert_same_bits(again, result)
     runs.assert_same_bits(result, self.train(start=first, folder=None))
@@ -72,20 +66,19 @@ class FolderTest(parameterized.TestCase):
     parts = optax.scale_by_adam(), optax.sgd(0.1), optax.sgd(0.1)
     base, tx = optax.chain(*parts[:2]), optax.chain(*parts)
     first = self.train(tx=base)
-    folder = self.folder.parent / 'second'
 
     with self.assertRaisesRegex(
         ValueError, 'differ: operations or numbers of the opt.*read_check'
     ):
       self.train(tx=tx, num_updates=40)
     read = self.read(tx)
-    result = self.train(tx=tx, num_updates=40, start=read, folder=folder)
+    result = self.train(tx=tx, num_updates=40, start=read, folder=self.second)
 
     runs.assert_same_bits(
         *([jax.tree.leaves(found[:2])] for found in (read, first))
     )
     self.assertEqual(result.report.global_step, 40)
-    runs.assert_same_bits(asynchronous.replay(folder, TASK, tx), result)
+    runs.assert_same_bits(asynchronous.replay(self.second, TASK, tx), result)
 
   def test_an_error_of_the_workers_changes_nothing(self):
     first = self.train(num_updates=17, save_every=1000)
@@ -132,34 +125,30 @@ class FolderTest(parameterized.TestCase):
         call()
 
     self.assertEqual(self.files(), files)
-    folder = self.folder.parent / 'second'
-    result = self.train(folder=folder, start=self.read())
+    result = self.train(folder=self.second, start=self.read())
     self.assertEqual(result.report.global_step, 30)
 
   def test_starts_from_a_result(self):
     first = self.train(num_updates=20)
-    folder = self.folder.parent / 'second'
 
-    result = self.train(
-        folder=folder, start=asynchronous.read_checkpoint(self.folder, TASK, TX)
-    )
+    result = self.train(folder=self.second, start=self.read())
     without = self.train(folder=None, start=first)
 
-    self.assertEqual(outcomes.read_records(folder).start, 20)
+    self.assertEqual(outcomes.read_records(self.second).start, 20)
     self.assertEqual(result.report.global_step, 30)
-    batches = asynchronous.read_journal(folder)['batch']
+    batches = asynchronous.read_journal(self.second)['batch']
     self.assertEqual(batches.tolist(), list(range(20, 30)))
     runs.assert_same_bits(result, without)
-    runs.assert_same_bits(asynchronous.replay(folder, TASK, TX), result)
+    runs.assert_same_bits(asynchronous.replay(self.second, TASK, TX), result)
     # The initial parameters do not matter there.
     other = jax.tree.map(np.ones_like, runs.init())
     task = dataclasses.replace(TASK, init=lambda: other)
-    again = self.train(task, folder=folder, start=first, num_updates=35)
+    again = self.train(task, folder=self.second, start=first, num_updates=35)
     self.assertEqual(again.report.global_step, 35)
-    begin = asynchronous.replay(folder, TASK, TX, until=20)
+    begin = asynchronous.replay(self.second, TASK, TX, until=20)
     runs.assert_same_bits(begin, first)
     with self.assertRaisesRegex(ValueError, '`until` must be at least 20'):
-      asynchronous.replay(folder, TASK, TX, until=19)
+      asynchronous.replay(self.second, TASK, TX, until=19)
 
   @cases.parameters(
       (outcomes, 'create_journal', True),
@@ -185,23 +174,19 @@ class FolderTest(parameterized.TestCase):
     runs.assert_same_bits(again, result)
     for saved in (self.folder / 'checkpoints').glob('[0-9]*.npz'):
       saved.unlink()
-    read = functools.partial(
-        asynchronous.read_checkpoint, self.folder, TASK, TX
-    )
     if has:
-      runs.assert_same_bits(read(), first)
+      runs.assert_same_bits(self.read(), first)
     else:
-      self.assertRaises(FileNotFoundError, read)
+      self.assertRaises(FileNotFoundError, self.read)
 
   def test_start_without_updates_has_a_checkpoint(self):
     self.train(num_updates=5)
     start = asynchronous.replay(self.folder, TASK, TX, until=0)
-    folder = self.folder.parent / 'second'
 
-    self.train(folder=folder, start=start, num_updates=5)
-    result = self.train(folder=folder, start=start)
+    self.train(folder=self.second, start=start, num_updates=5)
+    result = self.train(folder=self.second, start=start)
 
-    runs.assert_same_bits(asynchronous.replay(folder, TASK, TX), result)
+    runs.assert_same_bits(asynchronous.replay(self.second, TASK, TX), result)
 
   def test_other_files_beside_checkpoints_are_ignored(self):
     self.train(num_updates=15)
@@ -214,7 +199,7 @@ class FolderTest(parameterized.TestCase):
 
   def test_damaged_checkpoints_leave_the_start(self):
     start = self.train(num_updates=15)
-    self.folder = self.folder.parent / 'second'
+    self.folder = self.second
     first = self.train(start=start)
     for saved in (self.folder / 'checkpoints').glob('[23]*.npz'):
       saved.write_bytes(b'damaged')
@@ -227,7 +212,7 @@ class FolderTest(parameterized.TestCase):
 
   def test_lost_start_is_reported_and_a_later_checkpoint_is_the_way_on(self):
     start = self.train(num_updates=15)
-    self.folder = self.folder.parent / 'second'
+    self.folder = self.second
     first = self.train(start=start)
     (self.folder / 'checkpoints/start.npz').unlink()
     lost = functools.partial(
@@ -246,7 +231,7 @@ class FolderTest(parameterized.TestCase):
 
   def test_another_checkpoint_in_place_of_the_start_is_refused(self):
     start = self.train(num_updates=15)
-    self.folder = self.folder.parent / 'second'
+    self.folder = self.second
     self.train(start=start)
     saved = self.folder / 'checkpoints'
     (saved / '30.npz').replace(saved / 'start.npz')
@@ -271,7 +256,7 @@ class FolderTest(parameterized.TestCase):
       self.train(tx=optax.sgd(0.1), folder=None, start=first)
 
 
-class WatchingTest(parameterized.TestCase):
+class WatchingTest(runs.FolderTest):
 
   def setUp(self):
     super().setUp()
@@ -303,7 +288,7 @@ class WatchingTest(parameterized.TestCase):
     def wait_twice(self, seconds):
       return nothing.pop() if nothing else wait(self, seconds)
 
-    folder = runs.folder(self) if has_folder else None
+    folder = self.folder if has_folder else None
     with mock.patch.object(task.LocalWorkers, 'wait', wait_twice):
       self.train(
           lambda report: None, num_updates=33, start=first, folder=folder
@@ -327,7 +312,7 @@ class WatchingTest(parameterized.TestCase):
 
   @cases.parameters(True, False)
   def test_run_that_is_stopped_has_a_result_and_can_go_on(self, has_folder):
-    folder = runs.folder(self) if has_folder else None
+    folder = self.folder if has_folder else None
 
     result = self.train(
         lambda report: 'stop' if report.global_step == 10 else None,
@@ -344,7 +329,7 @@ class WatchingTest(parameterized.TestCase):
       runs.assert_same_bits(asynchronous.replay(folder, TASK, TX), result)
 
   def test_run_that_is_stopped_while_it_catches_up_leaves_its_folder(self):
-    folder = runs.folder(self)
+    folder = self.folder
     self.train(lambda report: None, folder=folder)
     (folder / 'checkpoints/30.npz').rename(folder / 'gone')
 

@@ -22,9 +22,7 @@ class TaskTest(parameterized.TestCase):
       asynchronous.Task(**(functions | change))
 
   def test_names_init_that_fails(self):
-    task = asynchronous.Task(
-        lambda: {}['w'], runs.TASK.gradient, runs.TASK.batch
-    )
+    task = asynchronous.Task(lambda: {}['w'], max, max)
 
     with self.assertRaisesRegex(
         RuntimeError, "`init` of `task` .* KeyError: 'w"
