@@ -106,15 +106,6 @@ class ComputeGradientsTest(DifferentiationTest):
 
     self.assert_holds(self.b, 0.5)
 
-  def test_keeps_the_dtypes_of_the_variables(self):
-    half = facade.Variable([1, 2], dtype=jnp.bfloat16, name='half')
-
-    grads = self.grads(
-        lambda: jnp.sum(half.value().astype(jnp.float32) ** 2), half
-    )
-
-    self.assert_equal(grads, {'half': jnp.array([2, 4], jnp.bfloat16)})
-
 
 class ReturnedLossTest(DifferentiationTest):
   """The loss, and what it returns besides, from the evaluation that counts."""
@@ -251,10 +242,3 @@ class PairsTest(DifferentiationTest):
     integer = facade.Variable(1, trainable=False)
     graphs.sgd().apply_gradients([(1.0, self.b), (None, integer)])
     self.assert_holds(self.b, -2.5)
-
-  def test_keep_the_precision_of_the_variable(self):
-    half = facade.Variable([1, 2], dtype=jnp.bfloat16)
-
-    graphs.sgd(0.5).apply_gradients([(np.float32([1, 2]), half)])
-
-    self.assert_holds(half, jnp.array([0.5, 1], jnp.bfloat16))

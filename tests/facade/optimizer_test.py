@@ -13,7 +13,7 @@ from shard_transforms import facade
 W, X, IN_TURN = graphs.W, graphs.X, graphs.IN_TURN
 GROUPS = [[0, 1], [2, 3]]
 MADE, WRAPPERS = graphs.OPTIMIZERS, graphs.WRAPPERS
-sgd = graphs.sgd
+sgd, drop_stale = graphs.sgd, graphs.drop_stale
 
 
 class Heavy(facade.Optimizer):
@@ -156,7 +156,7 @@ class WrappersTest(graphs.GraphTest):
     self.assertIsNone(opts[-1].get_slot(variables[-1], 'other'))
 
   @cases.parameters(
-      (lambda opt: facade.TowerOptimizer(graphs.drop_stale(opt)), IN_TURN),
+      (lambda opt: facade.TowerOptimizer(drop_stale(opt)), IN_TURN),
       (lambda opt: facade.CrossShardOptimizer(opt, group_assignment=GROUPS), 4),
   )
   def test_resumes_to_the_bit_through_orbax(self, wrap, where):
@@ -213,22 +213,29 @@ class WrappersTest(graphs.GraphTest):
     self.assert_equal(ball.shard_values(), 1.5 * means)
     self.assert_equal(w.shard_values(), -0.5 * 2.5 * means)
 
-  @cases.parameters(Heavy, Public)
-  def test_a_dropped_gradient_changes_nothing_of_it(self, kind):
-    w = facade.Variable(0.0, name='w')
-    step = facade.get_or_create_global_step()
-    opt = graphs.drop_stale(kind(0.5))
+  @cases.parameters(
+      (lambda: facade.CrossShardOptimizer(drop_stale(sgd())), 4, 2),
+      (lambda: drop_stale(facade.CrossShardOptimizer(sgd())), 4, 2),
+      (lambda: facade.TowerOptimizer(drop_stale(sgd())), IN_TURN, 2),
+      (lambda: drop_stale(Heavy(1.0)), None, 1 + 1.5),
+      (lambda: drop_stale(Public(1.0)), None, 1 + 1.5),
+  )
+  def test_a_dropped_gradient_changes_nothing(self, make, where, factor):
+    w, age = facade.Variable(0.0), facade.Variable(0, trainable=False)
+    step, opt = facade.get_or_create_global_step(), make()
 
-    @facade.function
-    def train(age):
-      pairs = opt.compute_gradients(lambda: 3.0 * w)
+    def train(x):
+      pairs = opt.compute_gradients(lambda: jnp.mean(w * x))
       step.assign_add(age)
       return opt.apply_gradients(pairs, step)
 
-    counts = [int(train(age)) for age in (0, 1, 0)]
+    run, counts = graphs.mapped(train, where), []
+    for value in (0, 1, 0):
+      age.assign(value)
+      counts.append(np.ravel(run(X))[0])
 
     self.assertEqual(counts, [0, 1, 1])
-    self.assertEqual([float(w), int(step)], [-1.5 - 0.5 * 4.5, 3])
+    self.assertEqual([float(w), int(step)], [-7.5 * factor, 3])
 
   def test_a_lock_must_not_be_hidden_inside_drop_stale(self):
     w = facade.Variable(0.0)
@@ -236,8 +243,8 @@ class WrappersTest(graphs.GraphTest):
     locked = Doubled(sgd(use_locking=True))
 
     with self.assertRaisesRegex(ValueError, 'Give that one `use_locking=True`'):
-      graphs.drop_stale(locked).minimize(lambda: w * 1.0, step)
-    opt = graphs.drop_stale(locked, use_locking=True)
+      drop_stale(locked).minimize(lambda: w * 1.0, step)
+    opt = drop_stale(locked, use_locking=True)
     opt.minimize(lambda: w * 1.0, step)
 
     self.assertEqual([float(w), int(step)], [-2, 1])

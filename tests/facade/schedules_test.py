@@ -108,14 +108,7 @@ class ExponentialMovingAverageTest(graphs.OptimizerTest):
     if not compiled:
       ema.apply()  # As the documentation says, where nothing is compiled.
     train = graphs.mapped(train, None, compiled)
-    for grads, expected in zip(
-        recorded_parts.GRADS, RECORDED[options], strict=False
-    ):
-      train(grads)
-      found = self.values()
-      self.assertEqual(found.keys(), expected.keys())
-      for name, value in found.items():
-        np.testing.assert_allclose(value, expected[name], 2e-6, 1e-7)
+    recorded_parts.check(self, train, RECORDED[options], 2e-6, 1e-7)
 
   def test_names_averages_after_variables(self):
     ema = facade.ExponentialMovingAverage(0.9, name='mean')

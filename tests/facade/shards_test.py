@@ -11,7 +11,7 @@ import graphs
 from shard_transforms import facade
 
 X = graphs.X
-GROUPS = [[0, 3], [1, 2]]
+GROUPS = np.array([[0, 1], [2, 3]])
 sgd = graphs.sgd
 
 
@@ -203,27 +203,15 @@ class GroupsTest(graphs.GraphTest):
     super().setUp()
     self.w = facade.Variable(0.0, name='w')
 
-  def train(self, inner=None, groups=GROUPS, compiled=True, times=1):
-    opt = facade.CrossShardOptimizer(
-        inner or facade.MomentumOptimizer(1.0, 0.5), group_assignment=groups
+  def train(self, inner, compiled=True):
+    opt = facade.CrossShardOptimizer(inner, group_assignment=GROUPS)
+    graphs.train(
+        opt, lambda x: jnp.mean(self.w * x), where=4, compiled=compiled
     )
-    step = facade.get_or_create_global_step()
-    graphs.train(opt, lambda x: jnp.mean(self.w * x), step, 4, times, compiled)
-    return opt, step
-
-  def test_each_group_trains_as_one_device(self):
-    opt, step = self.train(groups=np.array(GROUPS), compiled=False, times=2)
-
-    # The means of the parts are 1.5, 5.5, 9.5 and 13.5.
-    means = jnp.full(4, 7.5)
-    slot = opt.get_slot(self.w, 'momentum')
-    self.assert_equal(slot.shard_values(), 1.5 * means)
-    self.assert_equal(self.w.shard_values(), -2.5 * means)
-    self.assertEqual(int(step), 2)
-    self.assertTrue(self.w.is_per_shard)
 
   def test_groups_get_values_of_their_own(self):
-    self.train(groups=[[0, 1], [2, 3]])
+    self.train(facade.MomentumOptimizer(1.0, 0.5), compiled=False)
+    # The means of the parts are 1.5, 5.5, 9.5 and 13.5.
     expected = jnp.float32([-3.5, -3.5, -11.5, -11.5])
     self.assert_equal(self.w.shard_values(), expected)
 
@@ -242,7 +230,7 @@ class GroupsTest(graphs.GraphTest):
     self.assert_equal(out, jnp.full(8, 2.0))
 
     # Slots are made before; assigning makes all shards the same again.
-    self.train(sgd(), [[0, 1], [2, 3]])
+    self.train(sgd())
     self.assert_equal(self.w.shard_values(), 2 * expected)
     with self.assertRaisesRegex(ValueError, 'made before it gets a value per'):
       self.train(facade.AdagradOptimizer(0.1))
@@ -256,8 +244,8 @@ class CrossReplicaSumTest(graphs.GraphTest):
 
   @cases.parameters(
       (4, None, [24, 28, 32, 36] * 4),
-      (4, [[0, 1], [2, 3]], [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
-      (4, np.array([[0, 1], [2, 3]]), [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
+      (4, GROUPS, [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
+      (4, GROUPS.tolist(), [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
       (1, None, X),
   )
   def test_sums_over_shards_and_groups(self, num_shards, groups, expected):

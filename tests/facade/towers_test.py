@@ -68,24 +68,6 @@ class TowersTest(graphs.GraphTest):
     self.assertEqual(int(self.step), 3)
     self.assertEqual([float(metric), int(seen)], [40.5, 12])
 
-  def test_around_a_drop_stale_optimizer(self):
-    age = facade.Variable(0, trainable=False)
-
-    def train_op(x):
-      opt = facade.TowerOptimizer(graphs.drop_stale(sgd()))
-      pairs = opt.compute_gradients(lambda: self.loss(x))
-      self.step.assign_add(age)
-      return opt.apply_gradients(pairs, self.step)
-
-    run = graphs.mapped(train_op, IN_TURN)
-    counts = []
-    for value in (0, 1, 0):
-      age.assign(value)
-      counts.append(int(run(X)))
-
-    self.assertEqual(counts, [0, 1, 1])
-    self.assert_holds(self.w, -15.0)
-
   def test_around_a_cross_shard_optimizer(self):
     towers = facade.TowerOptimizer(facade.CrossShardOptimizer(sgd()))
     of_shard = graphs.mapped(

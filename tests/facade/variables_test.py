@@ -41,13 +41,6 @@ class MakingTest(graphs.GraphTest):
         (dtype, np.shape(given), np.ndim(given), np.size(given)),
     )
 
-  def test_numbers_of_python_have_32_bits_where_jax_has_64(self):
-    with jax.enable_x64(True):
-      made = map(facade.Variable, (3.0, [1, 2], 2**40, np.float64(0.5)))
-      dtypes = [variable.dtype for variable in made]
-
-    self.assertEqual(dtypes, [jnp.float32, jnp.int32, jnp.int64, jnp.float64])
-
   def test_starts_from_the_value_of_another_and_in_a_given_dtype(self):
     first = facade.Variable(W)
     second = facade.Variable(first)

@@ -110,26 +110,6 @@ class DropStaleTest(WorkersTest):
     self.assertEqual(float(wrappers[0].stale_fraction(self.step)), 0.5)
     self.assertIn(counters[0], wrappers[0].variables())
 
-  @cases.parameters(False, True)
-  def test_around_and_inside_a_cross_shard_optimizer(self, inside):
-    wraps = [facade.CrossShardOptimizer, drop_stale]
-    outer, inner = wraps if inside else wraps[::-1]
-    opt = outer(inner(sgd()))
-
-    @facade.function
-    def step(x, age):
-      def computation(x):
-        pairs = opt.compute_gradients(lambda: jnp.sum(self.w * x))
-        self.step.assign_add(age)
-        return opt.apply_gradients(pairs, self.step)
-
-      return facade.shard(computation, [x], 4)[0][0]
-
-    counts = [int(step(jnp.arange(4.0), age)) for age in (0, 1, 0)]
-
-    self.assertEqual(counts, [0, 1, 1])
-    self.assert_holds(self.w, -3.0)
-
   @cases.parameters((False, 0), (True, 3))
   def test_no_update_is_lost_and_none_applied_twice(self, compiled, staleness):
     num_workers, num_steps = 4, 40 if compiled else 8
