@@ -318,13 +318,8 @@ class OptimizerTest(graphs.OptimizerTest):
       MADE['adam']().apply_gradients([(W, self.w), (1.0, self.b)])
       self.assertEqual(facade.global_variables(), [])
 
-    self.assertEqual(
-        [v.op.name for v in facade.global_variables()][3:],
-        [
-            *('beta1_power', 'beta2_power'),
-            *('w/Adam', 'w/Adam_1', 'b/Adam', 'b/Adam_1'),
-        ],
-    )
+    # Two powers, and two slots of each.
+    self.assertLen(facade.global_variables(), 3 + 2 + 4)
     self.assertEqual(facade.trainable_variables(), [self.w, self.b])
 
   @cases.parameters(False, True)
