@@ -69,6 +69,13 @@ class FolderTest(parameterized.TestCase):
     self.folder = pathlib.Path(made) / 'run'
     self.second = self.folder.with_name('second')
 
+  def flip(self, place):
+    """Changes a bit of the journal."""
+    path = self.folder / 'journal.bin'
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
   @contextlib.contextmanager
   def full_disk(self, size):
     """Lets no file grow beyond a size; expects that one would."""

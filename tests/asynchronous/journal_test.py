@@ -30,11 +30,6 @@ class JournalTest(runs.FolderTest):
         number += len(journal.records)
         run.write(batch=number, worker=2, fate=number % 3, seconds=0.5)
 
-  def flip(self, place):
-    data = bytearray(self.path.read_bytes())
-    data[place] ^= 4
-    self.path.write_bytes(data)
-
   def test_reads_what_was_written(self):
     self.write(3)
     self.write(2)

@@ -1,5 +1,4 @@
 import fcntl
-import functools
 import os
 import pathlib
 import platform
@@ -28,15 +27,11 @@ SAVED = run_folder.Checkpoint(
 )
 
 
-def make_server(tx=TX, params=None):
-  if params is None:
-    params = np.zeros(3, np.float32)
+ZEROS = np.zeros(3, np.float32)
+
+
+def make_server(tx=TX, params=ZEROS):
   return parameter_server.ParameterServer(tx, params)
-
-
-@functools.cache
-def like():
-  return make_server().trees()
 
 
 class CheckpointsTest(runs.FolderTest):
@@ -58,9 +53,7 @@ class CheckpointsTest(runs.FolderTest):
     return checkpoint
 
   def read(self):
-    found = run_folder.read_latest(self.folder, like())
-    assert found is not None
-    return found
+    return run_folder.read_latest(self.folder, make_server().trees())
 
   def test_restores_all_and_arrays_of_any_dtype_and_shape(self):
     trees = {
@@ -73,7 +66,6 @@ class CheckpointsTest(runs.FolderTest):
     run_folder.write(self.folder, saved)
     found = run_folder.read_latest(self.folder, trees)
 
-    assert found is not None
     self.assertEqual(found._replace(trees={}), saved._replace(trees={}))
     chex.assert_trees_all_equal(found.trees, trees, strict=True)
 
@@ -163,12 +155,12 @@ class CheckpointsTest(runs.FolderTest):
     self.assertEqual(saved, {'1.npz'})
 
   @cases.parameters(
-      (optax.sgd(0.1, momentum=0.9), None, r'None instead of float32\[3\] at'),
+      (optax.sgd(0.1, momentum=0.9), ZEROS, r'None instead of float32\[3\] at'),
       (TX, np.zeros(4, np.float32), r'float32\[3\] instead of float32\[4\]'),
       (TX, jnp.zeros(3, jnp.bfloat16), r'float32\[3\] instead of bfloat16'),
       (
           optax.adam(optax.constant_schedule(0.1)),
-          None,
+          ZEROS,
           'None instead of int32.*docs/asynchronous.md says how',
       ),
   )

@@ -102,16 +102,9 @@ class FolderTest(runs.FolderTest):
     paths = sorted(self.folder.rglob('*.*'))
     return {str(path): path.read_bytes() for path in paths}
 
-  def flip(self, record):
-    path = self.folder / 'journal.bin'
-    data = bytearray(path.read_bytes())
-    size = asynchronous.read_journal(self.folder).itemsize
-    data[len(data) - size * (30 - record) + 9] ^= 4
-    path.write_bytes(data)
-
   def test_damaged_record_is_refused_with_a_way_on(self):
     self.train()
-    self.flip(25)
+    self.flip(-5 * outcomes.RECORD.itemsize + 9)
     files = self.files()
 
     for call in (

@@ -10,32 +10,25 @@ import recorded_parts
 from shard_transforms import facade
 
 RECORDED = recorded_parts.RECORDED
-DECAYS = [*RECORDED['decays']]
+PIECES = 'piecewise_constant', [[10, 20], [0.5, 0.3, 0.1]], {}
+DECAYS = [*RECORDED['decays'], [*PIECES, RECORDED['piecewise']]]
 
 
 class DecaysTest(graphs.OptimizerTest):
 
-  def assert_as_recorded(self, rate, expected):
-    found = []
-    for step in RECORDED['steps']:
-      self.step.assign(step)
-      found.append(rate())
-    np.testing.assert_allclose(
-        np.float32(found), np.float32(expected), 2e-6, 1e-7
-    )
-
   @cases.parameters(range(len(DECAYS)))
   def test_is_that_of_tensorflow_at_each_step(self, number):
     name, args, kwargs, expected = DECAYS[number]
+    first = [] if name == 'piecewise_constant' else [0.5]
+    rate = getattr(facade, name)(*first, self.step, *args, **kwargs)
+    found = []
 
-    rate = getattr(facade, name)(0.5, self.step, *args, **kwargs)
+    for step in RECORDED['steps']:
+      self.step.assign(step)
+      found.append(rate())
 
-    self.assert_as_recorded(rate, expected)
-
-  def test_piecewise_is_that_of_tensorflow_at_each_step(self):
-    rate = facade.piecewise_constant(self.step, [10, 20], [0.5, 0.3, 0.1])
-
-    self.assert_as_recorded(rate, RECORDED['piecewise'])
+    found, expected = np.float32(found), np.float32(expected)
+    np.testing.assert_allclose(found, expected, 2e-6, 1e-7)
 
   @cases.parameters(False, True)
   def test_optimizers_read_it_at_each_update(self, compiled):
