@@ -51,21 +51,16 @@ class JournalTest(runs.FolderTest):
     found = asynchronous.read_journal(self.folder)
     np.testing.assert_array_equal(found['batch'], np.arange(4))
 
-  @cases.parameters(0, 3)
-  def test_first_damaged_record_is_named(self, record):
+  @cases.parameters(
+      (40, 'in its header.*start=read'),
+      (-4 * SIZE + 9, 'at record 0 of 4'),
+      (-SIZE + 9, 'at record 3 of 4'),
+  )
+  def test_a_flipped_bit_is_found_and_its_place_named(self, place, where):
     self.write(4)
-    self.flip(-SIZE * (4 - record) + 9)
+    self.flip(place)
 
-    with self.assertRaisesRegex(ValueError, f'damaged at record {record} of 4'):
-      asynchronous.read_journal(self.folder)
-
-  def test_flipped_bit_of_the_header_is_reported(self):
-    self.write(1)
-    self.flip(40)
-
-    with self.assertRaisesRegex(
-        ValueError, 'damaged in its header.*start=read'
-    ):
+    with self.assertRaisesRegex(ValueError, f'damaged {where}'):
       asynchronous.read_journal(self.folder)
 
   @cases.parameters(

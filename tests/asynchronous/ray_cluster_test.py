@@ -99,28 +99,6 @@ def run_outside(*command, user=None, **env):
   return done.stdout + done.stderr
 
 
-def find_raylets():
-  """Returns the processes of Ray that start and end its workers."""
-  return [
-      process
-      for process in psutil.Process().children(recursive=True)
-      if process.name() == 'raylet'
-  ]
-
-
-def wait_until(condition, seconds=60):
-  """Waits until something is true.
-
-  Raises:
-    TimeoutError: If it does not become so.
-  """
-  end = time.monotonic() + seconds
-  while not condition():
-    if time.monotonic() > end:
-      raise TimeoutError
-    time.sleep(0.05)
-
-
 class Killer(threading.Thread):
   """Kills processes at random, a number of times, while the run progresses."""
 
@@ -195,8 +173,9 @@ class FaultsTest(runs.FolderTest):
 
     def on_progress(report):
       if report.global_step >= 60 and not killed:
-        # With it end the driver and all workers.
-        killed.extend(find_raylets())
+        # With the raylet end the driver and all workers.
+        children = psutil.Process().children(recursive=True)
+        killed.extend(child for child in children if child.name() == 'raylet')
         killed[0].kill()
       elif len(killed) == 1 and report.global_step < 40:
         # It is back, and behind where it was.
@@ -289,7 +268,10 @@ class CallerTest(runs.FolderTest):
 
     process.send_signal(signal.SIGKILL)
 
-    wait_until(lambda: self.marked(self.folder) == [forked], seconds=5)
+    end = time.monotonic() + 5
+    while self.marked(self.folder) != [forked]:
+      self.assertLess(time.monotonic(), end)
+      time.sleep(0.05)
     self.assertNotEmpty(listening)
     self.assertContainsSubset(
         set(listening), {'127.0.0.1', '::ffff:127.0.0.1', '::1'}

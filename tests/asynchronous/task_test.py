@@ -21,19 +21,18 @@ class TaskTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, message):
       asynchronous.Task(**(functions | change))
 
-  def test_names_init_that_fails(self):
-    task = asynchronous.Task(lambda: {}['w'], max, max)
-
-    with self.assertRaisesRegex(
-        RuntimeError, "`init` of `task` .* KeyError: 'w"
-    ):
-      task_lib.init_params(task)
-
-  def test_model_has_no_other_state(self):
-    task = asynchronous.Task(lambda: {'count': np.int32(0)}, max, max)
-
-    with self.assertRaisesRegex(TypeError, r"got int32 at \['count'\]. Models"):
-      task_lib.init_params(task)
+  @cases.parameters(
+      (lambda: {}['w'], RuntimeError, "`init` of `task` .* KeyError: 'w"),
+      # Models have no other state.
+      (
+          lambda: {'count': np.int32(0)},
+          TypeError,
+          r"got int32 at \['count'\]. Models",
+      ),
+  )
+  def test_refuses_what_init_does(self, init, error, message):
+    with self.assertRaisesRegex(error, message):
+      task_lib.init_params(asynchronous.Task(init, max, max))
 
   @cases.parameters(
       (lambda p, b: p, 'must return the gradient and a dict'),

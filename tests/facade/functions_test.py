@@ -174,15 +174,6 @@ class FunctionTest(StepTest):
     self.assert_equal(step(X), jnp.asarray(1 + X))
     self.assert_equal(step(np.float32(2)), jnp.float32(5))
 
-  def test_runs_in_the_graph_that_it_was_made_in(self):
-    step = self.momentum_step()
-
-    with facade.Graph().as_default():
-      step(X)
-
-      self.assertEqual(facade.global_variables(), [])
-    self.assertEqual(int(facade.get_global_step()), 1)
-
   def test_a_call_that_sums_over_cpu_devices_waits_for_the_one_before(self):
     opt = facade.CrossShardOptimizer(facade.GradientDescentOptimizer(0.1))
 

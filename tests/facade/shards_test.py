@@ -172,48 +172,41 @@ class CrossShardOptimizerTest(graphs.GraphTest):
 
     self.assert_holds(seen, 7.5)
 
-
-class GroupsTest(graphs.GraphTest):
-
-  def setUp(self):
-    super().setUp()
-    self.w = facade.Variable(0.0, name='w')
-
-  def train(self, inner, compiled=True):
-    opt = facade.CrossShardOptimizer(inner, group_assignment=GROUPS)
-    graphs.train(
-        opt, lambda x: jnp.mean(self.w * x), where=4, compiled=compiled
-    )
-
   def test_groups_get_values_of_their_own(self):
-    self.train(facade.MomentumOptimizer(1.0, 0.5), compiled=False)
+    w = facade.Variable(0.0, name='w')
+
+    def train(inner, compiled=True):
+      opt = facade.CrossShardOptimizer(inner, group_assignment=GROUPS)
+      graphs.train(opt, lambda x: jnp.mean(w * x), where=4, compiled=compiled)
+
+    train(facade.MomentumOptimizer(1.0, 0.5), compiled=False)
     # The means of the parts are 1.5, 5.5, 9.5 and 13.5.
     expected = jnp.float32([-3.5, -3.5, -11.5, -11.5])
-    self.assert_equal(self.w.shard_values(), expected)
+    self.assert_equal(w.shard_values(), expected)
 
     # Reading is for one value.
     for read in (
-        *(self.w.value, lambda: self.w + 1, lambda: jnp.sum(self.w)),
-        *(lambda: np.asarray(self.w), lambda: self.w.assign_add(1.0)),
+        *(w.value, lambda: w + 1, lambda: jnp.sum(w)),
+        *(lambda: np.asarray(w), lambda: w.assign_add(1.0)),
     ):
       with self.assertRaisesRegex(ValueError, 'has a value per shard'):
         read()
-    self.assertIn('a value per shard', repr(self.w))
+    self.assertIn('a value per shard', repr(w))
     with self.assertRaisesRegex(ValueError, 'each of 4 shards.*used on 8'):
-      facade.shard(lambda: self.w.value(), num_shards=8)
+      facade.shard(lambda: w.value(), num_shards=8)
     other = facade.Variable(2.0)
     (out,) = facade.shard(lambda: other.value(), num_shards=8)
     self.assert_equal(out, jnp.full(8, 2.0))
 
     # Slots are made before; assigning makes all shards the same again.
-    self.train(sgd())
-    self.assert_equal(self.w.shard_values(), 2 * expected)
+    train(sgd())
+    self.assert_equal(w.shard_values(), 2 * expected)
     with self.assertRaisesRegex(ValueError, 'made before it gets a value per'):
-      self.train(facade.AdagradOptimizer(0.1))
-    self.w.assign(1.0)
-    self.assert_holds(self.w, 1.0)
+      train(facade.AdagradOptimizer(0.1))
+    w.assign(1.0)
+    self.assert_holds(w, 1.0)
     with self.assertRaisesRegex(ValueError, 'one value for all'):
-      self.w.shard_values()
+      w.shard_values()
 
 
 class CrossReplicaSumTest(graphs.GraphTest):
