@@ -1,29 +1,24 @@
 """The driver, with workers of this process that fail as they are told."""
 
+import dataclasses
 import math
 import random
 import time
 from unittest import mock
 
-from absl.testing import parameterized
 import numpy as np
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import gradients as gradients_lib
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import task as task_lib
 
-TASK = asynchronous_cases.TASK
+TASK = runs.TASK
 TX = optax.adam(0.1)
-
-
-def task_with(**functions):
-  given = {name: getattr(TASK, name) for name in ('init', 'gradient', 'batch')}
-  return asynchronous.Task(**(given | functions))
 
 
 class Workers(task_lib.LocalWorkers):
@@ -75,11 +70,7 @@ class Workers(task_lib.LocalWorkers):
     self.hanging.remove(worker)
 
 
-class DriveTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = asynchronous_cases.folder(self)
+class DriveTest(runs.FolderTest):
 
   def drive(self, workers, task=TASK, time_limit=math.inf, **options):
     defaults = {'num_updates': 20, 'staleness': 1, 'folder': self.folder}
@@ -148,7 +139,7 @@ class DriveTest(parameterized.TestCase):
       (dict(hang=[8] * 5), {}, '5 times.* `time_limit`, which is 0.05 s'),
       (
           {},
-          {'batch': asynchronous_cases.poison},
+          {'batch': runs.poison},
           '`batch` .* got OSError: no such.* in batch 7 on worker ',
       ),
       (
@@ -158,7 +149,7 @@ class DriveTest(parameterized.TestCase):
       ),
   )
   def test_poison_ends_the_run_and_is_named(self, faults, functions, message):
-    task = task_with(**functions)
+    task = dataclasses.replace(TASK, **functions)
 
     with (
         mock.patch.object(driver_lib, '_WAIT', 0.01),
@@ -221,18 +212,17 @@ class DriveTest(parameterized.TestCase):
     self.assertEqual(in_flight.idle(range(3)), [0, 1, 2])
 
 
-class RollForwardTest(parameterized.TestCase):
+class RollForwardTest(runs.FolderTest):
 
   def setUp(self):
     super().setUp()
-    self.folder = asynchronous_cases.folder(self)
     options = options_lib.Options(
         TASK, TX, 30, staleness=2, pace=False, folder=self.folder
     )
     options.time_limit = math.inf
     *_, self.result = driver_lib.drive(options, Workers(4, seed=0))
     self.records = asynchronous.read_journal(self.folder).copy()
-    steps = asynchronous_cases.accepted(self.records)['local_step']
+    steps = runs.accepted(self.records)['local_step']
     # They are not in the order in which they were computed.
     self.assertLess(np.diff(steps).min(), 0)
     self.assertLess(len(steps), len(self.records))
@@ -256,24 +246,24 @@ class RollForwardTest(parameterized.TestCase):
   def test_any_workers_give_the_same_bits(self, num_workers, faults):
     found = self.roll(Workers(num_workers, **faults), time_limit=0.3)
 
-    asynchronous_cases.assert_same_bits(found, self.result)
+    runs.assert_same_bits(found, self.result)
     self.assertEqual(found.report.num_lost, 0)
 
   @cases.parameters(
       (
-          lambda number: asynchronous_cases.batch(number + (number == 12)),
+          lambda number: runs.batch(number + (number == 12)),
           ValueError,
           r'at batch 12 must have the bits .* record \d+ of the jou',
       ),
       (
-          asynchronous_cases.poison,
+          runs.poison,
           RuntimeError,
           '`batch` of `task` must work, got OSError.* batch 7 on worker 0',
       ),
       (None, ValueError, 'must be of global step 5, got 6'),
   )
   def test_what_differs_is_named(self, batch, error, message):
-    task = task_with(batch=batch or TASK.batch)
+    task = dataclasses.replace(TASK, batch=batch or TASK.batch)
     if batch is None:
       accepted = np.flatnonzero(self.records['fate'] == 0)
       self.records = np.delete(self.records, accepted[5])

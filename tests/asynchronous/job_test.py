@@ -11,8 +11,8 @@ from unittest import mock
 from absl.testing import parameterized
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import ray_cluster
@@ -68,20 +68,19 @@ class ConverseTest(parameterized.TestCase):
       self.assertEqual(pickle.loads(ours.recv_bytes()), (3,))
 
 
-class JobTest(parameterized.TestCase):
+class JobTest(runs.FolderTest):
 
   def test_process_that_survives_its_kill_does_not_hang_the_caller(self):
-    folder = asynchronous_cases.folder(self)
-    folder.mkdir()
+    self.folder.mkdir()
 
     with (
         mock.patch.object(watchdog, '_kill', return_value=True),
         mock.patch.object(watchdog, '_BETWEEN_CHECKS', 0),
         mock.patch.object(watchdog, '_MAX_CHECKS', 3),
     ):
-      watchdog.sweep('a mark', str(folder))
+      watchdog.sweep('a mark', str(self.folder))
 
-    self.assertFalse(folder.exists())
+    self.assertFalse(self.folder.exists())
 
   @cases.parameters((False, 1), (True, 4))
   def test_child_that_dies_is_reported(self, has_folder, num_deaths):
@@ -102,31 +101,28 @@ class JobTest(parameterized.TestCase):
             RuntimeError, f'got one that has died {num_deaths} times'
         ),
     ):
-      asynchronous_cases.train(
-          asynchronous_cases.TASK,
+      runs.train(
+          runs.TASK,
           optax.sgd(0.1),
           cluster='local',
-          folder=asynchronous_cases.folder(self) if has_folder else None,
+          folder=self.folder if has_folder else None,
       )
 
     # What is left of one is in nobody's way.
     self.assertLen(set(temporary), num_deaths)
 
   def test_child_that_never_answers_is_reported_and_ended(self):
-    folder = asynchronous_cases.folder(self)
-    folder.mkdir()
-    (folder / 'silent.py').write_text('import time; time.sleep(1000)')
+    self.folder.mkdir()
+    (self.folder / 'silent.py').write_text('import time; time.sleep(1000)')
 
     with (
         mock.patch.object(job, '_CHILD', 'silent'),
-        mock.patch.object(sys, 'path', [*sys.path, str(folder)]),
+        mock.patch.object(sys, 'path', [*sys.path, str(self.folder)]),
         mock.patch.object(job, '_START_TIMEOUT', 0.1),
         mock.patch.object(job, '_END_TIMEOUT', 0.1),
         self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'),
     ):
-      asynchronous_cases.train(
-          asynchronous_cases.TASK, optax.sgd(0.1), cluster='local'
-      )
+      runs.train(runs.TASK, optax.sgd(0.1), cluster='local')
 
   @cases.parameters(
       (PermissionError, OSError),

@@ -1,14 +1,10 @@
 import contextlib
 import os
-import re
-import resource
-import signal
 
-from absl.testing import parameterized
 import numpy as np
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import run_folder
@@ -17,11 +13,10 @@ MANIFEST = {'optimizer': 'a', 'machine': 'b'}
 SIZE = outcomes.RECORD.itemsize
 
 
-class JournalTest(parameterized.TestCase):
+class JournalTest(runs.FolderTest):
 
   def setUp(self):
     super().setUp()
-    self.folder = asynchronous_cases.folder(self)
     self.folder.mkdir()
     self.path = self.folder / 'journal.bin'
 
@@ -34,11 +29,6 @@ class JournalTest(parameterized.TestCase):
       for number in range(num_records):
         number += len(journal.records)
         run.write(batch=number, worker=2, fate=number % 3, seconds=0.5)
-
-  def flip(self, place):
-    data = bytearray(self.path.read_bytes())
-    data[place] ^= 4
-    self.path.write_bytes(data)
 
   def test_reads_what_was_written(self):
     self.write(3)
@@ -61,21 +51,16 @@ class JournalTest(parameterized.TestCase):
     found = asynchronous.read_journal(self.folder)
     np.testing.assert_array_equal(found['batch'], np.arange(4))
 
-  @cases.parameters(0, 3)
-  def test_first_damaged_record_is_named(self, record):
+  @cases.parameters(
+      (40, 'in its header.*start=read'),
+      (-4 * SIZE + 9, 'at record 0 of 4'),
+      (-SIZE + 9, 'at record 3 of 4'),
+  )
+  def test_a_flipped_bit_is_found_and_its_place_named(self, place, where):
     self.write(4)
-    self.flip(-SIZE * (4 - record) + 9)
+    self.flip(place)
 
-    with self.assertRaisesRegex(ValueError, f'damaged at record {record} of 4'):
-      asynchronous.read_journal(self.folder)
-
-  def test_flipped_bit_of_the_header_is_reported(self):
-    self.write(1)
-    self.flip(40)
-
-    with self.assertRaisesRegex(
-        ValueError, 'damaged in its header.*start=read'
-    ):
+    with self.assertRaisesRegex(ValueError, f'damaged {where}'):
       asynchronous.read_journal(self.folder)
 
   @cases.parameters(
@@ -91,18 +76,6 @@ class JournalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'must hold the journal of a run'):
       self.write(1)
     self.assertEqual(self.path.read_bytes(), data)
-
-  @contextlib.contextmanager
-  def full_disk(self, size):
-    """Lets no file grow beyond a size; expects that one would."""
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    self.addCleanup(signal.signal, signal.SIGXFSZ, handler)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    with self.assertRaisesRegex(OSError, re.escape(str(self.folder))):
-      yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
   def test_error_of_the_disk_keeps_its_text_and_names_the_file(self):
     for error in OSError('no number'), OSError(28, 'no number'):

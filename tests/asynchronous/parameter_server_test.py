@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 import shard_transforms
 from shard_transforms._src.asynchronous import parameter_server
 
@@ -24,8 +24,8 @@ def gradients():
   """Returns gradients of some ages, one of which is not finite."""
   found = []
   for number in range(9):
-    batch = asynchronous_cases.batch(number)
-    grads, _ = asynchronous_cases.gradient(asynchronous_cases.init(), batch)
+    batch = runs.batch(number)
+    grads, _ = runs.gradient(runs.init(), batch)
     found.append(jax.tree.map(np.array, grads))
   found[4]['w'][2] = np.nan
   return found
@@ -51,7 +51,7 @@ class ParameterServerTest(parameterized.TestCase):
   @parameterized.named_parameters(*OPTIMIZERS)
   def test_state_is_that_of_drop_stale(self, make):
     tx = shard_transforms.drop_stale(STALENESS, make())
-    params = asynchronous_cases.init()
+    params = runs.init()
     state = tx.init(params)
     step = step_of(tx)
     server = parameter_server.ParameterServer(make(), params)
@@ -101,7 +101,7 @@ class ParameterServerTest(parameterized.TestCase):
       server.accept(grads, published[local_step], local_step)
       params, state = step(params, state, grads, read_params=read[local_step])
 
-    asynchronous_cases.assert_same_bits(
+    runs.assert_same_bits(
         (server.params, server.state.inner_state),
         jax.tree.map(np.asarray, (params, state)),
     )
@@ -145,20 +145,3 @@ class ParameterServerTest(parameterized.TestCase):
 
     self.assertEqual(fingerprint(optax.sgd(0.1), [jnp.zeros(3)]), found[0])
     self.assertLen(set(found), len(found))
-
-
-class RandomKeysTest(parameterized.TestCase):
-
-  def test_keys_come_back_among_numbers(self):
-    key = jax.random.split(jax.random.key(3, impl='rbg'), 2)
-    tree = {'key': key, 'w': np.ones(3), 'none': None}
-
-    numbers = parameter_server.leaves_of(tree)
-    again = parameter_server.with_leaves(tree, numbers)
-
-    self.assertEqual(numbers[0].dtype, np.uint32)
-    self.assertEqual(again['key'].dtype, key.dtype)
-    np.testing.assert_array_equal(
-        jax.random.bits(again['key'][1]), jax.random.bits(key[1])
-    )
-    self.assertIs(again['w'], tree['w'])

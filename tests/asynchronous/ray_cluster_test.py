@@ -15,23 +15,22 @@ import threading
 import time
 from unittest import mock
 
-from absl.testing import parameterized
 import numpy as np
 import optax
 import psutil
 import pytest
 
-import asynchronous_cases
 import python_command
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
 
-TASK = asynchronous_cases.TASK
+TASK = runs.TASK
 TX = optax.adam(0.1)
 WORKER, DRIVER = 'ray::_Computer', job._CHILD
 RUN = """
 import os, sys, time, warnings
-import asynchronous_cases, optax
+import runs, optax
 forked = []
 def on_progress(report):
   if not forked:
@@ -41,13 +40,13 @@ def on_progress(report):
       time.sleep(600)
       os._exit(0)
   print(report.global_step, flush=True)
-asynchronous_cases.train(
-    asynchronous_cases.SLOW_TASK, optax.adam(0.1), cluster='local',
+runs.train(
+    runs.SLOW_TASK, optax.adam(0.1), cluster='local',
     num_workers=2, num_updates=10**6, save_every=15, folder=sys.argv[1],
     on_progress=on_progress)
 """
 TWO_NODES = """
-import asynchronous_cases, numpy as np, optax, ray, ray.cluster_utils, sys
+import runs, numpy as np, optax, ray, ray.cluster_utils, sys
 cluster = ray.cluster_utils.Cluster(
     initialize_head=True, head_node_args={'num_cpus': 2, 'resources': {'w': 1}})
 second = cluster.add_node(num_cpus=2, resources={'w': 1})
@@ -56,8 +55,8 @@ def on_progress(report):
   if report.global_step > 30 and not killed:
     killed.append(second)
     cluster.remove_node(second, allow_graceful=False)
-asynchronous_cases.train(
-    asynchronous_cases.SLOW_TASK, optax.adam(0.1), cluster=cluster.address,
+runs.train(
+    runs.SLOW_TASK, optax.adam(0.1), cluster=cluster.address,
     num_workers=2, num_updates=100, folder=sys.argv[1],
     resources={'num_cpus': 1, 'resources': {'w': 1}}, on_progress=on_progress)
 cluster.shutdown()
@@ -100,28 +99,6 @@ def run_outside(*command, user=None, **env):
   return done.stdout + done.stderr
 
 
-def find_raylets():
-  """Returns the processes of Ray that start and end its workers."""
-  return [
-      process
-      for process in psutil.Process().children(recursive=True)
-      if process.name() == 'raylet'
-  ]
-
-
-def wait_until(condition, seconds=60):
-  """Waits until something is true.
-
-  Raises:
-    TimeoutError: If it does not become so.
-  """
-  end = time.monotonic() + seconds
-  while not condition():
-    if time.monotonic() > end:
-      raise TimeoutError
-    time.sleep(0.05)
-
-
 class Killer(threading.Thread):
   """Kills processes at random, a number of times, while the run progresses."""
 
@@ -149,18 +126,14 @@ class Killer(threading.Thread):
       name = self._random.choice([WORKER, WORKER, DRIVER])
       if name == DRIVER:
         self._progressed.clear()
-      alive = asynchronous_cases.processes(name)
+      alive = runs.processes(name)
       if alive:
         self.kills.append(name)
         self._random.choice(alive).kill()
 
 
 @pytest.mark.slow
-class FaultsTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = asynchronous_cases.folder(self)
+class FaultsTest(runs.FolderTest):
 
   def train(self, task=TASK, **options):
     defaults = {
@@ -169,20 +142,18 @@ class FaultsTest(parameterized.TestCase):
         'save_every': 100,
         'folder': self.folder,
     }
-    return asynchronous_cases.train(task, TX, **(defaults | options))
+    return runs.train(task, TX, **(defaults | options))
 
   def check(self, result, task=TASK):
     """Checks that no update was lost and that no batch counts twice."""
     journal = asynchronous.read_journal(self.folder)
-    accepted = asynchronous_cases.accepted(journal)
+    accepted = runs.accepted(journal)
     num_updates = result.report.global_step
     np.testing.assert_array_equal(
         accepted['global_step'], np.arange(num_updates)
     )
     self.assertLen(set(accepted['batch'].tolist()), num_updates)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(self.folder, task, TX), result
-    )
+    runs.assert_same_bits(asynchronous.replay(self.folder, task, TX), result)
 
   def test_random_kills_lose_nothing(self):
     killer = Killer(seed=0, number=3)
@@ -202,18 +173,19 @@ class FaultsTest(parameterized.TestCase):
 
     def on_progress(report):
       if report.global_step >= 60 and not killed:
-        # With it end the driver and all workers.
-        killed.extend(find_raylets())
+        # With the raylet end the driver and all workers.
+        children = psutil.Process().children(recursive=True)
+        killed.extend(child for child in children if child.name() == 'raylet')
         killed[0].kill()
       elif len(killed) == 1 and report.global_step < 40:
         # It is back, and behind where it was.
-        killed.extend(asynchronous_cases.processes(WORKER)[:1])
+        killed.extend(runs.processes(WORKER)[:1])
         killed[-1].kill()
       is_over = len(killed) > 1 and report.num_recovered
       return 'stop' if is_over else None
 
     result = self.train(
-        asynchronous_cases.SLOW_TASK,
+        runs.SLOW_TASK,
         num_updates=10_000,
         save_every=100_000,
         on_progress=on_progress,
@@ -221,7 +193,7 @@ class FaultsTest(parameterized.TestCase):
 
     self.assertLen(killed, 2)
     self.assertGreaterEqual(result.report.num_recovered, 60)
-    self.check(result, asynchronous_cases.SLOW_TASK)
+    self.check(result, runs.SLOW_TASK)
 
   def test_cluster_that_is_not_there_is_reported(self):
     with self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'):
@@ -229,7 +201,7 @@ class FaultsTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
-class CallerTest(parameterized.TestCase):
+class CallerTest(runs.FolderTest):
   """The program that called `train` is killed."""
 
   def start(self, folder, home):
@@ -273,19 +245,18 @@ class CallerTest(parameterized.TestCase):
     return found
 
   def test_leaves_nothing_behind_and_resumes_closed_to_others(self):
-    folder = asynchronous_cases.folder(self)
-    home = folder.parent / 'home'
+    home = self.folder.parent / 'home'
     home.mkdir()
-    temporary = folder.parent / 't'
+    temporary = self.folder.parent / 't'
     temporary.mkdir()
-    process = self.start(folder, home)
+    process = self.start(self.folder, home)
     self.addCleanup(process.wait)
     self.addCleanup(process.kill)
     for line in process.stdout:
       if int(line) > 20:
         break
     process.stdout.close()
-    listening = self.listening(folder)
+    listening = self.listening(self.folder)
     caller = psutil.Process(process.pid)
     # It has all that the caller had open when it was forked.
     (forked,) = (
@@ -297,18 +268,19 @@ class CallerTest(parameterized.TestCase):
 
     process.send_signal(signal.SIGKILL)
 
-    wait_until(lambda: self.marked(folder) == [forked], seconds=5)
+    end = time.monotonic() + 5
+    while self.marked(self.folder) != [forked]:
+      self.assertLess(time.monotonic(), end)
+      time.sleep(0.05)
     self.assertNotEmpty(listening)
     self.assertContainsSubset(
         set(listening), {'127.0.0.1', '::ffff:127.0.0.1', '::1'}
     )
     self.assertEmpty(list(home.iterdir()))
     self.assertEmpty(list(temporary.iterdir()))
-    num_updates = len(
-        asynchronous_cases.accepted(asynchronous.read_journal(folder))
-    )
-    self.resume_watched(folder, num_updates + 20)
-    result = asynchronous.replay(folder, asynchronous_cases.SLOW_TASK, TX)
+    num_updates = len(runs.accepted(asynchronous.read_journal(self.folder)))
+    self.resume_watched(self.folder, num_updates + 20)
+    result = asynchronous.replay(self.folder, runs.SLOW_TASK, TX)
     self.assertGreaterEqual(result.opt_state.global_step, num_updates + 20)
 
   def resume_watched(self, folder, num_updates):
@@ -330,8 +302,8 @@ class CallerTest(parameterized.TestCase):
         mock.patch.object(tempfile, 'tempdir', None),
         self.assertRaises(ZeroDivisionError),
     ):
-      asynchronous_cases.train(
-          asynchronous_cases.SLOW_TASK,
+      runs.train(
+          runs.SLOW_TASK,
           TX,
           cluster='local',
           num_workers=2,
@@ -340,7 +312,7 @@ class CallerTest(parameterized.TestCase):
           on_progress=on_progress,
       )
 
-    self.assertEmpty(asynchronous_cases.processes('ray::'))
+    self.assertEmpty(runs.processes('ray::'))
     self.assertEmpty(seen['unmarked'])
     self.assertEqual(seen['mode'], 0o700)
     if 'entered' in seen:
@@ -382,15 +354,13 @@ class CallerTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
-class TwoNodesTest(parameterized.TestCase):
+class TwoNodesTest(runs.FolderTest):
 
   def test_node_that_dies_takes_no_update_with_it(self):
-    folder = asynchronous_cases.folder(self)
-
     # Ray's sockets are there. Their paths must be shorter than 108 bytes.
     with tempfile.TemporaryDirectory(dir='/tmp') as temporary:
       printed = subprocess.run(
-          [sys.executable, '-c', TWO_NODES, folder],
+          [sys.executable, '-c', TWO_NODES, self.folder],
           env={
               **os.environ,
               'PYTHONPATH': os.pathsep.join(sys.path),
@@ -403,7 +373,7 @@ class TwoNodesTest(parameterized.TestCase):
       ).stdout
 
     self.assertEqual(printed.splitlines()[-1], '1')
-    journal = asynchronous.read_journal(folder)
+    journal = asynchronous.read_journal(self.folder)
     self.assertContainsSubset({0, 1}, set(journal['worker'].tolist()))
-    result = asynchronous.replay(folder, asynchronous_cases.SLOW_TASK, TX)
+    result = asynchronous.replay(self.folder, runs.SLOW_TASK, TX)
     self.assertEqual(result.opt_state.global_step, 100)

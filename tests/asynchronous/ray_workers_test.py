@@ -8,36 +8,34 @@ import platform
 import sys
 from unittest import mock
 
-from absl.testing import parameterized
 import jaxlib
 import numpy as np
 import optax
 import pytest
 from ray import exceptions
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import ray_cluster
 from shard_transforms._src.asynchronous import ray_workers
 
-train = asynchronous_cases.train
+train = runs.train
 
 
-class RayWorkersTest(parameterized.TestCase):
+class RayWorkersTest(runs.FolderTest):
 
   @pytest.mark.slow
   def test_run_is_watched_and_stopped_and_replays_whoever_computes(self):
-    folder = asynchronous_cases.folder(self)
-    hung = folder.with_name('hung')
+    hung = self.folder.with_name('hung')
     tx = optax.adam(0.1)
     params = {}
     # Large parameters go through the store; slow, so that both workers start.
     task = asynchronous.Task(
         lambda: {'w': np.zeros(100_000, np.float32)},
-        asynchronous_cases.slow_pull,
-        functools.partial(asynchronous_cases.hang_once, hung),
+        runs.slow_pull,
+        functools.partial(runs.hang_once, hung),
     )
 
     def on_progress(report):
@@ -55,24 +53,22 @@ class RayWorkersTest(parameterized.TestCase):
         save_every=20,
         # A first gradient includes what JAX needs to start.
         time_limit=8,
-        folder=folder,
+        folder=self.folder,
         on_progress=on_progress,
     )
 
     num_updates = result.report.global_step
     self.assertBetween(num_updates, 60, 999)
-    journal = asynchronous.read_journal(folder)
-    accepted = asynchronous_cases.accepted(journal)
+    journal = asynchronous.read_journal(self.folder)
+    accepted = runs.accepted(journal)
     self.assertEqual(set(accepted['worker'].tolist()), {0, 1})
     # The worker that hung is replaced.
     fates = journal['fate'][journal['batch'] == 30].tolist()
     self.assertEqual(fates, [2, 0])
-    task = dataclasses.replace(task, gradient=asynchronous_cases.pull)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, task, tx), result
-    )
+    task = dataclasses.replace(task, gradient=runs.pull)
+    runs.assert_same_bits(asynchronous.replay(self.folder, task, tx), result)
     first = min(params)
-    halfway = asynchronous.replay(folder, task, tx, until=first)
+    halfway = asynchronous.replay(self.folder, task, tx, until=first)
     np.testing.assert_array_equal(params[first]['w'], halfway.params['w'])
 
   @cases.parameters(
@@ -144,11 +140,10 @@ class RayWorkersTest(parameterized.TestCase):
     start.assert_not_called()
 
 
-class NodeTest(parameterized.TestCase):
+class NodeTest(runs.FolderTest):
 
   def setUp(self):
     super().setUp()
-    self.folder = asynchronous_cases.folder(self)
     self.folder.mkdir()
     self.enterContext(
         mock.patch.object(sys, 'path', [str(self.folder), *sys.path])

@@ -1,24 +1,19 @@
-from absl.testing import parameterized
-import chex
-import jax
+import dataclasses
+
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 import shard_transforms
 from shard_transforms import asynchronous
 
-TASK = asynchronous_cases.TASK
+TASK = runs.TASK
 
 
-class ReplayTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = asynchronous_cases.folder(self)
+class ReplayTest(runs.FolderTest):
 
   def train(self, tx, **options):
-    return asynchronous_cases.train(TASK, tx, folder=self.folder, **options)
+    return runs.train(TASK, tx, folder=self.folder, **options)
 
   def test_gives_the_same_bits(self):
     tx = optax.chain(
@@ -29,23 +24,20 @@ class ReplayTest(parameterized.TestCase):
 
     again = asynchronous.replay(self.folder, TASK, tx)
 
-    asynchronous_cases.assert_same_bits(first, again)
+    runs.assert_same_bits(first, again)
     self.assertEqual(again.report.num_dropped, first.report.num_dropped)
     self.assertEqual(again.report.mean_age, first.report.mean_age)
 
   @cases.parameters(0, 10)
   def test_stops_where_it_is_reported(self, until):
     self.train(optax.sgd(0.1), staleness=0)
-    params = asynchronous_cases.init()
-    for number in range(until):
-      batch = asynchronous_cases.batch(number)
-      grads, _ = asynchronous_cases.gradient(params, batch)
-      params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     found = asynchronous.replay(self.folder, TASK, optax.sgd(0.1), until=until)
 
     self.assertEqual(found.opt_state.global_step, until)
-    chex.assert_trees_all_close(found.params, params, rtol=1e-5)
+    state = found.opt_state.inner_state
+    expected = runs.plain_loop(optax.sgd(0.1), until)
+    runs.assert_same_bits((found.params, state), expected)
 
   @cases.parameters(
       ({'until': 31}, ValueError, '`until` must be at most the 30 updates'),
@@ -67,12 +59,10 @@ class ReplayTest(parameterized.TestCase):
 
     def batch(number):
       calls.append(number)
-      return asynchronous_cases.batch(len(calls))
+      return runs.batch(len(calls))
 
-    task = asynchronous.Task(
-        asynchronous_cases.init, asynchronous_cases.gradient, batch
-    )
-    asynchronous_cases.train(task, optax.sgd(0.1), folder=self.folder)
+    task = dataclasses.replace(TASK, batch=batch)
+    runs.train(task, optax.sgd(0.1), folder=self.folder)
 
     with self.assertRaisesRegex(ValueError, 'and pure functions'):
       asynchronous.replay(self.folder, task, optax.sgd(0.1))

@@ -1,31 +1,27 @@
 import dataclasses
 import os
 
-from absl.testing import parameterized
+import jax
 import numpy as np
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import parameter_server
 
-TASK = asynchronous_cases.TASK
+TASK = runs.TASK
 TX = optax.adam(0.1)
 # Where the ages differ, and some gradients are dropped.
 OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10}
 
 
-class RecoveryTest(parameterized.TestCase):
+class RecoveryTest(runs.FolderTest):
   """Resumes a run of 30 updates that was cut off."""
-
-  def setUp(self):
-    super().setUp()
-    self.folder = asynchronous_cases.folder(self)
 
   def cut(self, num_records, num_checkpoints=0):
     """Trains, and leaves the files of a run that was killed."""
-    asynchronous_cases.train(TASK, TX, folder=self.folder, **OPTIONS)
+    runs.train(TASK, TX, folder=self.folder, **OPTIONS)
     path = self.folder / 'journal.bin'
     size = asynchronous.read_journal(self.folder).itemsize
     num_all = len(asynchronous.read_journal(self.folder))
@@ -37,9 +33,7 @@ class RecoveryTest(parameterized.TestCase):
       checkpoint.unlink()
 
   def resume(self, task=TASK, tx=TX, **options):
-    return asynchronous_cases.train(
-        task, tx, folder=self.folder, **(OPTIONS | options)
-    )
+    return runs.train(task, tx, folder=self.folder, **(OPTIONS | options))
 
   @cases.parameters((11, 0), (38, 1))
   def test_loses_no_update_and_counts_no_batch_twice(
@@ -52,26 +46,23 @@ class RecoveryTest(parameterized.TestCase):
 
     journal = asynchronous.read_journal(self.folder)
     self.assertEqual(journal[:num_records].tobytes(), before.tobytes())
-    accepted = asynchronous_cases.accepted(journal)
+    accepted = runs.accepted(journal)
     np.testing.assert_array_equal(accepted['global_step'], np.arange(30))
     self.assertLen(set(accepted['batch'].tolist()), 30)
     # Beyond the last, four were in flight at most.
     self.assertContainsSubset(range(26), accepted['batch'].tolist())
     self.assertGreater(result.report.num_recovered, 0)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(self.folder, TASK, TX), result
-    )
+    runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
   def test_finished_run_ends_at_once(self):
     first = self.resume()
 
     again = self.resume()
 
-    asynchronous_cases.assert_same_bits(first, again)
+    runs.assert_same_bits(first, again)
     seconds = again.report.seconds
-    self.assertEqual(
-        again.report, dataclasses.replace(first.report, seconds=seconds)
-    )
+    expected = dataclasses.replace(first.report, seconds=seconds)
+    self.assertEqual(again.report, expected)
 
   def test_refuses_checkpoints_without_their_journal(self):
     self.resume()
@@ -85,7 +76,7 @@ class RecoveryTest(parameterized.TestCase):
   def test_refuses_checkpoints_of_another_run(self):
     self.resume()
     journal = (self.folder / 'journal.bin').read_bytes()
-    self.folder = self.folder.parent / 'second'
+    self.folder = self.second
     self.resume(pace=True)
     (self.folder / 'journal.bin').write_bytes(journal)
 
@@ -95,11 +86,7 @@ class RecoveryTest(parameterized.TestCase):
   @cases.parameters(0, 1)
   def test_refuses_another_task(self, num_checkpoints):
     self.cut(38, num_checkpoints)
-    task = asynchronous.Task(
-        asynchronous_cases.init,
-        asynchronous_cases.gradient,
-        lambda number: asynchronous_cases.batch(number) + 1,
-    )
+    task = dataclasses.replace(TASK, batch=lambda n: runs.batch(n) + 1)
     before = asynchronous.read_journal(self.folder).tobytes()
 
     with self.assertRaisesRegex(
@@ -111,22 +98,19 @@ class RecoveryTest(parameterized.TestCase):
 
   def test_refuses_other_parameters(self):
     self.resume()
-    task = asynchronous.Task(
-        lambda: {'w': np.ones(3, np.float32)},
-        asynchronous_cases.gradient,
-        asynchronous_cases.batch,
-    )
+    task = dataclasses.replace(TASK, init=lambda: {'w': np.float32([1, 1])})
 
     with self.assertRaisesRegex(ValueError, 'initial parameters'):
       self.resume(task)
 
   def test_random_keys_of_an_optimizer_are_restored(self):
-    tx = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+    key = jax.random.key(0, impl='rbg')
+    tx = optax.chain(optax.add_noise(0.1, 0.5, key), optax.sgd(0.1))
 
     self.resume(tx=tx, num_updates=10)
     result = self.resume(tx=tx, num_updates=15)
 
     again = asynchronous.replay(self.folder, TASK, tx)
-    asynchronous_cases.assert_same_bits(
+    runs.assert_same_bits(
         *([parameter_server.leaves_of(r[:2])] for r in (again, result))
     )

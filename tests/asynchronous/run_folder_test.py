@@ -1,5 +1,4 @@
 import fcntl
-import functools
 import os
 import pathlib
 import platform
@@ -15,35 +14,30 @@ import jaxlib
 import numpy as np
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
 
-TASK = asynchronous_cases.TASK
+TASK = runs.TASK
 TX = optax.adam(0.1)
 SAVED = run_folder.Checkpoint(
     num_records=7, last_crc=9, next_batch=3, ready=[1], metrics={'loss': 0.5}
 )
 
 
-def make_server(tx=TX, params=None):
-  if params is None:
-    params = np.zeros(3, np.float32)
+ZEROS = np.zeros(3, np.float32)
+
+
+def make_server(tx=TX, params=ZEROS):
   return parameter_server.ParameterServer(tx, params)
 
 
-@functools.cache
-def like():
-  return make_server().trees()
-
-
-class CheckpointsTest(parameterized.TestCase):
+class CheckpointsTest(runs.FolderTest):
 
   def setUp(self):
     super().setUp()
-    self.folder = asynchronous_cases.folder(self)
     self.server = make_server()
 
   def save(self, num_updates):
@@ -59,22 +53,9 @@ class CheckpointsTest(parameterized.TestCase):
     return checkpoint
 
   def read(self):
-    found = run_folder.read_latest(self.folder, like())
-    assert found is not None
-    return found
+    return run_folder.read_latest(self.folder, make_server().trees())
 
-  def test_restores_a_server(self):
-    saved = self.save(1)
-
-    found = self.read()
-
-    self.assertEqual(found._replace(trees={}), saved._replace(trees={}))
-    asynchronous_cases.assert_same_bits(
-        (found.trees['params'], found.trees['state']),
-        (self.server.params, self.server.state),
-    )
-
-  def test_restores_arrays_of_any_dtype_and_shape(self):
+  def test_restores_all_and_arrays_of_any_dtype_and_shape(self):
     trees = {
         str(np.dtype(dtype)): [np.ones((2, 3), dtype), np.ones([], dtype), {}]
         for dtype in (jnp.bfloat16, jnp.float8_e5m2, jnp.int4, bool)
@@ -85,7 +66,7 @@ class CheckpointsTest(parameterized.TestCase):
     run_folder.write(self.folder, saved)
     found = run_folder.read_latest(self.folder, trees)
 
-    assert found is not None
+    self.assertEqual(found._replace(trees={}), saved._replace(trees={}))
     chex.assert_trees_all_equal(found.trees, trees, strict=True)
 
   def test_no_changed_byte_gives_other_parameters(self):
@@ -174,12 +155,12 @@ class CheckpointsTest(parameterized.TestCase):
     self.assertEqual(saved, {'1.npz'})
 
   @cases.parameters(
-      (optax.sgd(0.1, momentum=0.9), None, r'None instead of float32\[3\] at'),
+      (optax.sgd(0.1, momentum=0.9), ZEROS, r'None instead of float32\[3\] at'),
       (TX, np.zeros(4, np.float32), r'float32\[3\] instead of float32\[4\]'),
       (TX, jnp.zeros(3, jnp.bfloat16), r'float32\[3\] instead of bfloat16'),
       (
           optax.adam(optax.constant_schedule(0.1)),
-          None,
+          ZEROS,
           'None instead of int32.*docs/asynchronous.md says how',
       ),
   )
@@ -205,7 +186,7 @@ class ManifestTest(parameterized.TestCase):
     self.assertEqual(found['processor'], machine)
 
 
-class LockTest(parameterized.TestCase):
+class LockTest(runs.FolderTest):
 
   @cases.parameters(
       (BlockingIOError(11, 'busy'), ValueError, '`folder` must not be in use'),
@@ -213,29 +194,26 @@ class LockTest(parameterized.TestCase):
       (OSError(37, 'No locks available'), OSError, "No locks available: '.*ru"),
   )
   def test_folder_that_cannot_be_locked_is_named(self, cause, error, message):
-    folder = asynchronous_cases.folder(self)
-
     with (
         mock.patch.object(fcntl, 'flock', side_effect=cause),
         self.assertRaisesRegex(error, message),
     ):
-      asynchronous_cases.train(TASK, TX, folder=folder)
+      runs.train(TASK, TX, folder=self.folder)
 
 
-class ReadCheckpointTest(parameterized.TestCase):
+class ReadCheckpointTest(runs.FolderTest):
 
   def test_gives_plain_jax_the_result(self):
-    folder = asynchronous_cases.folder(self)
-    first = asynchronous_cases.train(TASK, TX, folder=folder)
+    first = runs.train(TASK, TX, folder=self.folder)
 
-    params, state, report = asynchronous.read_checkpoint(folder, TASK, TX)
+    params, state, report = asynchronous.read_checkpoint(self.folder, TASK, TX)
 
-    asynchronous_cases.assert_same_bits((params, state), first)
+    runs.assert_same_bits((params, state), first)
     self.assertEqual(report.global_step, 30)
     self.assertEqual(report.metrics, first.report.metrics)
-    grads, _ = asynchronous_cases.gradient(params, asynchronous_cases.batch(30))
+    grads, _ = runs.gradient(params, runs.batch(30))
     TX.update(grads, state.inner_state, params)
 
   def test_reports_that_there_is_none(self):
     with self.assertRaisesRegex(FileNotFoundError, 'an intact checkpoint, got'):
-      asynchronous.read_checkpoint(asynchronous_cases.folder(self), TASK, TX)
+      asynchronous.read_checkpoint(self.folder, TASK, TX)

@@ -4,13 +4,12 @@ import dataclasses
 import functools
 from unittest import mock
 
-from absl.testing import parameterized
 import jax
 import numpy as np
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
@@ -19,7 +18,7 @@ from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import task
 
-TASK = asynchronous_cases.TASK
+TASK = runs.TASK
 TX = optax.adam(0.1)
 MANIFEST_OF = run_folder.manifest_of
 
@@ -33,15 +32,11 @@ def change(part):
   )
 
 
-class FolderTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.folder = asynchronous_cases.folder(self)
+class FolderTest(runs.FolderTest):
 
   def train(self, task=TASK, tx=TX, **options):
     defaults = {'save_every': 10, 'folder': self.folder}
-    return asynchronous_cases.train(task, tx, **(defaults | options))
+    return runs.train(task, tx, **(defaults | options))
 
   def read(self, tx=TX):
     """Returns the checkpoint as the error says."""
@@ -51,7 +46,6 @@ class FolderTest(parameterized.TestCase):
     part = 'jaxlib'
     first = self.train(num_updates=15)
     files = self.files()
-    folder = self.folder.parent / 'second'
 
     with change(part):
       with self.assertRaisesRegex(
@@ -60,13 +54,11 @@ class FolderTest(parameterized.TestCase):
         self.train()
       with self.assertRaisesRegex(ValueError, f'differ: {part} '):
         asynchronous.replay(self.folder, TASK, TX)
-      result = self.train(folder=folder, start=self.read())
-      again = asynchronous.replay(folder, TASK, TX)
+      result = self.train(folder=self.second, start=self.read())
+      again = asynchronous.replay(self.second, TASK, TX)
 
-    asynchronous_cases.assert_same_bits(again, result)
-    asynchronous_cases.assert_same_bits(
-        result, self.train(start=first, folder=None)
-    )
+    runs.assert_same_bits(again, result)
+    runs.assert_same_bits(result, self.train(start=first, folder=None))
     self.assertEqual(self.files(), files)
 
   def test_another_program_is_refused_and_goes_on_in_another_folder(self):
@@ -74,22 +66,19 @@ class FolderTest(parameterized.TestCase):
     parts = optax.scale_by_adam(), optax.sgd(0.1), optax.sgd(0.1)
     base, tx = optax.chain(*parts[:2]), optax.chain(*parts)
     first = self.train(tx=base)
-    folder = self.folder.parent / 'second'
 
     with self.assertRaisesRegex(
         ValueError, 'differ: operations or numbers of the opt.*read_check'
     ):
       self.train(tx=tx, num_updates=40)
     read = self.read(tx)
-    result = self.train(tx=tx, num_updates=40, start=read, folder=folder)
+    result = self.train(tx=tx, num_updates=40, start=read, folder=self.second)
 
-    asynchronous_cases.assert_same_bits(
+    runs.assert_same_bits(
         *([jax.tree.leaves(found[:2])] for found in (read, first))
     )
     self.assertEqual(result.report.global_step, 40)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, TASK, tx), result
-    )
+    runs.assert_same_bits(asynchronous.replay(self.second, TASK, tx), result)
 
   def test_an_error_of_the_workers_changes_nothing(self):
     first = self.train(num_updates=17, save_every=1000)
@@ -106,23 +95,16 @@ class FolderTest(parameterized.TestCase):
     self.assertEqual(self.files(), files)
     again = self.train(num_updates=17)
     self.assertEqual(again.report.num_recovered, 17)
-    asynchronous_cases.assert_same_bits(again, first)
+    runs.assert_same_bits(again, first)
 
   def files(self):
     """Returns the files of the folder and what is in them."""
     paths = sorted(self.folder.rglob('*.*'))
     return {str(path): path.read_bytes() for path in paths}
 
-  def flip(self, record):
-    path = self.folder / 'journal.bin'
-    data = bytearray(path.read_bytes())
-    size = asynchronous.read_journal(self.folder).itemsize
-    data[len(data) - size * (30 - record) + 9] ^= 4
-    path.write_bytes(data)
-
   def test_damaged_record_is_refused_with_a_way_on(self):
     self.train()
-    self.flip(25)
+    self.flip(-5 * outcomes.RECORD.itemsize + 9)
     files = self.files()
 
     for call in (
@@ -136,37 +118,30 @@ class FolderTest(parameterized.TestCase):
         call()
 
     self.assertEqual(self.files(), files)
-    folder = self.folder.parent / 'second'
-    result = self.train(folder=folder, start=self.read())
+    result = self.train(folder=self.second, start=self.read())
     self.assertEqual(result.report.global_step, 30)
 
   def test_starts_from_a_result(self):
     first = self.train(num_updates=20)
-    folder = self.folder.parent / 'second'
 
-    result = self.train(
-        folder=folder,
-        start=asynchronous.read_checkpoint(self.folder, TASK, TX),
-    )
+    result = self.train(folder=self.second, start=self.read())
     without = self.train(folder=None, start=first)
 
-    self.assertEqual(outcomes.read_records(folder).start, 20)
+    self.assertEqual(outcomes.read_records(self.second).start, 20)
     self.assertEqual(result.report.global_step, 30)
-    batches = asynchronous.read_journal(folder)['batch']
+    batches = asynchronous.read_journal(self.second)['batch']
     self.assertEqual(batches.tolist(), list(range(20, 30)))
-    asynchronous_cases.assert_same_bits(result, without)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, TASK, TX), result
-    )
+    runs.assert_same_bits(result, without)
+    runs.assert_same_bits(asynchronous.replay(self.second, TASK, TX), result)
     # The initial parameters do not matter there.
-    other = jax.tree.map(np.ones_like, asynchronous_cases.init())
+    other = jax.tree.map(np.ones_like, runs.init())
     task = dataclasses.replace(TASK, init=lambda: other)
-    again = self.train(task, folder=folder, start=first, num_updates=35)
+    again = self.train(task, folder=self.second, start=first, num_updates=35)
     self.assertEqual(again.report.global_step, 35)
-    begin = asynchronous.replay(folder, TASK, TX, until=20)
-    asynchronous_cases.assert_same_bits(begin, first)
+    begin = asynchronous.replay(self.second, TASK, TX, until=20)
+    runs.assert_same_bits(begin, first)
     with self.assertRaisesRegex(ValueError, '`until` must be at least 20'):
-      asynchronous.replay(folder, TASK, TX, until=19)
+      asynchronous.replay(self.second, TASK, TX, until=19)
 
   @cases.parameters(
       (outcomes, 'create_journal', True),
@@ -184,35 +159,27 @@ class FolderTest(parameterized.TestCase):
       self.train(start=first)
     result = self.train(**given)
 
-    asynchronous_cases.assert_same_bits(
-        result, self.train(folder=None, **given)
-    )
+    runs.assert_same_bits(result, self.train(folder=None, **given))
     self.assertEqual(
         outcomes.read_records(self.folder).start, 20 if has else None
     )
     again = asynchronous.replay(self.folder, TASK, TX)
-    asynchronous_cases.assert_same_bits(again, result)
+    runs.assert_same_bits(again, result)
     for saved in (self.folder / 'checkpoints').glob('[0-9]*.npz'):
       saved.unlink()
-    read = functools.partial(
-        asynchronous.read_checkpoint, self.folder, TASK, TX
-    )
     if has:
-      asynchronous_cases.assert_same_bits(read(), first)
+      runs.assert_same_bits(self.read(), first)
     else:
-      self.assertRaises(FileNotFoundError, read)
+      self.assertRaises(FileNotFoundError, self.read)
 
   def test_start_without_updates_has_a_checkpoint(self):
     self.train(num_updates=5)
     start = asynchronous.replay(self.folder, TASK, TX, until=0)
-    folder = self.folder.parent / 'second'
 
-    self.train(folder=folder, start=start, num_updates=5)
-    result = self.train(folder=folder, start=start)
+    self.train(folder=self.second, start=start, num_updates=5)
+    result = self.train(folder=self.second, start=start)
 
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, TASK, TX), result
-    )
+    runs.assert_same_bits(asynchronous.replay(self.second, TASK, TX), result)
 
   def test_other_files_beside_checkpoints_are_ignored(self):
     self.train(num_updates=15)
@@ -221,11 +188,11 @@ class FolderTest(parameterized.TestCase):
 
     result = self.train()
 
-    asynchronous_cases.assert_same_bits(result, self.read())
+    runs.assert_same_bits(result, self.read())
 
   def test_damaged_checkpoints_leave_the_start(self):
     start = self.train(num_updates=15)
-    self.folder = self.folder.parent / 'second'
+    self.folder = self.second
     first = self.train(start=start)
     for saved in (self.folder / 'checkpoints').glob('[23]*.npz'):
       saved.write_bytes(b'damaged')
@@ -234,11 +201,11 @@ class FolderTest(parameterized.TestCase):
       again = self.train()
 
     self.assertEqual(again.report.num_recovered, 15)
-    asynchronous_cases.assert_same_bits(again, first)
+    runs.assert_same_bits(again, first)
 
   def test_lost_start_is_reported_and_a_later_checkpoint_is_the_way_on(self):
     start = self.train(num_updates=15)
-    self.folder = self.folder.parent / 'second'
+    self.folder = self.second
     first = self.train(start=start)
     (self.folder / 'checkpoints/start.npz').unlink()
     lost = functools.partial(
@@ -253,11 +220,11 @@ class FolderTest(parameterized.TestCase):
     with lost(), refused():
       self.train(num_updates=35)
 
-    asynchronous_cases.assert_same_bits(self.read(), first)
+    runs.assert_same_bits(self.read(), first)
 
   def test_another_checkpoint_in_place_of_the_start_is_refused(self):
     start = self.train(num_updates=15)
-    self.folder = self.folder.parent / 'second'
+    self.folder = self.second
     self.train(start=start)
     saved = self.folder / 'checkpoints'
     (saved / '30.npz').replace(saved / 'start.npz')
@@ -282,7 +249,7 @@ class FolderTest(parameterized.TestCase):
       self.train(tx=optax.sgd(0.1), folder=None, start=first)
 
 
-class WatchingTest(parameterized.TestCase):
+class WatchingTest(runs.FolderTest):
 
   def setUp(self):
     super().setUp()
@@ -295,9 +262,7 @@ class WatchingTest(parameterized.TestCase):
       self.reports.append(report)
       return answer(report)
 
-    return asynchronous_cases.train(
-        TASK, TX, on_progress=on_progress, **options
-    )
+    return runs.train(TASK, TX, on_progress=on_progress, **options)
 
   def test_each_report_has_the_metrics_of_its_update(self):
     result = self.train(lambda report: None, staleness=0)
@@ -316,7 +281,7 @@ class WatchingTest(parameterized.TestCase):
     def wait_twice(self, seconds):
       return nothing.pop() if nothing else wait(self, seconds)
 
-    folder = asynchronous_cases.folder(self) if has_folder else None
+    folder = self.folder if has_folder else None
     with mock.patch.object(task.LocalWorkers, 'wait', wait_twice):
       self.train(
           lambda report: None, num_updates=33, start=first, folder=folder
@@ -334,15 +299,13 @@ class WatchingTest(parameterized.TestCase):
     steps = [r.global_step for r in self.reports if r.params is not None]
     self.assertEqual(steps, [11, 30])
     found = self.reports[steps[0] - 1].params
-    expected = asynchronous_cases.train(
-        TASK, TX, num_updates=11, staleness=0
-    ).params
+    expected = runs.train(TASK, TX, num_updates=11, staleness=0).params
     np.testing.assert_array_equal(found['w'], expected['w'])
     self.assertIs(self.reports[-1].params, result.params)
 
   @cases.parameters(True, False)
   def test_run_that_is_stopped_has_a_result_and_can_go_on(self, has_folder):
-    folder = asynchronous_cases.folder(self) if has_folder else None
+    folder = self.folder if has_folder else None
 
     result = self.train(
         lambda report: 'stop' if report.global_step == 10 else None,
@@ -356,12 +319,10 @@ class WatchingTest(parameterized.TestCase):
       self.assertEqual(result.report.num_recovered, 0)
       accepted = asynchronous.read_journal(folder)
       self.assertEqual(sorted(accepted['batch'].tolist()), list(range(30)))
-      asynchronous_cases.assert_same_bits(
-          asynchronous.replay(folder, TASK, TX), result
-      )
+      runs.assert_same_bits(asynchronous.replay(folder, TASK, TX), result)
 
   def test_run_that_is_stopped_while_it_catches_up_leaves_its_folder(self):
-    folder = asynchronous_cases.folder(self)
+    folder = self.folder
     self.train(lambda report: None, folder=folder)
     (folder / 'checkpoints/30.npz').rename(folder / 'gone')
 
@@ -372,9 +333,7 @@ class WatchingTest(parameterized.TestCase):
     result = self.train(lambda report: None, folder=folder, num_updates=33)
     journal = asynchronous.read_journal(folder)
     self.assertEqual(sorted(journal['batch'].tolist()), list(range(33)))
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, TASK, TX), result
-    )
+    runs.assert_same_bits(asynchronous.replay(folder, TASK, TX), result)
 
   def test_stop_is_kept_whatever_later_reports_are_answered(self):
     answers, commands = ['stop', 'params', None], []

@@ -2,8 +2,8 @@ from absl.testing import parameterized
 import jax.numpy as jnp
 import numpy as np
 
-import asynchronous_cases
 import cases
+import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import task as task_lib
 
@@ -21,23 +21,18 @@ class TaskTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, message):
       asynchronous.Task(**(functions | change))
 
-  def test_names_init_that_fails(self):
-    task = asynchronous.Task(
-        lambda: {}['w'],
-        asynchronous_cases.TASK.gradient,
-        asynchronous_cases.TASK.batch,
-    )
-
-    with self.assertRaisesRegex(
-        RuntimeError, "`init` of `task` .* KeyError: 'w"
-    ):
-      task_lib.init_params(task)
-
-  def test_model_has_no_other_state(self):
-    task = asynchronous.Task(lambda: {'count': np.int32(0)}, max, max)
-
-    with self.assertRaisesRegex(TypeError, r"got int32 at \['count'\]. Models"):
-      task_lib.init_params(task)
+  @cases.parameters(
+      (lambda: {}['w'], RuntimeError, "`init` of `task` .* KeyError: 'w"),
+      # Models have no other state.
+      (
+          lambda: {'count': np.int32(0)},
+          TypeError,
+          r"got int32 at \['count'\]. Models",
+      ),
+  )
+  def test_refuses_what_init_does(self, init, error, message):
+    with self.assertRaisesRegex(error, message):
+      task_lib.init_params(asynchronous.Task(init, max, max))
 
   @cases.parameters(
       (lambda p, b: p, 'must return the gradient and a dict'),
@@ -58,7 +53,7 @@ class TaskTest(parameterized.TestCase):
     self.assertRegex(reply.failure, message)
 
   def test_failure_names_function_and_line(self):
-    task = asynchronous.Task(max, max, asynchronous_cases.poison)
+    task = asynchronous.Task(max, max, runs.poison)
 
     reply, _ = task_lib.evaluate(task, np.ones(3, np.float32), 7)
 
@@ -66,7 +61,7 @@ class TaskTest(parameterized.TestCase):
         reply.failure,
         '`batch` of `task` must work, got OSError: no such shard of the data',
     )
-    self.assertIn('asynchronous_cases.py', reply.trace)
+    self.assertIn('runs.py', reply.trace)
 
 
 class ChecksumTest(parameterized.TestCase):

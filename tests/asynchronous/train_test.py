@@ -1,5 +1,4 @@
-import resource
-import signal
+import dataclasses
 from unittest import mock
 
 from absl.testing import parameterized
@@ -8,67 +7,45 @@ import jax
 import numpy as np
 import optax
 
-import asynchronous_cases
 import cases
+import runs
 import shard_transforms
 from shard_transforms import asynchronous
 
-TASK = asynchronous_cases.TASK
-train = asynchronous_cases.train
+TASK = runs.TASK
+train = runs.train
 
 
-def plain_loop(tx, num_updates, first=0):
-  """Trains with one gradient after the other."""
-
-  @jax.jit
-  def step(params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  params = asynchronous_cases.init()
-  state = tx.init(params)
-  for number in range(first, first + num_updates):
-    batch = asynchronous_cases.batch(number)
-    grads, _ = asynchronous_cases.gradient(params, batch)
-    params, state = step(params, state, grads)
-  return params, state
-
-
-class TrainTest(parameterized.TestCase):
+class TrainTest(runs.FolderTest):
 
   @cases.parameters(1, 3)
   def test_without_staleness_it_is_the_plain_loop(self, num_workers):
     result = train(TASK, optax.adam(0.1), staleness=0, num_workers=num_workers)
 
-    params, state = plain_loop(optax.adam(0.1), 30)
-    asynchronous_cases.assert_same_bits(
-        (result.params, result.opt_state.inner_state), (params, state)
-    )
+    found = result.params, result.opt_state.inner_state
+    runs.assert_same_bits(found, runs.plain_loop(optax.adam(0.1), 30))
     self.assertEqual(result.report.mean_age, 0)
 
   def test_without_a_bound_ages_are_those_of_the_workers(self):
-    folder = asynchronous_cases.folder(self)
+    train(TASK, optax.sgd(0.01), staleness=None, folder=self.folder)
 
-    train(TASK, optax.sgd(0.01), staleness=None, folder=folder)
-
-    journal = asynchronous.read_journal(folder)
+    journal = asynchronous.read_journal(self.folder)
     ages = journal['global_step'] - journal['local_step']
     np.testing.assert_array_equal(ages[:5], [0, 1, 2, 3, 3])
     np.testing.assert_array_equal(ages[5:27], np.full(22, 3))
 
   def test_gradients_are_those_of_the_local_step(self):
     # Plain SGD by hand, its gradients as old as the journal says.
-    folder = asynchronous_cases.folder(self)
     result = train(
-        TASK, optax.sgd(0.01), staleness=2, pace=False, folder=folder
+        TASK, optax.sgd(0.01), staleness=2, pace=False, folder=self.folder
     )
-    history = [asynchronous_cases.init()]
-    journal = asynchronous.read_journal(folder)
+    history = [runs.init()]
+    journal = asynchronous.read_journal(self.folder)
 
-    for record in asynchronous_cases.accepted(journal):
-      batch = asynchronous_cases.batch(int(record['batch']))
+    for record in runs.accepted(journal):
+      batch = runs.batch(int(record['batch']))
       old = history[record['local_step']]
-      grads, _ = asynchronous_cases.gradient(old, batch)
+      grads, _ = runs.gradient(old, batch)
       history.append(
           jax.tree.map(lambda p, g: p - 0.01 * g, history[-1], grads)
       )
@@ -78,11 +55,7 @@ class TrainTest(parameterized.TestCase):
     self.assertEqual(result.opt_state.stale_count, result.report.num_dropped)
 
   def test_guard_skips_a_gradient_that_is_not_finite(self):
-    task = asynchronous.Task(
-        asynchronous_cases.init,
-        asynchronous_cases.nan_at_seven,
-        asynchronous_cases.batch,
-    )
+    task = dataclasses.replace(TASK, gradient=runs.nan_at_seven)
 
     result = train(task, shard_transforms.guard(optax.adam(0.1)))
 
@@ -91,32 +64,24 @@ class TrainTest(parameterized.TestCase):
     self.assertEqual(result.opt_state.global_step, 30)
 
   def test_full_disk_ends_the_run_which_can_resume(self):
-    folder = asynchronous_cases.folder(self)
-    options = {'folder': folder, 'save_every': 1000}
+    options = {'folder': self.folder, 'save_every': 1000}
     train(TASK, optax.sgd(0.01), num_updates=3, **options)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    self.addCleanup(signal.signal, signal.SIGXFSZ, handler)
-    size = (folder / 'journal.bin').stat().st_size
+    size = (self.folder / 'journal.bin').stat().st_size
 
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, limits[1]))
-    with self.assertRaises(OSError):
+    with self.full_disk(size + 500):
       train(TASK, optax.sgd(0.01), **options)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     result = train(TASK, optax.sgd(0.01), **options)
-    asynchronous_cases.assert_same_bits(
-        asynchronous.replay(folder, TASK, optax.sgd(0.01)), result
+    runs.assert_same_bits(
+        asynchronous.replay(self.folder, TASK, optax.sgd(0.01)), result
     )
     self.assertGreater(result.report.num_recovered, 0)
 
   def test_folder_that_cannot_be_made_is_reported(self):
-    file = asynchronous_cases.folder(self)
-    file.touch()
+    self.folder.touch()
 
     # Nobody may make a folder in the second.
-    for folder in file / 'run', '/proc/run':
+    for folder in self.folder / 'run', '/proc/run':
       with self.assertRaises(OSError):
         train(TASK, optax.sgd(0.01), folder=folder)
 

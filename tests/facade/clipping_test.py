@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 
 GRADS = np.float32([3, 0]), np.float32([[4]])
 
 
-class ClippingTest(facade_cases.GraphTest):
+class ClippingTest(graphs.GraphTest):
 
   @cases.parameters((1.0, 0.2), (2.5, 0.5), (5.0, 1.0), (7.0, 1.0))
   def test_scales_to_the_global_norm(self, clip_norm, scale):

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 import golden_tapes
+import graphs
 from shard_transforms import facade
 
 GROUPS = golden_tapes.read('group_assignment.json')
@@ -407,11 +408,7 @@ def named(ids):
   return parameterized.named_parameters(*((f'_{i}', i) for i in ids))
 
 
-class CallTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.enter_context(facade.Graph().as_default())
+class CallTest(graphs.GraphTest):
 
   def assert_outcome(self, tape, call):
     """Checks that a call gives what it gave there, or what is listed."""
@@ -553,11 +550,7 @@ def expected_here(tape):
   return expected
 
 
-class NamesTest(parameterized.TestCase):
-
-  def setUp(self):
-    super().setUp()
-    self.enter_context(facade.Graph().as_default())
+class NamesTest(graphs.GraphTest):
 
   def assert_all_variables(self, tape):
     names = [variable.name for variable in facade.global_variables()]

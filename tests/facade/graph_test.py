@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 
 KEYS = facade.GraphKeys
@@ -31,7 +31,7 @@ class GraphTest(parameterized.TestCase):
       with facade.Graph().as_default() as inner:
         self.assertIs(facade.get_default_graph(), inner)
       self.assertIs(facade.get_default_graph(), outer)
-      facade_cases.run_threads(lambda: seen.append(facade.get_default_graph()))
+      graphs.run_threads(lambda: seen.append(facade.get_default_graph()))
       raise KeyError
 
     self.assertIs(facade.get_default_graph(), shared)
@@ -45,7 +45,7 @@ class GraphTest(parameterized.TestCase):
       start.wait()
       names.extend(graph.unique_name('w') for _ in range(50))
 
-    facade_cases.run_threads(*[take] * 4)
+    graphs.run_threads(*[take] * 4)
 
     self.assertCountEqual(names, ['w', *(f'w_{i}' for i in range(1, 200))])
 
@@ -113,7 +113,7 @@ def made(name='v'):
   return facade.Variable(1.0, name=name).op.name
 
 
-class ScopesTest(facade_cases.GraphTest):
+class ScopesTest(graphs.GraphTest):
 
   def test_puts_names_before_names(self):
     with facade.variable_scope('a') as a:
@@ -221,7 +221,7 @@ class ScopesTest(facade_cases.GraphTest):
       self.assertEqual([v.op.name for v in find('a/')], ['a/w', 'a/b/w'])
 
 
-class GetVariableTest(facade_cases.GraphTest):
+class GetVariableTest(graphs.GraphTest):
 
   def test_makes_a_variable_once(self):
     w = facade.get_variable('w', initializer=W, trainable=False)
@@ -316,7 +316,7 @@ class GetVariableTest(facade_cases.GraphTest):
     self.assert_holds(w, W / 4)
 
 
-class GlobalStepTest(facade_cases.GraphTest):
+class GlobalStepTest(graphs.GraphTest):
 
   def test_is_made_once_in_each_graph(self):
     other = facade.Graph()
@@ -351,7 +351,7 @@ class GlobalStepTest(facade_cases.GraphTest):
         get()
 
 
-class ValuesTest(facade_cases.GraphTest):
+class ValuesTest(graphs.GraphTest):
 
   def test_are_restored_also_from_bytes(self):
     facade.Variable(W, name='w')

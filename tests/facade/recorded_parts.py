@@ -23,6 +23,17 @@ GRADS = [
 ]
 
 
+def check(test, train, recorded, rtol, atol):
+  """Trains; compares all variables after each step with what is recorded."""
+  for grads, expected in zip(GRADS, recorded, strict=False):
+    train(grads)
+    found = test.values()
+    # TensorFlow names the second slot of a kind by a number, as we do.
+    test.assertEqual(found.keys(), expected.keys())
+    for key, value in expected.items():
+      np.testing.assert_allclose(found[key], value, rtol, atol, err_msg=key)
+
+
 def variables():
   """Returns the variables in the state of the beginning, by name."""
   return {name: facade.Variable(x, name=name) for name, x in START.items()}

@@ -5,44 +5,37 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 import recorded_parts
 from shard_transforms import facade
 
 RECORDED = recorded_parts.RECORDED
-DECAYS = [*RECORDED['decays']]
+PIECES = 'piecewise_constant', [[10, 20], [0.5, 0.3, 0.1]], {}
+DECAYS = [*RECORDED['decays'], [*PIECES, RECORDED['piecewise']]]
 
 
-class DecaysTest(facade_cases.OptimizerTest):
-
-  def assert_as_recorded(self, rate, expected):
-    found = []
-    for step in RECORDED['steps']:
-      self.step.assign(step)
-      found.append(rate())
-    np.testing.assert_allclose(
-        np.float32(found), np.float32(expected), 2e-6, 1e-7
-    )
+class DecaysTest(graphs.OptimizerTest):
 
   @cases.parameters(range(len(DECAYS)))
   def test_is_that_of_tensorflow_at_each_step(self, number):
     name, args, kwargs, expected = DECAYS[number]
+    first = [] if name == 'piecewise_constant' else [0.5]
+    rate = getattr(facade, name)(*first, self.step, *args, **kwargs)
+    found = []
 
-    rate = getattr(facade, name)(0.5, self.step, *args, **kwargs)
+    for step in RECORDED['steps']:
+      self.step.assign(step)
+      found.append(rate())
 
-    self.assert_as_recorded(rate, expected)
-
-  def test_piecewise_is_that_of_tensorflow_at_each_step(self):
-    rate = facade.piecewise_constant(self.step, [10, 20], [0.5, 0.3, 0.1])
-
-    self.assert_as_recorded(rate, RECORDED['piecewise'])
+    found, expected = np.float32(found), np.float32(expected)
+    np.testing.assert_allclose(found, expected, 2e-6, 1e-7)
 
   @cases.parameters(False, True)
   def test_optimizers_read_it_at_each_update(self, compiled):
     rate = facade.exponential_decay(1.0, self.step, 1, 0.5)
     opt = facade.GradientDescentOptimizer(rate)
 
-    facade_cases.train(
+    graphs.train(
         opt, lambda _: self.b * 1.0, self.step, times=4, compiled=compiled
     )
 
@@ -90,7 +83,7 @@ class DecaysTest(facade_cases.OptimizerTest):
     self.assert_equal(step(2.0), tuple(map(jnp.float32, expected)))
 
 
-class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
+class ExponentialMovingAverageTest(graphs.OptimizerTest):
 
   @cases.parameters(('averages', False), ('averages_num_updates', True))
   def test_moves_as_in_tensorflow(self, options, compiled):
@@ -107,15 +100,8 @@ class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
 
     if not compiled:
       ema.apply()  # As the documentation says, where nothing is compiled.
-    train = facade_cases.mapped(train, None, compiled)
-    for grads, expected in zip(
-        recorded_parts.GRADS, RECORDED[options], strict=False
-    ):
-      train(grads)
-      found = self.values()
-      self.assertEqual(found.keys(), expected.keys())
-      for name, value in found.items():
-        np.testing.assert_allclose(value, expected[name], 2e-6, 1e-7)
+    train = graphs.mapped(train, None, compiled)
+    recorded_parts.check(self, train, RECORDED[options], 2e-6, 1e-7)
 
   def test_names_averages_after_variables(self):
     ema = facade.ExponentialMovingAverage(0.9, name='mean')
@@ -151,7 +137,7 @@ class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
     self.assert_holds(ema.average(self.b), 7.0)
 
   def test_made_in_a_step_of_shards_it_keeps_its_averages(self):
-    opt = facade.CrossShardOptimizer(facade_cases.sgd())
+    opt = facade.CrossShardOptimizer(graphs.sgd())
 
     def computation(x):
       ema = facade.ExponentialMovingAverage(0.5)
@@ -159,8 +145,8 @@ class ExponentialMovingAverageTest(facade_cases.OptimizerTest):
       ema.apply([self.b])
       return ema.average(self.b)
 
-    step = facade_cases.mapped(computation, 4)
-    averages = [step(x)[0][0] for x in (facade_cases.X, facade_cases.X[:4])]
+    step = graphs.mapped(computation, 4)
+    averages = [step(x)[0][0] for x in (graphs.X, graphs.X[:4])]
 
     # The variable is 3, -4.5 and -6.
     self.assert_equal(averages, [jnp.float32(-0.75), jnp.float32(-3.375)])

@@ -2,20 +2,19 @@
 
 import chex
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 
-X = facade_cases.X
-GROUPS = [[0, 3], [1, 2]]
-sgd = facade_cases.sgd
+X = graphs.X
+GROUPS = np.array([[0, 1], [2, 3]])
+sgd = graphs.sgd
 
 
-class ShardTest(facade_cases.GraphTest):
+class ShardTest(graphs.GraphTest):
 
   @cases.parameters(1, 2, 4)
   def test_cuts_inputs_and_joins_outputs(self, num_shards):
@@ -63,7 +62,7 @@ class ShardTest(facade_cases.GraphTest):
       opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
       opt.minimize(lambda: jnp.mean(w * x))
 
-    step = facade_cases.mapped(computation, 4)
+    step = graphs.mapped(computation, 4)
     step(np.ones(4, np.float32))
     step(np.ones(4, np.float32))
 
@@ -77,7 +76,7 @@ class ShardTest(facade_cases.GraphTest):
 
   def test_may_assign_other_variables_for_other_shapes(self):
     w, b = facade.Variable(1.0), facade.Variable(1.0)
-    step = facade_cases.mapped(
+    step = graphs.mapped(
         lambda x: (w if x.size > 1 else b).assign(3 * w + b), 4
     )
 
@@ -86,18 +85,6 @@ class ShardTest(facade_cases.GraphTest):
 
     self.assertEqual((float(w), float(b)), (25, 13))
 
-  def test_reads_and_assigns_variables(self):
-    w = facade.Variable([1.0, 2.0])
-
-    def computation(x):
-      w.assign_add(lax.pmean(x.sum(), 'shard') * jnp.ones(2))
-      return x * w[1]
-
-    (out,) = facade.shard(computation, [X], 4)
-
-    self.assert_holds(w, jnp.float32([31, 32]))
-    self.assert_equal(out, jnp.asarray(32 * X))
-
   @cases.parameters(False, True)
   def test_is_differentiated_in_a_loss(self, compiled):
     w = facade.Variable(2.0)
@@ -105,7 +92,7 @@ class ShardTest(facade_cases.GraphTest):
     def loss(x):
       return jnp.sum(facade.shard(lambda x: w * x, [x], 4)[0])
 
-    facade_cases.train(sgd(), loss, compiled=compiled)
+    graphs.train(sgd(), loss, compiled=compiled)
 
     self.assert_holds(w, 2.0 - 120)
 
@@ -122,7 +109,7 @@ class ShardTest(facade_cases.GraphTest):
     grads = []
     for num_shards in (2, 4):
       with self.assertRaises(KeyError), facade.shard_context(num_shards):
-        self.assertEmpty(facade_cases.run_threads(elsewhere))
+        self.assertEmpty(graphs.run_threads(elsewhere))
         grads += map(float, compute())
         raise KeyError
 
@@ -144,29 +131,18 @@ class ShardTest(facade_cases.GraphTest):
     self.assert_close(grads.sum(), jnp.float32(7.5))
 
 
-class CrossShardOptimizerTest(facade_cases.GraphTest):
+class CrossShardOptimizerTest(graphs.GraphTest):
 
-  def test_scales_the_loss_and_sums_the_gradients(self):
+  @cases.parameters((facade.Reduction.MEAN, 1), (facade.Reduction.SUM, 4))
+  def test_scales_what_has_a_gradient_for_its_loss(self, reduction, factor):
     w = facade.Variable([1.0, 2.0])
-    opt = facade.CrossShardOptimizer(sgd())
-    summed = facade.CrossShardOptimizer(sgd(), facade.Reduction.SUM)
+    opt = facade.CrossShardOptimizer(sgd(), reduction)
+    given = {'var_list': [w], 'grad_loss': jnp.float32([4, 8])}
 
-    def computation(x):
-      grads = [
-          opt.compute_gradients(
-              lambda w: w * x[:2], [w], grad_loss=jnp.float32([4, 8])
-          )[0][0]
-          for opt in (opt, summed)
-      ]
-      opt.apply_gradients([(x[:2], w)])
-      return grads
+    graphs.mapped(lambda x: opt.minimize(lambda w: w * x[:2], **given), 4)(X)
 
-    scaled, whole = facade.shard(computation, [X], 4)
-
-    firsts = jnp.float32([[i, i + 1] for i in (0, 4, 8, 12)])
-    self.assert_equal(scaled, (firsts * jnp.float32([[1, 2]])).ravel())
-    self.assert_equal(whole, 4 * scaled)
-    self.assert_holds(w, jnp.float32([1 - 24, 2 - 28]))
+    # The means of the first two of each shard are 6 and 7.
+    self.assert_holds(w, jnp.float32([1 - 24 * factor, 2 - 56 * factor]))
 
   def test_weights_that_were_trained_on_fewer_shards_go_on(self):
     w = facade.Variable(0.0)
@@ -192,74 +168,53 @@ class CrossShardOptimizerTest(facade_cases.GraphTest):
         return super().apply_gradients(pairs, global_step, name)
 
     opt = facade.CrossShardOptimizer(Sees(0.1))
-    facade_cases.train(opt, lambda x: jnp.mean(w * x) + 0 * seen, where=4)
+    graphs.train(opt, lambda x: jnp.mean(w * x) + 0 * seen, where=4)
 
     self.assert_holds(seen, 7.5)
 
-
-class GroupsTest(facade_cases.GraphTest):
-
-  def setUp(self):
-    super().setUp()
-    self.w = facade.Variable(0.0, name='w')
-
-  def train(self, inner=None, groups=GROUPS, compiled=True, times=1):
-    opt = facade.CrossShardOptimizer(
-        inner or facade.MomentumOptimizer(1.0, 0.5), group_assignment=groups
-    )
-    step = facade.get_or_create_global_step()
-    facade_cases.train(
-        opt, lambda x: jnp.mean(self.w * x), step, 4, times, compiled
-    )
-    return opt, step
-
-  def test_each_group_trains_as_one_device(self):
-    opt, step = self.train(groups=np.array(GROUPS), compiled=False, times=2)
-
-    # The means of the parts are 1.5, 5.5, 9.5 and 13.5.
-    means = jnp.full(4, 7.5)
-    slot = opt.get_slot(self.w, 'momentum')
-    self.assert_equal(slot.shard_values(), 1.5 * means)
-    self.assert_equal(self.w.shard_values(), -2.5 * means)
-    self.assertEqual(int(step), 2)
-    self.assertTrue(self.w.is_per_shard)
-
   def test_groups_get_values_of_their_own(self):
-    self.train(groups=[[0, 1], [2, 3]])
+    w = facade.Variable(0.0, name='w')
+
+    def train(inner, compiled=True):
+      opt = facade.CrossShardOptimizer(inner, group_assignment=GROUPS)
+      graphs.train(opt, lambda x: jnp.mean(w * x), where=4, compiled=compiled)
+
+    train(facade.MomentumOptimizer(1.0, 0.5), compiled=False)
+    # The means of the parts are 1.5, 5.5, 9.5 and 13.5.
     expected = jnp.float32([-3.5, -3.5, -11.5, -11.5])
-    self.assert_equal(self.w.shard_values(), expected)
+    self.assert_equal(w.shard_values(), expected)
 
     # Reading is for one value.
     for read in (
-        *(self.w.value, lambda: self.w + 1, lambda: jnp.sum(self.w)),
-        *(lambda: np.asarray(self.w), lambda: self.w.assign_add(1.0)),
+        *(w.value, lambda: w + 1, lambda: jnp.sum(w)),
+        *(lambda: np.asarray(w), lambda: w.assign_add(1.0)),
     ):
       with self.assertRaisesRegex(ValueError, 'has a value per shard'):
         read()
-    self.assertIn('a value per shard', repr(self.w))
+    self.assertIn('a value per shard', repr(w))
     with self.assertRaisesRegex(ValueError, 'each of 4 shards.*used on 8'):
-      facade.shard(lambda: self.w.value(), num_shards=8)
+      facade.shard(lambda: w.value(), num_shards=8)
     other = facade.Variable(2.0)
     (out,) = facade.shard(lambda: other.value(), num_shards=8)
     self.assert_equal(out, jnp.full(8, 2.0))
 
     # Slots are made before; assigning makes all shards the same again.
-    self.train(sgd(), [[0, 1], [2, 3]])
-    self.assert_equal(self.w.shard_values(), 2 * expected)
+    train(sgd())
+    self.assert_equal(w.shard_values(), 2 * expected)
     with self.assertRaisesRegex(ValueError, 'made before it gets a value per'):
-      self.train(facade.AdagradOptimizer(0.1))
-    self.w.assign(1.0)
-    self.assert_holds(self.w, 1.0)
+      train(facade.AdagradOptimizer(0.1))
+    w.assign(1.0)
+    self.assert_holds(w, 1.0)
     with self.assertRaisesRegex(ValueError, 'one value for all'):
-      self.w.shard_values()
+      w.shard_values()
 
 
-class CrossReplicaSumTest(facade_cases.GraphTest):
+class CrossReplicaSumTest(graphs.GraphTest):
 
   @cases.parameters(
       (4, None, [24, 28, 32, 36] * 4),
-      (4, [[0, 1], [2, 3]], [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
-      (4, np.array([[0, 1], [2, 3]]), [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
+      (4, GROUPS, [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
+      (4, GROUPS.tolist(), [4, 6, 8, 10] * 2 + [20, 22, 24, 26] * 2),
       (1, None, X),
   )
   def test_sums_over_shards_and_groups(self, num_shards, groups, expected):

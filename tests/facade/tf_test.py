@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 from shard_transforms.facade import tf
 
@@ -127,7 +127,7 @@ CALLS = {
 }
 
 
-class FunctionsTest(facade_cases.GraphTest):
+class FunctionsTest(graphs.GraphTest):
 
   @cases.parameters(sorted(CALLS))
   def test_means_what_it_means_in_tensorflow(self, name):
@@ -168,12 +168,14 @@ class FunctionsTest(facade_cases.GraphTest):
     made = [
         *(tf.constant(0.5), tf.zeros([2]), tf.fill([2], 1.0), tf.ones([2])),
         *(tf.convert_to_tensor([1.0]), tf.add([[0.5]], X)),
-        facade.Variable(tf.zeros([2])),
+        *(facade.Variable(tf.zeros([2])), facade.Variable(3.0)),
     ]
+    others = tf.range(5), facade.Variable([1, 2]), facade.Variable(2**40)
+    wide = tf.sqrt(np.float64(2.0)), facade.Variable(np.float64(0.5))
 
     self.assertEqual({x.dtype for x in made}, {jnp.dtype('float32')})
-    self.assertEqual(tf.range(5).dtype, jnp.int32)
-    self.assertEqual(tf.sqrt(np.float64(2.0)).dtype, jnp.float64)
+    self.assertEqual([x.dtype for x in others], ['int32', 'int32', 'int64'])
+    self.assertEqual([x.dtype for x in wide], ['float64'] * 2)
 
   def test_makes_variables_by_initializers_of_its_own(self):
     initializers = [

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 
 X = np.float32([1.5, 2, 3])
@@ -18,7 +18,7 @@ W = np.float32([1, 2, 4])
 OPERATORS = operator.sub, operator.floordiv, operator.matmul, operator.lt
 
 
-class MakingTest(facade_cases.GraphTest):
+class MakingTest(graphs.GraphTest):
 
   @cases.parameters(
       (np.float32([1, 2]), jnp.float32),
@@ -40,13 +40,6 @@ class MakingTest(facade_cases.GraphTest):
         (variable.dtype, variable.shape, variable.ndim, variable.size),
         (dtype, np.shape(given), np.ndim(given), np.size(given)),
     )
-
-  def test_numbers_of_python_have_32_bits_where_jax_has_64(self):
-    with jax.enable_x64(True):
-      made = map(facade.Variable, (3.0, [1, 2], 2**40, np.float64(0.5)))
-      dtypes = [variable.dtype for variable in made]
-
-    self.assertEqual(dtypes, [jnp.float32, jnp.int32, jnp.int64, jnp.float64])
 
   def test_starts_from_the_value_of_another_and_in_a_given_dtype(self):
     first = facade.Variable(W)
@@ -93,7 +86,7 @@ class MakingTest(facade_cases.GraphTest):
       self.assertEqual(float(w.value().max()), 1)
 
 
-class AssignTest(facade_cases.GraphTest):
+class AssignTest(graphs.GraphTest):
 
   @cases.parameters('assign', 'assign_add', 'assign_sub')
   def test_sets_the_value_and_returns_it(self, method):
@@ -115,7 +108,7 @@ class AssignTest(facade_cases.GraphTest):
     self.assert_holds(w, jnp.array([4, 5], dtype))
 
 
-class ArrayTest(facade_cases.GraphTest):
+class ArrayTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
@@ -217,7 +210,7 @@ TRACED = {
 }
 
 
-class TracedTest(facade_cases.GraphTest):
+class TracedTest(graphs.GraphTest):
   """JAX caches traces, but the variables that a function reads change."""
 
   def setUp(self):
@@ -230,7 +223,7 @@ class TracedTest(facade_cases.GraphTest):
   @cases.parameters(*TRACED)
   def test_sees_and_trains_what_was_assigned_since(self, name):
     net = TRACED[name](self.times)
-    opt = facade_cases.sgd(0.5)
+    opt = graphs.sgd(0.5)
     predict = facade.function(net)
 
     def fails(x):
@@ -266,10 +259,8 @@ class TracedTest(facade_cases.GraphTest):
       traces.append(x)
       return x * x
 
-    opt = facade.TowerOptimizer(facade_cases.sgd())
-    facade_cases.train(
-        opt, lambda x: square(self.times(x[0])), where=facade_cases.IN_TURN
-    )
+    opt = facade.TowerOptimizer(graphs.sgd())
+    graphs.train(opt, lambda x: square(self.times(x[0])), where=graphs.IN_TURN)
 
     # Once for all towers, in each of the two traces of the step.
     self.assertLen(traces, 2)
@@ -280,7 +271,7 @@ class TracedTest(facade_cases.GraphTest):
     block = jax.checkpoint(
         lambda x: facade.get_variable('made', initializer=lambda: 1.0) * x * v
     )
-    opt = facade_cases.sgd(0.5)
+    opt = graphs.sgd(0.5)
     step = facade.function(lambda x: opt.minimize(lambda: block(x)))
 
     for value in (1.0, 10.0):
@@ -322,10 +313,7 @@ class TracedTest(facade_cases.GraphTest):
       lambda w: lax.cond(True, lambda: w.assign(5.0), lambda: w.value()),
       lambda w: lax.scan(lambda c, _: (c, w.assign(c)), 1.0, None, 3),
       lambda w: lax.fori_loop(
-          0,
-          3,
-          lambda _, x: facade_cases.sgd().minimize(lambda: w * x) or x,
-          1.0,
+          0, 3, lambda _, x: graphs.sgd().minimize(lambda: w * x) or x, 1.0
       ),
   )
   def test_an_assignment_that_jax_would_do_once_is_refused(self, assign):

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import facade_cases
+import graphs
 from shard_transforms import facade
 
-sgd, drop_stale = facade_cases.sgd, facade_cases.drop_stale
+sgd, drop_stale = graphs.sgd, graphs.drop_stale
 
 
-class WorkersTest(facade_cases.GraphTest):
+class WorkersTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
@@ -27,7 +27,7 @@ class WorkersTest(facade_cases.GraphTest):
         worker()
 
     found = [lambda worker=worker: in_graph(worker) for worker in workers]
-    return facade_cases.run_threads(*found)
+    return graphs.run_threads(*found)
 
   def minimize(self, opt, gradient=1.0):
     return opt.minimize(lambda: self.w * gradient, self.step)
@@ -110,26 +110,6 @@ class DropStaleTest(WorkersTest):
     self.assertEqual(float(wrappers[0].stale_fraction(self.step)), 0.5)
     self.assertIn(counters[0], wrappers[0].variables())
 
-  @cases.parameters(False, True)
-  def test_around_and_inside_a_cross_shard_optimizer(self, inside):
-    wraps = [facade.CrossShardOptimizer, drop_stale]
-    outer, inner = wraps if inside else wraps[::-1]
-    opt = outer(inner(sgd()))
-
-    @facade.function
-    def step(x, age):
-      def computation(x):
-        pairs = opt.compute_gradients(lambda: jnp.sum(self.w * x))
-        self.step.assign_add(age)
-        return opt.apply_gradients(pairs, self.step)
-
-      return facade.shard(computation, [x], 4)[0][0]
-
-    counts = [int(step(jnp.arange(4.0), age)) for age in (0, 1, 0)]
-
-    self.assertEqual(counts, [0, 1, 1])
-    self.assert_holds(self.w, -3.0)
-
   @cases.parameters((False, 0), (True, 3))
   def test_no_update_is_lost_and_none_applied_twice(self, compiled, staleness):
     num_workers, num_steps = 4, 40 if compiled else 8
@@ -144,10 +124,10 @@ class DropStaleTest(WorkersTest):
         before = opt.stale_counter.value()
         return opt.apply_gradients([(grad, w)], self.step), before
 
-      compute = facade_cases.mapped(
+      compute = graphs.mapped(
           lambda: opt.compute_gradients(lambda: -w[i], w)[0][0], None, compiled
       )
-      apply = facade_cases.mapped(apply, None, compiled)
+      apply = graphs.mapped(apply, None, compiled)
       for _ in range(num_steps):
         after, before = apply(compute())
         if compiled:
@@ -185,7 +165,7 @@ class DropStaleTest(WorkersTest):
 
     def worker():
       opt = facade.TowerOptimizer(drop_stale(inner, 100, use_locking=True))
-      step = facade_cases.mapped(
+      step = graphs.mapped(
           lambda x: opt.minimize(lambda: -jnp.mean(x) * self.w, self.step),
           ['/cpu:0'] * 2,
           compiled=False,
@@ -248,7 +228,7 @@ class SyncReplicasTest(WorkersTest):
   @cases.parameters(False, True)
   def test_gradients_of_an_earlier_step_are_dropped(self, compiled):
     opt = self.optimizer(1, total_num_replicas=2, timeout=30.0)
-    compute = facade_cases.mapped(
+    compute = graphs.mapped(
         lambda: self.pairs(opt, 100.0)[0][0], None, compiled
     )
     late = compute()
@@ -304,7 +284,7 @@ class SyncReplicasTest(WorkersTest):
     opt = self.optimizer(2)
 
     def worker(value):
-      step = facade_cases.mapped(
+      step = graphs.mapped(
           lambda x: facade.TowerOptimizer(opt).minimize(
               lambda: -jnp.mean(x) * self.w, self.step
           ),

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import socket
 import subprocess
 import sys
 from unittest import mock
@@ -11,9 +12,41 @@ import jax
 import pytest
 
 import cases
+import python_command
 import shard_transforms
+from shard_transforms._src.base import jax_internals
 
-NAMES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+SLURM = {
+    'SLURM_JOB_ID': '7',
+    'SLURM_NTASKS': '2',
+    'SLURM_PROCID': '1',
+    'SLURM_LOCALID': '1',
+    'SLURM_STEP_NODELIST': 'localhost',
+}
+BATCH_SCRIPT = {'SLURM_NTASKS': '2', 'SLURM_PROCID': '0'}
+OPEN_MPI = {
+    'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://127.0.0.1,10.0.0.1:34911',
+    'OMPI_COMM_WORLD_SIZE': '2',
+    'OMPI_COMM_WORLD_RANK': '1',
+    'OMPI_COMM_WORLD_LOCAL_RANK': '1',
+}
+ONE_OF_OPEN_MPI = {'OMPI_COMM_WORLD_SIZE': '1', 'OMPI_COMM_WORLD_RANK': '0'}
+KUBERNETES = {
+    'KUBERNETES_SERVICE_HOST': '10.0.0.1',
+    'JOB_COMPLETION_INDEX': '1',
+}
+JAX = {
+    'JAX_COORDINATOR_ADDRESS': '127.0.0.1:80',
+    'JAX_NUM_PROCESSES': '2',
+    'JAX_PROCESS_ID': '1',
+}
+SLICES = KUBERNETES | {'MEGASCALE_NUM_SLICES': '2'}
+ELSEWHERE = JAX | {'JAX_COORDINATOR_ADDRESS': '10.0.0.1:80'}
+FOUND = 'h:1', 3, 1, None
+RANKS = 'SLURM_PROCID', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_RANK'
+RANKS += 'OMPI_COMM_WORLD_LOCAL_RANK', 'PMI_RANK', 'RANK'
+# As `srun --mpi=pmi2` sets beside its own variables, and a launcher of PyTorch.
+BESIDE = {'PMI_SIZE': '2', 'PMI_RANK': '1', 'WORLD_SIZE': '2', 'RANK': '1'}
 
 # With its loopback address taken by the coordinator, the port is free on
 # another one; it would not be if the coordinator listened on all of them.
@@ -42,48 +75,84 @@ if jax.process_index() == 0:
 raise ArithmeticError('out of numbers')
 """
 
+JOIN = """
+import shard_transforms
+print(shard_transforms.launch.join_processes())
+import jax
+print(sorted(d.process_index for d in jax.devices()), jax.process_index())
+"""
+
+
 INITIALIZE = inspect.signature(jax.distributed.initialize).parameters
+TIMEOUTS = [name for name in INITIALIZE if 'timeout' in name]
 
 
-def environment(address=None, num_processes=None, process_id=None):
-  """Returns the environment with these values alone of those that count."""
-  values = dict(zip(NAMES, (address, num_processes, process_id), strict=True))
-  others = {k: v for k, v in os.environ.items() if k not in NAMES}
-  return {**others, **{k: v for k, v in values.items() if v is not None}}
+def environment(values):
+  """Returns the environment with these variables of launchers alone."""
+  kinds = ('SLURM_', 'OMPI_', 'PMI_', 'KUBERNETES_', 'JOB_COMPLETION', 'JAX_')
+  others = {k: v for k, v in os.environ.items() if not k.startswith(kinds)}
+  return others | values
 
 
-class JoiningTest(parameterized.TestCase):
+def start(values):
+  """Runs two tasks; returns the status, output and errors of each."""
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    values = values | {
+        'JAX_COORDINATOR_PORT': str(probe.getsockname()[1]),
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_NUM_CPU_DEVICES': '1',
+    }
+  ranks = [name for name in RANKS if name in values]
+  tasks = [
+      subprocess.Popen(
+          [*python_command.STRICT, '-c', JOIN],
+          env=environment(values | dict.fromkeys(ranks, str(rank))),
+          stdout=subprocess.PIPE,
+          stderr=subprocess.PIPE,
+          text=True,
+      )
+      for rank in range(2)
+  ]
+  try:
+    ends = [task.communicate(timeout=120) for task in tasks]
+  finally:
+    for task in tasks:
+      task.kill()
+  statuses = [task.returncode for task in tasks]
+  return [(s, *end) for s, end in zip(statuses, ends, strict=True)]
 
-  def join(self, *values, **kwargs):
-    """Joins with `jax.distributed.initialize` replaced, which it returns."""
+
+def start_job(code, num_processes):
+  run = (
+      'import sys, shard_transforms; shard_transforms.launch.run_processes('
+      f"{num_processes}, [sys.executable, '-c', sys.argv[1]], grace=0.2)"
+  )
+  return subprocess.run(
+      [sys.executable, '-c', run, code],
+      env=environment({}),
+      capture_output=True,
+      text=True,
+      timeout=60,
+      check=False,
+  )
+
+
+class JoinProcessesTest(parameterized.TestCase):
+
+  def join(self, values, detected=None, **kwargs):
+    """Joins with what JAX detects; returns the number and the call of JAX."""
     with (
-        mock.patch.dict(os.environ, environment(*values), clear=True),
+        mock.patch.dict(os.environ, environment(values), clear=True),
         mock.patch.object(jax.distributed, 'initialize') as initialize,
+        mock.patch.object(
+            jax_internals, 'detect_cluster', return_value=detected
+        ) as detect,
         mock.patch('atexit.register') as register,
     ):
-      num_processes = shard_transforms.launch.join_processes(**kwargs)
+      count = shard_transforms.launch.join_processes(**kwargs)
     self.assertEqual(register.called, initialize.called)
-    return num_processes, initialize
-
-  def start(self, code, num_processes=1):
-    run = (
-        'import sys, shard_transforms; shard_transforms.launch.run_processes('
-        f"{num_processes}, [sys.executable, '-c', sys.argv[1]], grace=0.2)"
-    )
-    return subprocess.run(
-        [sys.executable, '-c', run, code],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-  def test_runs_alone_without_the_variables(self):
-    num_processes, initialize = self.join('', '', '')
-
-    self.assertEqual(num_processes, 1)
-    initialize.assert_not_called()
+    return count, initialize, detect
 
   @cases.parameters(
       ('127.1.2.3:80', True),
@@ -93,47 +162,19 @@ class JoiningTest(parameterized.TestCase):
       ('localhost.example:80', False),
   )
   def test_hands_jax_what_the_environment_says(self, address, is_loopback):
-    num_processes, initialize = self.join(address, '3', '2')
+    values = JAX | {'JAX_COORDINATOR_ADDRESS': address}
 
-    self.assertEqual(num_processes, 3)
+    count, initialize, _ = self.join(values, heartbeat_timeout=7)
+
+    self.assertEqual(count, 2)
     initialize.assert_called_once_with(
-        address,
-        3,
-        2,
-        None,
+        *(address, 2, 1, None),
         cluster_detection_method='deactivate',
         coordinator_bind_address=address if is_loopback else None,
         # As long as JAX waits by itself.
-        **{x: INITIALIZE[x].default for x in INITIALIZE if 'timeout' in x},
+        **{x: INITIALIZE[x].default for x in TIMEOUTS}
+        | {'heartbeat_timeout_seconds': 7},
     )
-
-  def test_hands_jax_the_timeouts(self):
-    _, initialize = self.join(
-        'localhost:80',
-        '1',
-        '0',
-        initialization_timeout=1,
-        heartbeat_timeout=2,
-        shutdown_timeout=3,
-    )
-
-    kwargs = initialize.call_args.kwargs
-    self.assertEqual(kwargs['initialization_timeout'], 1)
-    self.assertEqual(kwargs['heartbeat_timeout_seconds'], 2)
-    self.assertEqual(kwargs['shutdown_timeout_seconds'], 3)
-
-  @cases.parameters(
-      ((None, '2', '0'), '`JAX_COORDINATOR_ADDRESS` must be set .*, got None'),
-      (('h:80', '2', ''), "`JAX_PROCESS_ID` must be set .*, got ''. Set all"),
-      (('h:80', '0', '0'), "`JAX_NUM_PROCESSES` .* of 1 or more, got '0'"),
-      (('h:80', '2', '2'), "`JAX_PROCESS_ID` .* from 0 to 1, got '2'"),
-      (('h:80', '2', '1.0'), "`JAX_PROCESS_ID` must be an .*, got '1.0'"),
-      (('h:', '2', '0'), "ADDRESS` must be of the form host:port, got 'h:'"),
-      ((':80', '2', '0'), "ADDRESS` must be of the form host:port, got ':80'"),
-  )
-  def test_refuses_bad_environment(self, values, message):
-    with self.assertRaisesRegex(ValueError, message):
-      self.join(*values)
 
   @cases.parameters(
       ('heartbeat_timeout', 0.5, TypeError, 'an integer, got 0.5'),
@@ -141,17 +182,140 @@ class JoiningTest(parameterized.TestCase):
   )
   def test_refuses_bad_timeout(self, name, seconds, error, message):
     with self.assertRaisesRegex(error, f'`{name}` must be {message}'):
-      self.join(**{name: seconds})
+      self.join({}, **{name: seconds})
+
+  @cases.parameters(
+      (SLURM, 'slurm'),
+      (OPEN_MPI, 'ompi'),
+      (KUBERNETES, 'k8s'),
+      ({}, 'gcetpu'),
+      (SLURM | BESIDE, 'slurm'),
+      (BATCH_SCRIPT | OPEN_MPI, 'ompi'),
+      # The first task of the second slice of TPUs.
+      (SLICES | {'JOB_COMPLETION_INDEX': '0'}, 'gketpu'),
+  )
+  def test_joins_what_jax_detects(self, values, method):
+    found = '127.0.0.1:99', 2, 1, [1]
+
+    count, initialize, detect = self.join(
+        values, found, initialization_timeout=5, shutdown_timeout=3
+    )
+
+    self.assertEqual(count, 2)
+    self.assertIn(method, detect.call_args.args[0])
+    self.assertEqual(detect.call_args.args[1], 5)
+    self.assertEqual(initialize.call_args.args, found)
+    kwargs = initialize.call_args.kwargs
+    self.assertEqual(kwargs['coordinator_bind_address'], '127.0.0.1:99')
+    timeouts = [kwargs[x] for x in TIMEOUTS if 'heartbeat' not in x]
+    self.assertEqual(timeouts, [5, 3])
+
+  @cases.parameters(
+      (dict.fromkeys(JAX, ''), None),
+      (SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}, None),
+      # The shell of `salloc` is no task.
+      ({'SLURM_NTASKS': '2'}, None),
+      ({'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '1'}, None),
+      ({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}, None),
+      (KUBERNETES | {'JOB_COMPLETION_INDEX': '0'}, ('h:1', 1, 0, None)),
+  )
+  def test_a_single_task_runs_alone(self, values, detected):
+    count, initialize, _ = self.join(values, detected)
+
+    self.assertEqual(count, 1)
+    initialize.assert_not_called()
+
+  @cases.parameters(
+      (BATCH_SCRIPT, None, 'a batch script is no task'),
+      (
+          {'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '2'},
+          None,
+          r'\(SLURM_JOB_NUM_NODES=2, .*=0\), .* nothing \(a batch script is no',
+      ),
+      (SLURM | {'SLURM_NTASKS': '1'}, None, 'NTASKS=1, .*=1.* nothing. Set'),
+      (SLURM | {'SLURM_NTASKS': '1'}, ('h:1', 1, 1, None), 'process 1 of 1'),
+      (SLURM | JAX | {'JAX_PROCESS_ID': '0'}, None, 'knows process 0 of 2.'),
+      ({'PMI_SIZE': '2', 'PMI_RANK': '0'}, None, r'MPI \(PMI_SIZE=2, PMI_RANK'),
+      ({'WORLD_SIZE': '2', 'RANK': '0'}, None, 'torchrun .* unset RANK'),
+      (KUBERNETES, None, r"pip install 'jax\[k8s\]'"),
+      (OPEN_MPI, None, 'knows nothing .*OMPI_MCA_orte_hnp_uri'),
+      (SLURM, None, 'nothing. Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_P'),
+      (SLICES, None, 'knows nothing .it needs Kubernetes'),
+      (SLURM, FOUND, 'knows process 1 of 3. Set'),
+      (SLURM | BESIDE | {'PMI_SIZE': '4'}, ('h:1', 2, 1, None), 'got MPI .*=4'),
+      # Two tasks of Slurm, each of which starts one of Open MPI.
+      (SLURM | OPEN_MPI | ONE_OF_OPEN_MPI, None, 'got Slurm'),
+      (SLURM | {'SLURM_PROCID': 'one'}, None, "`SLURM_PROCID` must .*, got 'o"),
+      (SLURM | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, None, 'process 0 of 2. Se'),
+      (SLURM | ELSEWHERE | {'JAX_NUM_PROCESSES': '3'}, None, 'process 1 of 3.'),
+      (KUBERNETES | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, None, 'got Kubernet'),
+      # What the variables of JAX say by themselves.
+      ({'JAX_PROCESS_ID': '0'}, None, 'ADDRESS` must be set .*, got None'),
+      (JAX | {'JAX_PROCESS_ID': ''}, None, "ID` must be set .*, got ''. Set a"),
+      (JAX | {'JAX_NUM_PROCESSES': '0'}, None, "PROC.* of 1 or more, got '0'"),
+      (JAX | {'JAX_PROCESS_ID': '2'}, None, "_ID` .* from 0 to 1, got '2'"),
+      (JAX | {'JAX_PROCESS_ID': '1.0'}, None, "_ID` must be an .*, got '1.0'"),
+      (JAX | {'JAX_COORDINATOR_ADDRESS': 'h:'}, None, "host:port, got 'h:'"),
+      (JAX | {'JAX_COORDINATOR_ADDRESS': ':80'}, None, "host:port, got ':80'"),
+  )
+  def test_no_task_trains_alone_or_as_another(self, values, found, message):
+    with self.assertRaisesRegex(ValueError, message):
+      self.join(values, found)
+
+  def test_tells_why_jax_finds_no_other_task(self):
+    no_host = TimeoutError('no host')
+    message = 'must find the other tasks, got TimeoutError: no'
+    with (
+        mock.patch.dict(os.environ, environment(SLURM), clear=True),
+        mock.patch.object(jax_internals, 'detect_cluster', side_effect=no_host),
+        self.assertRaisesRegex(RuntimeError, message),
+    ):
+      shard_transforms.launch.join_processes()
+
+  @cases.parameters(
+      (SLURM | JAX,),
+      (OPEN_MPI | JAX,),
+      (KUBERNETES | ELSEWHERE,),
+      # The processes of `run_processes` are no tasks of what it runs in.
+      (BATCH_SCRIPT | JAX,),
+      (KUBERNETES | {'JOB_COMPLETION_INDEX': '5'} | JAX,),
+      (SLICES | {'JOB_COMPLETION_INDEX': '0'} | ELSEWHERE,),
+      # An allocation counts what it has started itself.
+      (OPEN_MPI | JAX | BATCH_SCRIPT,),
+  )
+  def test_variables_of_jax_beside_those_of_a_scheduler(self, values):
+    count, initialize, detect = self.join(values)
+
+    self.assertEqual(count, 2)
+    self.assertEqual(initialize.call_args.args[1:], (2, 1, None))
+    detect.assert_not_called()
+
+  @cases.parameters((SLURM | BESIDE,), (OPEN_MPI,))
+  @pytest.mark.slow
+  def test_two_tasks_join(self, values):
+    for rank, (status, output, errors) in enumerate(start(values)):
+      self.assertEqual(status, 0, errors)
+      self.assertStartsWith(output, '2\n')
+      self.assertEndsWith(output, f'[0, 1] {rank}\n')
+
+  @pytest.mark.slow
+  def test_neither_of_two_tasks_trains_alone(self):
+    values = {k: v for k, v in SLURM.items() if k != 'SLURM_STEP_NODELIST'}
+
+    for status, output, errors in start(values):
+      self.assertEqual(status, 1, output)
+      self.assertIn('ValueError: Each scheduler must say', errors)
+      self.assertIn('Set JAX_COORDINATOR_ADDRESS', errors)
 
   @pytest.mark.slow
   def test_coordinator_on_loopback_listens_there_alone(self):
-    run = self.start(PROBE)
+    run = start_job(PROBE, 1)
 
     self.assertEqual(run.returncode, 0, run.stderr)
 
   @pytest.mark.slow
   def test_who_fails_does_not_wait_for_the_others(self):
-    run = self.start(FAILURE, num_processes=2)
+    run = start_job(FAILURE, 2)
 
     self.assertIn('ArithmeticError: out of numbers', run.stderr)
     self.assertIn('Process 1 of 2 failed, and leaves the others.', run.stderr)

@@ -3,13 +3,17 @@
 import contextlib
 import os
 import pathlib
+import re
+import resource
+import signal
 import tempfile
 import time
-import unittest
 
+from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import psutil
 
 from shard_transforms import asynchronous
@@ -56,11 +60,33 @@ TASK = asynchronous.Task(init, gradient, batch)
 SLOW_TASK = asynchronous.Task(init, slow_gradient, batch)
 
 
-def folder(test: unittest.TestCase) -> pathlib.Path:
-  """Returns a folder that is deleted after a test."""
-  made = tempfile.TemporaryDirectory()
-  test.addCleanup(made.cleanup)
-  return pathlib.Path(made.name) / 'run'
+class FolderTest(parameterized.TestCase):
+  """Tests with the path of a folder, which is deleted after each."""
+
+  def setUp(self):
+    super().setUp()
+    made = self.enterContext(tempfile.TemporaryDirectory())
+    self.folder = pathlib.Path(made) / 'run'
+    self.second = self.folder.with_name('second')
+
+  def flip(self, place):
+    """Changes a bit of the journal."""
+    path = self.folder / 'journal.bin'
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+  @contextlib.contextmanager
+  def full_disk(self, size):
+    """Lets no file grow beyond a size; expects that one would."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    self.addCleanup(signal.signal, signal.SIGXFSZ, handler)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    with self.assertRaisesRegex(OSError, re.escape(str(self.folder))):
+      yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def train(task, tx, **options):
@@ -72,6 +98,22 @@ def train(task, tx, **options):
       'cluster': None,
   }
   return asynchronous.train(task, tx, **(defaults | options))
+
+
+def plain_loop(tx, num_updates):
+  """Trains with one gradient after the other; returns parameters and state."""
+
+  @jax.jit
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = init()
+  state = tx.init(params)
+  for number in range(num_updates):
+    grads, _ = gradient(params, batch(number))
+    params, state = step(params, state, grads)
+  return params, state
 
 
 def assert_same_bits(first, second):
