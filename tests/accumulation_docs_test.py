@@ -151,21 +151,14 @@ WAYS = {
     'ZeRO-1': Way(accumulated(REPLICATED), zero=True),
     'both, `Explicit`': Way(accumulated(None), BOTH, 'Explicit'),
 }
-for inner, specs in (
-    (MEAN, REPLICATED),
-    (MEAN, TENSOR),
-    (SHARD, REPLICATED),
-):
+for inner, specs in ((MEAN, REPLICATED), (MEAN, TENSOR), (SHARD, REPLICATED)):
   sizes = (4, 2) if specs is TENSOR else (8,)
   name = 'tensor-parallel' if specs is TENSOR else 'replicated'
   name = 'ZeRO-1' if inner is SHARD else name
   for scans in (True, False):
     tx, step = reducing(inner, scans, sizes)
     WAYS[f'{name}, `shard_map`, {"a scan" if scans else "calls"}'] = Way(
-        step,
-        specs,
-        tx=tx,
-        in_calls=not scans,
+        step, specs, tx=tx, in_calls=not scans
     )
 
 

@@ -434,8 +434,7 @@ UPDATES = {
             'guarded', tx=lambda _: guard(by_hand(), AXIS, on_bad='exclude')
         ),
         r'partition of the 8 shards .* ids \[4, 5, 6, 7\] are missing': to(
-            'mean',
-            tx=lambda _: cross_shard_mean(AXIS, groups=[[0, 1], [2, 3]]),
+            'mean', tx=lambda _: cross_shard_mean(AXIS, groups=[[0, 1], [2, 3]])
         ),
         # Slices and states.
         '`inner` of `shard_update` must treat each element alone': to(

@@ -29,10 +29,7 @@ def sign(**options):
   )
 
 
-LINKS = {
-    'sign': sign(),
-    'power_sgd': compression.power_sgd(AXIS, 1),
-}
+LINKS = {'sign': sign(), 'power_sgd': compression.power_sgd(AXIS, 1)}
 
 
 def held_back(state):

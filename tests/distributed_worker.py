@@ -117,9 +117,7 @@ ROWS = {
             drop_stale(
                 0,
                 optax.chain(
-                    cross_shard_mean(AXIS),
-                    optax.clip_by_global_norm(1.0),
-                    ADAM,
+                    cross_shard_mean(AXIS), optax.clip_by_global_norm(1.0), ADAM
                 ),
                 axis_name=AXIS,
             ),

@@ -133,10 +133,7 @@ ROWS = {
     'cross_shard_sum': Row(cross_shard_sum(AXIS), factor=SHARDS, degree=1),
     'tower_reduce to a sum': Row(
         tower_reduce(
-            TOWERS,
-            mean_of(IDENTITY),
-            axis_name=AXIS,
-            reduction='sum',
+            TOWERS, mean_of(IDENTITY), axis_name=AXIS, reduction='sum'
         ),
         'in turn',
         factor=TOWERS,

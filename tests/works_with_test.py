@@ -62,8 +62,7 @@ def merged(batches, towers=1):
   weight = merge(batches['weight'])
   share = weight / weight.sum(1, keepdims=True)
   targets = jax.tree.map(
-      lambda x: np.einsum('sn...,sn->s...', merge(x), share),
-      batches['targets'],
+      lambda x: np.einsum('sn...,sn->s...', merge(x), share), batches['targets']
   )
   return {'targets': targets, 'weight': weight.sum(1)}
 
