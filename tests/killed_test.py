@@ -1,7 +1,6 @@
 """The main job, killed, stopped or out of disk, resumes to the bit."""
 
 import functools
-import importlib.util
 import os
 import pathlib
 import shutil
@@ -11,7 +10,6 @@ import sys
 import tempfile
 import time
 import unittest
-from unittest import mock
 
 from absl.testing import parameterized
 import chex
@@ -138,11 +136,6 @@ class KilledTest(parameterized.TestCase):
     self.assertLen(pids, 2)
     return sorted(pids)
 
-  def copy(self):
-    """Begins with what a training has left that was never killed."""
-    folder, _ = never_killed(*ONE_PROCESS)
-    shutil.copytree(folder, self.folder, dirs_exist_ok=True)
-
   def assert_ends_like_one_never_killed(self, *flags):
     process, out, err = self.run_script(*flags)
     self.assertEqual(process.returncode, 0, err)
@@ -249,8 +242,16 @@ class KilledTest(parameterized.TestCase):
       end = f'process {child} of 2 that exited with status {status}'
       self.assertRegex(err, f'FAILED: .* {end}[,.]')
 
-  def test_refuses_changed_bits_and_goes_on_from_those_before(self):
-    self.copy()
+  def test_refuses_another_training_and_changed_bits_but_not_those_before(self):
+    folder, _ = never_killed(*ONE_PROCESS)
+    shutil.copytree(folder, self.folder, dirs_exist_ok=True)
+    process, out, err = self.run_script(*ONE_PROCESS, '--seed=1')
+
+    self.assertEqual((process.returncode, out), (1, ''), err)
+    message = 'must hold checkpoints of the same training, got `--seed` 0'
+    self.assertIn(f'/saved {message} instead of 1', err)
+    self.assertEqual(calls(self.folder), calls(folder))
+
     broken = self.folder / f'saved/d/{ENDS["d"]}'
     files = [file for file in broken.rglob('*') if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
@@ -266,25 +267,3 @@ class KilledTest(parameterized.TestCase):
     self.assertIn('Without that folder, it goes on from the one before', err)
     shutil.rmtree(broken)
     self.assert_ends_like_one_never_killed(*ONE_PROCESS)
-
-  def test_refuses_the_checkpoints_of_another_training(self):
-    self.copy()
-    spec = importlib.util.spec_from_file_location(
-        'checkpoints', SCRIPT.with_name('checkpoints.py')
-    )
-    checkpoints = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(checkpoints)
-    with mock.patch.object(signal, 'signal'):
-      saved = checkpoints.Checkpoints(
-          str(self.folder / 'saved'), EVERY, {'seed': 1}
-      )
-
-    with self.assertRaisesRegex(
-        checkpoints.CheckpointError,
-        '/saved must hold checkpoints of the same training, got `--seed` 0'
-        ' instead of 1',
-    ):
-      saved.resume('a', STEPS, None)
-
-    folder, _ = never_killed(*ONE_PROCESS)
-    self.assertEqual(calls(self.folder), calls(folder))
