@@ -107,10 +107,15 @@ def assert_nothing_lost(
 
 
 def go_on(
-    tx: Any, params: Any, mesh: jax.sharding.Mesh, state: Any, data: Any
+    tx: Any,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    state: Any,
+    data: Any,
+    in_specs: Any = P(),
 ) -> Any:
   """Returns updates [steps, ...] and state of a run on a mesh."""
-  specs = shard_transforms.state_specs(tx, params, mesh)
+  specs = shard_transforms.state_specs(tx, params, mesh, in_specs=in_specs)
 
   def shard(params, state, data):
     def step(state, grads):
@@ -120,10 +125,12 @@ def go_on(
     state, updates = lax.scan(step, state, jax.tree.map(lambda x: x[0], data))
     return updates, state
 
+  of_data = jax.tree.map(lambda spec: P(modes.AXIS, None, *spec), in_specs)
+  of_updates = jax.tree.map(lambda spec: P(None, *spec), in_specs)
   mapped = jax.shard_map(
       shard,
       mesh=mesh,
-      in_specs=(P(), specs, P(modes.AXIS)),
-      out_specs=(P(), specs),
+      in_specs=(in_specs, specs, of_data),
+      out_specs=(of_updates, specs),
   )
   return jax.jit(mapped)(params, state, data)
