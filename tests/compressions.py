@@ -53,13 +53,6 @@ def run(
     params: Parameters.
     weight: Weights [shards, steps], or `None`.
   """
-  num_shards = len(jax.tree.leaves(data)[0])
-  mapped = runner(transformations, mode, num_shards)
-  return jax.device_get(mapped(params, (data, weight)))
-
-
-def runner(transformations: dict[str, Any], mode: str, num_shards: int) -> Any:
-  """Returns a compiled function as `run`, of parameters, data and weight."""
 
   def shard(shared, own):
     def one(tx):
@@ -74,7 +67,8 @@ def runner(transformations: dict[str, Any], mode: str, num_shards: int) -> Any:
 
     return {name: one(tx) for name, tx in transformations.items()}
 
-  return modes.map_shards(mode, shard, num_shards)
+  mapped = modes.map_shards(mode, shard, len(jax.tree.leaves(data)[0]))
+  return jax.device_get(mapped(params, (data, weight)))
 
 
 def held_back(state: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -156,7 +156,10 @@ class KilledTest(parameterized.TestCase):
     out, err = process.communicate(timeout=600)
 
     self.assert_both_fail(process, err, 128 + signal.SIGTERM)
-    stopped = self.assert_tells_what_it_saved(out, err)
+    self.assertNotIn(' ' * 40, out)
+    self.assertNotIn('Traceback', err)
+    stopped = calls(self.folder)[-1]
+    self.assertIn(f'Stopped by SIGTERM, and saved call {stopped}.', err)
 
     process = self.start(*TWO_PROCESSES)
     self.wait_until_saved(max(stopped, ENDS['b']) + EVERY, process)
@@ -173,7 +176,10 @@ class KilledTest(parameterized.TestCase):
     self.check_full_disk()
 
   def check_full_disk(self):
-    self.forget_end()
+    # Removes all from the end of (c) on, but not the checkpoint before.
+    for gone in 'digits_out', 'saved/d', f'saved/c/{ENDS["c"]}':
+      shutil.rmtree(self.folder / gone)
+    self.assertEqual(calls(self.folder, 'c'), [ENDS['c'] - EVERY])
     before = self.contents()
 
     process, _, err = self.run_script(*TWO_PROCESSES, full=True)
@@ -197,20 +203,6 @@ class KilledTest(parameterized.TestCase):
     self.assertLen(half_written(self.folder), 1)
     self.assertLen(calls(self.folder, 'c'), 2)
     self.assert_ends_like_one_never_killed(*ONE_PROCESS)
-
-  def forget_end(self):
-    """Removes all from the end of (c) on, but not the checkpoint before."""
-    shutil.rmtree(self.folder / 'digits_out')
-    shutil.rmtree(self.folder / 'saved/d')
-    shutil.rmtree(self.folder / f'saved/c/{ENDS["c"]}')
-    self.assertEqual(calls(self.folder, 'c'), [ENDS['c'] - EVERY])
-
-  def assert_tells_what_it_saved(self, out, err):
-    self.assertNotIn(' ' * 40, out)
-    self.assertNotIn('Traceback', err)
-    call = calls(self.folder)[-1]
-    self.assertIn(f'Stopped by SIGTERM, and saved call {call}.', err)
-    return call
 
   def test_goes_on_with_the_same_bits_on_another_number_of_shards(self):
     flags = ('--reproducible',)
