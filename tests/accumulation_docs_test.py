@@ -75,40 +75,10 @@ def accumulated(specs, num_towers=None):
   return step
 
 
-def reducing(inner, scans, sizes=(8,)):
-  """`tower_reduce` in a scan or one call a tower."""
-  tx = shard_transforms.tower_reduce(TOWERS, inner, axis_name='data')
-  grad_fn = shard_transforms.value_and_grad(loss_fn, 'data')
-
-  def tower(carry, x):
-    params, state = carry
-    _, grads = grad_fn(params, x)
-    return apply(tx, grads, state, params), None
-
-  def shard(params, state, x):
-    if scans:
-      return jax.lax.scan(tower, (params, state), x)[0]
-    return tower((params, state), x)[0]
-
-  def by_shard_map(params, state, x):
-    specs = shard_transforms.state_specs(tx, params, make_mesh(sizes))
-    return jax.shard_map(
-        shard,
-        axis_names={'data'},
-        in_specs=(P(), specs, P(None, 'data') if scans else P('data')),
-        out_specs=(P(), specs),
-    )(params, state, x)
-
-  return tx, by_shard_map
-
-
-def make_mesh(sizes, kind='Auto'):
+def make_mesh(specs, kind='Auto'):
+  sizes = (4, 2) if specs in (TENSOR, BOTH) else (8,)
   kinds = (getattr(jax.sharding.AxisType, kind),) * len(sizes)
   return jax.make_mesh(sizes, ('data', 'model')[: len(sizes)], kinds)
-
-
-MEAN = optax.chain(shard_transforms.cross_shard_mean('data'), ADAM)
-SHARD = shard_transforms.shard_update(ADAM, 'data')
 
 
 class Way(NamedTuple):
@@ -133,6 +103,35 @@ class Way(NamedTuple):
   zero: bool = False
 
 
+def reducing(inner, specs, scans):
+  """`tower_reduce` in a scan or one call a tower."""
+  tx = shard_transforms.tower_reduce(TOWERS, inner, axis_name='data')
+  grad_fn = shard_transforms.value_and_grad(loss_fn, 'data')
+
+  def tower(carry, x):
+    params, state = carry
+    _, grads = grad_fn(params, x)
+    return apply(tx, grads, state, params), None
+
+  def shard(params, state, x):
+    if scans:
+      return jax.lax.scan(tower, (params, state), x)[0]
+    return tower((params, state), x)[0]
+
+  def by_shard_map(params, state, x):
+    state_specs = shard_transforms.state_specs(tx, params, make_mesh(specs))
+    return jax.shard_map(
+        shard,
+        axis_names={'data'},
+        in_specs=(P(), state_specs, P(None, 'data') if scans else P('data')),
+        out_specs=(P(), state_specs),
+    )(params, state, x)
+
+  return Way(by_shard_map, specs, tx=tx, in_calls=not scans)
+
+
+MEAN = optax.chain(shard_transforms.cross_shard_mean('data'), ADAM)
+SHARD = shard_transforms.shard_update(ADAM, 'data')
 STEPS = optax.with_extra_args_support(
     optax.MultiSteps(ADAM, TOWERS).gradient_transformation()
 )
@@ -151,58 +150,38 @@ WAYS = {
     'ZeRO-1': Way(accumulated(REPLICATED), zero=True),
     'both, `Explicit`': Way(accumulated(None), BOTH, 'Explicit'),
 }
-for inner, specs in (
-    (MEAN, REPLICATED),
-    (MEAN, TENSOR),
-    (SHARD, REPLICATED),
+for name, *given in (
+    ('replicated', MEAN, REPLICATED),
+    ('tensor-parallel', MEAN, TENSOR),
+    ('ZeRO-1', SHARD, REPLICATED),
 ):
-  sizes = (4, 2) if specs is TENSOR else (8,)
-  name = 'tensor-parallel' if specs is TENSOR else 'replicated'
-  name = 'ZeRO-1' if inner is SHARD else name
-  for scans in (True, False):
-    tx, step = reducing(inner, scans, sizes)
-    WAYS[f'{name}, `shard_map`, {"a scan" if scans else "calls"}'] = Way(
-        step,
-        specs,
-        tx=tx,
-        in_calls=not scans,
-    )
+  WAYS[f'{name}, `shard_map`, a scan'] = reducing(*given, scans=True)
+  WAYS[f'{name}, `shard_map`, calls'] = reducing(*given, scans=False)
 
 
 def sent_in_a_window(way):
   """Trains; returns bytes over `data`, the parameters, and warnings."""
-  mesh = make_mesh((4, 2) if way.specs in (TENSOR, BOTH) else (8,), way.kind)
+  mesh = make_mesh(way.specs, way.kind)
   shardings = {k: NamedSharding(mesh, v) for k, v in way.specs.items()}
   params = jax.device_put(PARAMS, shardings)
-  by_axis = way.tx not in (ADAM, STEPS)
   with jax.set_mesh(mesh):
-    if by_axis:
-      state = shard_transforms.init_state(
-          way.tx, params, mesh, in_specs=way.specs
-      )
-    else:
-      state = optax.tree_utils.tree_map_params(
-          way.tx, jax.device_put, way.tx.init(params), shardings
-      )
+    state = shard_transforms.init_state(
+        way.tx, params, mesh, in_specs=way.specs
+    )
     if way.zero:
       of_state = shard_transforms.state_shardings(ADAM, params, mesh)
       state = jax.device_put(state, of_state)
     kept = jax.tree.map(lambda x: x.sharding, (params, state))
     step = jax.jit(way.step, out_shardings=kept, donate_argnums=(0, 1))
     x, spec = X.reshape(WINDOWS, TOWERS, -1, WIDTH), P(None, 'data')
-    if way.is_flat:
-      x, spec = X, P('data')
-    windows = [jax.device_put(own, NamedSharding(mesh, spec)) for own in x]
-    given = windows[0][0] if way.in_calls else windows[0]
-    step = step.lower(params, state, given).compile()
+    if way.is_flat or way.in_calls:
+      x, spec = X if way.is_flat else x.reshape(-1, *x.shape[2:]), P('data')
+    batches = [jax.device_put(own, NamedSharding(mesh, spec)) for own in x]
+    step = step.lower(params, state, batches[0]).compile()
     report = monitoring.wire_report(step)
-    for window in windows:
-      batches = [window]
-      if way.in_calls:
-        batches = [window[i] for i in range(TOWERS)]
-      for batch in batches:
-        # In JAX 0.10, calls that queue up on virtual devices can abort.
-        params, state = jax.block_until_ready(step(params, state, batch))
+    for batch in batches:
+      # In JAX 0.10, calls that queue up on virtual devices can abort.
+      params, state = jax.block_until_ready(step(params, state, batch))
   sent = reduced = 0
   for c in report.collectives:
     if 'data' in c.axes:

@@ -76,15 +76,19 @@ def per_shard_state():
   )
 
 
-def encode_nothing(x):
-  """Sends an update through a compressor that encodes it as no elements."""
-  compressor = Compressor(
-      2,
-      lambda rows, common_key, own_key: rows[:, :0],
-      lambda payload, common_key: jnp.zeros((len(payload), 2)),
-  )
-  tx = compressed_mean(AXIS, compressor, min_elements=1)
-  return tx.update(x, tx.init(x))[0]
+def sent_as(encoded, dtype='float32'):
+  """Returns what sends an update through a compressor, and how it does."""
+
+  def send(x):
+    compressor = Compressor(
+        2,
+        lambda rows, common_key, own_key: rows[:, :encoded],
+        lambda payload, common_key: jnp.zeros((len(payload), 2), dtype),
+    )
+    tx = compressed_mean(AXIS, compressor, min_elements=1)
+    return tx.update(x, tx.init(x))[0]
+
+  return on_shards(send)
 
 
 def beside_explicit(tx):
@@ -108,17 +112,6 @@ def beside_explicit(tx):
   return on_mesh
 
 
-def decode_to_few_bits(x):
-  """Sends an update through a compressor that decodes to float16."""
-  compressor = Compressor(
-      2,
-      lambda rows, common_key, own_key: rows,
-      lambda payload, common_key: payload.astype('float16'),
-  )
-  tx = compressed_mean(AXIS, compressor, min_elements=1)
-  return tx.update(x, tx.init(x))[0]
-
-
 CHECK = cross_check(lambda w, batch: jax.tree.map(w.__mul__, batch), AXIS)
 
 
@@ -130,90 +123,71 @@ def cross_checked(*batch):
 
 UNBOUND = "needs the mapped axis 'data', which is not bound .*`jax.shard_map`"
 OTHER_MESH = jax.sharding.AbstractMesh((4,), (AXIS,))
-# Calls of public functions that are refused, by what they raise, and words that
-# a user would search for.
+# Calls of public functions that are refused, by what they raise, and by words
+# that a user would search for.
 CALLS = {
-    TypeError: (
-        (of(tower_reduce, 2.5), '`num_towers` must be an integer, got 2.5'),
-        (
-            of(cross_check(jnp.sum, AXIS).weight, SGD.init(PARAMS)),
-            '`state` of `cross_check` must be a `CrossCheckState`',
+    TypeError: {
+        '`num_towers` must be an integer, got 2.5': of(tower_reduce, 2.5),
+        '`state` of `cross_check` must be a `CrossCheckState`': of(
+            cross_check(jnp.sum, AXIS).weight, SGD.init(PARAMS)
         ),
-        *(
-            (of(wrap, optax.sgd), f'`inner` of `{name}` must be an')
-            for name, wrap in {
-                'drop_stale': of(drop_stale, 2),
-                'guard': guard,
-                'reduce_towers': of(reduce_towers, 2),
-                'shard_update': of(shard_update, axis_name=AXIS),
-                'tower_reduce': of(tower_reduce, 2),
-            }.items()
+        '`inner` of `drop_stale` must be an': of(drop_stale, 2, optax.sgd),
+        '`inner` of `guard` must be an': of(guard, optax.sgd),
+        '`inner` of `reduce_towers` must be': of(reduce_towers, 2, optax.sgd),
+        '`inner` of `shard_update` must be': of(shard_update, optax.sgd, AXIS),
+        '`inner` of `tower_reduce` must be': of(tower_reduce, 2, optax.sgd),
+        '`tx` of `init_state` must be an Optax .* Call its factory': of(
+            init_state, optax.adam, PARAMS, MESH
         ),
-        (
-            of(init_state, optax.adam, PARAMS, MESH),
-            '`tx` of `init_state` must be an Optax .* Call its factory',
+        "`in_specs` of `init_state` must be a `PartitionSpec` .*'data'": of(
+            init_state, SGD, PARAMS, MESH, in_specs=AXIS
         ),
-        (
-            of(init_state, SGD, PARAMS, MESH, in_specs=AXIS),
-            "`in_specs` of `init_state` must be a `PartitionSpec` .*'data'",
+        '`mesh` must be a `jax.sharding.Mesh`, got 3': of(
+            resize_state, PARAMS, SGD, PARAMS, 3
         ),
-        (
-            of(resize_state, PARAMS, SGD, PARAMS, 3),
-            '`mesh` must be a `jax.sharding.Mesh`, got 3',
+        "`per_shard` must be a boolean, got 'x'": of(
+            state_specs, SGD, PARAMS, MESH, per_shard='x'
         ),
-        (
-            of(state_specs, SGD, PARAMS, MESH, per_shard='x'),
-            "`per_shard` must be a boolean, got 'x'",
+        '`tx` of `state_shardings` must be an Optax .* got None': of(
+            state_shardings, None, PARAMS, MESH
         ),
-        (
-            of(state_shardings, None, PARAMS, MESH),
-            '`tx` of `state_shardings` must be an Optax .* got None',
+        '`state` of `metrics` must have .*`optimizer.opt_state`': of(
+            metrics, nnx.State({'num_updates': np.int32(0)})
         ),
-        (
-            of(metrics, nnx.State({'num_updates': np.int32(0)})),
-            '`state` of `metrics` must have .*`optimizer.opt_state`',
+        "`command` must be a sequence of arguments, got 'python train.py'": of(
+            run_processes, 1, 'python train.py'
         ),
-        (
-            of(run_processes, 1, 'python train.py'),
-            "`command` must be a sequence of arguments, got 'python train.py'",
+        '`fun` of `cross_check` must be a function, got array': of(
+            cross_check, MATRIX, AXIS
         ),
-        (
-            of(cross_check, MATRIX, AXIS),
-            '`fun` of `cross_check` must be a function, got array',
+    },
+    NameError: {
+        f'`shard_mean` {UNBOUND}': of(shard_mean, PARAMS, AXIS),
+        r"mapped axis 'rows', which is not bound here .*\('data',\)": of(
+            state_specs, tower_reduce(2, axis_name='rows'), PARAMS, MESH
         ),
-    ),
-    NameError: (
-        (of(shard_mean, PARAMS, AXIS), f'`shard_mean` {UNBOUND}'),
-        (
-            of(state_specs, tower_reduce(2, axis_name='rows'), PARAMS, MESH),
-            r"mapped axis 'rows', which is not bound here .*\('data',\)",
+    },
+    AttributeError: {
+        "no attribute 'no_such'": of(getattr, shard_transforms, 'no_such')
+    },
+    FileNotFoundError: {
+        '/no/such/program': of(run_processes, 2, ['/no/such/program'])
+    },
+    ValueError: {
+        '`groups` must not be empty': of(cross_shard_mean, AXIS, groups=[]),
+        "`on_bad` must be 'skip' or 'exclude'": of(guard, SGD, on_bad='drop'),
+        "`on_bad='exclude'` of `guard` must come with `axis_name`": of(
+            guard, SGD, on_bad='exclude'
         ),
-    ),
-    AttributeError: (
-        (of(getattr, shard_transforms, 'no_such'), "no attribute 'no_such'"),
-    ),
-    FileNotFoundError: (
-        (of(run_processes, 2, ['/no/such/program']), '/no/such/program'),
-    ),
-    ValueError: (
-        (of(cross_shard_mean, AXIS, groups=[]), '`groups` must not be empty'),
-        (of(guard, SGD, on_bad='drop'), "`on_bad` must be 'skip' or 'exclude'"),
-        (
-            of(guard, SGD, on_bad='exclude'),
-            "`on_bad='exclude'` of `guard` must come with `axis_name`",
+        '`decode` of a `Compressor` must give float32': of(
+            sent_as(2, 'float16'), MATRIX
         ),
-        (
-            of(on_shards(decode_to_few_bits), MATRIX),
-            '`decode` of a `Compressor` must give float32',
+        '`encode` of a `Compressor` must give arrays with elements': of(
+            sent_as(0), MATRIX
         ),
-        (
-            of(on_shards(encode_nothing), MATRIX),
-            '`encode` of a `Compressor` must give arrays with elements',
-        ),
-        *(
-            (
-                of(beside_explicit(tx), MATRIX),
-                f'`updates` of `{name}` must not be sharded .*Explicit.*`Auto`',
+        **{
+            f'`updates` of `{name}` must not be sharded .*Explicit.*`Auto`': of(
+                beside_explicit(tx), MATRIX
             )
             for name, tx in {
                 'compressed_mean': compressed_mean(AXIS, quantize(8)),
@@ -222,26 +196,22 @@ CALLS = {
                 'reproducible.mean': reproducible.mean(AXIS),
                 'reproducible.towers': reproducible.towers(1, SGD, AXIS),
             }.items()
+        },
+        '`in_specs` of `resize_state` must have the tree of the parameters': of(
+            resize_state, PARAMS, SGD, PARAMS, MESH, in_specs=(P(),)
         ),
-        (
-            of(resize_state, PARAMS, SGD, PARAMS, MESH, in_specs=(P(),)),
-            '`in_specs` of `resize_state` must have the tree of the parameters',
+        '`params` must be shapes where the devices of `mesh` are not here': of(
+            init_state, SGD, PARAMS, MESH
         ),
-        (
-            of(init_state, SGD, PARAMS, MESH),
-            '`params` must be shapes where the devices of `mesh` are not here',
+        r"leading dimension of length 1.*got the shape \(\) at \['b'\]": of(
+            state_specs, per_shard_state(), PARAMS, MESH
         ),
-        (
-            of(state_specs, per_shard_state(), PARAMS, MESH),
-            r"leading dimension of length 1.*got the shape \(\) at \['b'\]",
+        '`mesh` must have the 1 devices of the program, got 4': of(
+            wire_report, jnp.sum, MATRIX, compiled=True, mesh=OTHER_MESH
         ),
-        (
-            of(wire_report, jnp.sum, MATRIX, compiled=True, mesh=OTHER_MESH),
-            '`mesh` must have the 1 devices of the program, got 4',
-        ),
-        (of(cross_checked, MATRIX[:1]), 'have 2 shards or more, got'),
-        (of(cross_checked, MATRIX, MATRIX[1:]), 'inconsistent sizes|divisible'),
-    ),
+        'have 2 shards or more, got': of(cross_checked, MATRIX[:1]),
+        'inconsistent sizes|divisible': of(cross_checked, MATRIX, MATRIX[1:]),
+    },
 }
 
 
@@ -391,153 +361,106 @@ REDUCED = r"over 'data', got \['b'\] \[\], typed invariant: .* already reduced"
 GROWING = optax.GradientTransformation(
     optax.identity().init, lambda updates, state, params: (updates, [state])
 )
-# Calls of `update` that are refused, by what they raise: the name of the
-# transformation; bad values by the names of `good_call`, each the value or a
-# function of the good one, on each shard for an extra argument; and words.
+
+
+def to(name, **changes):
+  """Returns changes to the call of a bench."""
+  return name, changes
+
+
+# Calls of `update` that are refused, by what they raise and by words: the name
+# of a bench; bad values by the names of `good_call`, each the value or a
+# function of the good one, on each shard for an extra argument.
 UPDATES = {
-    TypeError: (
-        (
+    TypeError: {
+        '`updates` of `cross_shard_mean` must be real or complex, got key': to(
             'mean',
-            {'updates': with_leaf(b=lambda _: random.split(random.key(0), 8))},
-            '`updates` of `cross_shard_mean` must be real or complex, got key',
+            updates=with_leaf(b=lambda _: random.split(random.key(0), 8)),
         ),
-        (
-            'towers',
-            {'updates': with_leaf(w=lambda w: w * 1j)},
-            r"`updates` of `tower_reduce` must be real .* complex .* \['w'\]",
+        r"`updates` of `tower_reduce` must be real .* complex .* \['w'\]": to(
+            'towers', updates=with_leaf(w=lambda w: w * 1j)
         ),
-        (
+        '`weight` of `tower_reduce` must be a real number, got 1j': to(
+            'shards of towers', weight=1j
+        ),
+        '`local_step` of `drop_stale` must be an integer, got 1.5': to(
+            'stale', local_step=1.5
+        ),
+        '`state` of `guard` must be a `GuardState`, .* got tuple': to(
+            'guarded', state=other_state(SGD, PARAMS)
+        ),
+        '`state` of `drop_stale` must be a `DropStaleState`': to(
+            'stale', state=other_state(SGD, PARAMS)
+        ),
+        '`state` of `shard_update` must be a `ShardUpdateState`': to(
+            'slices', state=other_state(SGD, PARAMS)
+        ),
+    },
+    ValueError: {
+        r'shapes that its state was .* got \(4,\) instead of \(9,\) at': to(
+            'towers', updates=with_leaf(w=lambda w: w[:4])
+        ),
+        r"state was .* \['b'\] is only in the state. Give gradients": to(
+            'towers', updates=lambda updates: {'w': updates['w']}
+        ),
+        r"tree that its state was .* \['c'\] is only in the updates": to(
             'shards of towers',
-            {'weight': 1j},
-            '`weight` of `tower_reduce` must be a real number, got 1j',
+            updates=lambda updates: {**updates, 'c': updates['b']},
         ),
-        (
-            'stale',
-            {'local_step': 1.5},
-            '`local_step` of `drop_stale` must be an integer, got 1.5',
-        ),
-        (
-            'guarded',
-            {'state': other_state(SGD, PARAMS)},
-            '`state` of `guard` must be a `GuardState`, .* got tuple',
-        ),
-        (
-            'stale',
-            {'state': other_state(SGD, PARAMS)},
-            '`state` of `drop_stale` must be a `DropStaleState`',
-        ),
-        (
-            'slices',
-            {'state': other_state(SGD, PARAMS)},
-            '`state` of `shard_update` must be a `ShardUpdateState`',
-        ),
-    ),
-    ValueError: (
-        (
-            'towers',
-            {'updates': with_leaf(w=lambda w: w[:4])},
-            r'shapes that its state was .* got \(4,\) instead of \(9,\) at',
-        ),
-        (
-            'towers',
-            {'updates': lambda updates: {'w': updates['w']}},
-            r"state was .* \['b'\] is only in the state. Give gradients",
-        ),
-        (
-            'shards of towers',
-            {'updates': lambda updates: {**updates, 'c': updates['b']}},
-            r"tree that its state was .* \['c'\] is only in the updates",
-        ),
-        (
-            'stacked',
-            {'updates': with_leaf(w=lambda w: w[1:])},
-            r'a leading axis of 3 towers, got the shape \(2, 9\) at',
+        r'a leading axis of 3 towers, got the shape \(2, 9\) at': to(
+            'stacked', updates=with_leaf(w=lambda w: w[1:])
         ),
         # Weights.
-        ('sum', {'weight': math.nan}, 'must be finite .* negative, got nan'),
-        ('mean', {'weight': np.ones(SHARDS)}, r'the shape \(\), got \(8,\)'),
-        ('stacked', {'weight': 1.0}, r'the shape \(3,\), got \(\)'),
-        (
-            'chained towers',
-            {'weight': 1.0},
-            '`weight` .* must come with `inner',
-        ),
+        'must be finite .* negative, got nan': to('sum', weight=math.nan),
+        r'the shape \(\), got \(8,\)': to('mean', weight=np.ones(SHARDS)),
+        r'the shape \(3,\), got \(\)': to('stacked', weight=1.0),
+        '`weight` .* must come with `inner': to('chained towers', weight=1.0),
         # Local steps.
-        (
-            'shards of stale',
-            {'local_step': np.zeros(SHARDS, int)},
-            r'`local_step` of `drop_stale` must have the shape \(\), got \(8,',
+        r'`local_step` of `drop_stale` must have the shape \(\), got \(8,': to(
+            'shards of stale', local_step=np.zeros(SHARDS, int)
         ),
-        (
-            'stale',
-            {'local_step': 2**31},
-            '`local_step` .* must fit int32, got 2',
+        '`local_step` .* must fit int32, got 2': to('stale', local_step=2**31),
+        r'`local_step` of `reduce_towers` .* \(\) or \(3,\), got \(2,\)': to(
+            'stacked', local_step=np.zeros(2, int)
         ),
-        (
-            'stacked',
-            {'local_step': np.zeros(2, int)},
-            r'`local_step` of `reduce_towers` .* \(\) or \(3,\), got \(2,\)',
-        ),
-        (
-            'tracked stale',
-            {'local_step': lambda: lax.axis_index(AXIS)},
-            'must be decided the same way on all .* Give the gate `axis_name`',
+        'must be decided the same way on all .* Give the gate `axis_name`': to(
+            'tracked stale', local_step=lambda: lax.axis_index(AXIS)
         ),
         # What is reduced already, or by hand.
-        (
-            'tracked mean',
-            {'tx': lambda _: summed_before(AVERAGED), 'weight': 2.0},
-            f'`updates` of `cross_shard_mean` must be per shard {REDUCED}',
+        f'`updates` of `cross_shard_mean` must be per shard {REDUCED}': to(
+            'tracked mean', tx=lambda _: summed_before(AVERAGED), weight=2.0
         ),
-        (
-            'guarded',
-            {'tx': lambda _: guard(by_hand(), AXIS, on_bad='exclude')},
-            'must use the extra argument `weight`.* by hand, or none, counts',
+        'must use the extra argument `weight`.* by hand, or none, counts': to(
+            'guarded', tx=lambda _: guard(by_hand(), AXIS, on_bad='exclude')
         ),
-        (
-            'mean',
-            {'tx': lambda _: cross_shard_mean(AXIS, groups=[[0, 1], [2, 3]])},
-            r'partition of the 8 shards .* ids \[4, 5, 6, 7\] are missing',
+        r'partition of the 8 shards .* ids \[4, 5, 6, 7\] are missing': to(
+            'mean', tx=lambda _: cross_shard_mean(AXIS, groups=[[0, 1], [2, 3]])
         ),
         # Slices and states.
-        (
+        '`inner` of `shard_update` must treat each element alone': to(
             'slices',
-            {
-                'tx': lambda _: shard_update(
-                    optax.clip_by_global_norm(1.0), AXIS
-                )
-            },
-            '`inner` of `shard_update` must treat each element alone',
+            tx=lambda _: shard_update(optax.clip_by_global_norm(1.0), AXIS),
         ),
-        (
+        r'State of `shard_update` must be made for these param.*\(12,\)': to(
+            'slices', state=other_state(shard_update(SGD, AXIS), LARGER)
+        ),
+        'State of `shard_update` must be made for these .* got the tree': to(
             'slices',
-            {'state': other_state(shard_update(SGD, AXIS), LARGER)},
-            r'State of `shard_update` must be made for these param.*\(12,\)',
+            state=other_state(shard_update(optax.adam(0.1), AXIS), PARAMS),
         ),
-        (
-            'slices',
-            {'state': other_state(shard_update(optax.adam(0.1), AXIS), PARAMS)},
-            'State of `shard_update` must be made for these .* got the tree',
+        'State of `shard_update` must be made for .* number of shards': to(
+            'slices', state=lambda state: jax.tree.map(padded, state)
         ),
-        (
-            'slices',
-            {'state': lambda state: jax.tree.map(padded, state)},
-            'State of `shard_update` must be made for .* number of shards',
-        ),
-        (
+        'must have a leading axis of length 1 on each shard': to(
             'shards of towers',
-            {'state': other_state(tower_reduce(TOWERS, MEAN), PARAMS)},
-            'must have a leading axis of length 1 on each shard',
+            state=other_state(tower_reduce(TOWERS, MEAN), PARAMS),
         ),
-        (
+        'inner transformation must keep the tree of its state': to(
             'stale',
-            {
-                'tx': lambda _: drop_stale(2, GROWING),
-                'state': lambda _: drop_stale(2, GROWING).init(PARAMS),
-            },
-            'inner transformation must keep the tree of its state',
+            tx=lambda _: drop_stale(2, GROWING),
+            state=lambda _: drop_stale(2, GROWING).init(PARAMS),
         ),
-    ),
+    },
 }
 
 
@@ -566,7 +489,11 @@ def picture(given):
 
 def rows_of(table):
   """Returns the rows of a table, with the error of each."""
-  return [(*row, error) for error, rows in table.items() for row in rows]
+  return [
+      (words, row, error)
+      for error, rows in table.items()
+      for words, row in rows.items()
+  ]
 
 
 class BadInputsTest(parameterized.TestCase):
@@ -581,11 +508,12 @@ class BadInputsTest(parameterized.TestCase):
     self.assertEqual(picture(given), before)
 
   @cases.parameters(rows_of(CALLS))
-  def test_refuses_call(self, call, words, error):
+  def test_refuses_call(self, words, call, error):
     self.assert_refused(call, (call.args, call.keywords), error, words)
 
   @cases.parameters(rows_of(UPDATES))
-  def test_refuses_update(self, name, changes, words, error):
+  def test_refuses_update(self, words, call, error):
+    name, changes = call
     bench, (rerun, expected) = BENCHES[name], good_run(name)
     good = good_call(bench)
     bad = good | {

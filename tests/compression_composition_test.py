@@ -1,7 +1,5 @@
 """Compression with gates, masks, partitions and model axes."""
 
-import functools
-
 from absl.testing import parameterized
 import chex
 import jax
@@ -11,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
+import cases
 import compressions
 import modes
 import shard_transforms
@@ -29,10 +28,7 @@ def sign(**options):
   )
 
 
-LINKS = {
-    'sign': sign(),
-    'power_sgd': compression.power_sgd(AXIS, 1),
-}
+LINKS = {'sign': sign(), 'power_sgd': compression.power_sgd(AXIS, 1)}
 
 
 def held_back(state):
@@ -137,57 +133,26 @@ class GateTest(parameterized.TestCase):
 
 class PartTest(parameterized.TestCase):
 
-  def test_parameters_over_a_model_axis(self):
-    params = {'w': zeros(24, 16), 'v': zeros(12, 16)}
+  @cases.parameters(*LINKS)
+  def test_parameters_over_a_model_axis(self, name):
+    tx, params = LINKS[name], {'w': zeros(24, 16), 'v': zeros(12, 16)}
     in_specs = {'w': P('model'), 'v': P()}
-    mesh = jax.make_mesh(
-        (4, 2), (AXIS, 'model'), (jax.sharding.AxisType.Auto,) * 2
-    )
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), auto)
     data = compressions.make_data(4, 6, params)
-    made = functools.partial(
-        shard_transforms.init_state, mesh=mesh, in_specs=in_specs
-    )
-    state = {name: made(tx, params) for name, tx in LINKS.items()}
-    specs = {
-        name: shard_transforms.state_specs(tx, params, mesh, in_specs=in_specs)
-        for name, tx in LINKS.items()
-    }
+    state = shard_transforms.init_state(tx, params, mesh, in_specs=in_specs)
 
-    def shard(params, state, data):
-      def step(state, grads):
-        both = {
-            name: tx.update(grads, state[name], params)
-            for name, tx in LINKS.items()
-        }
-        return tuple(
-            {name: pair[i] for name, pair in both.items()} for i in (1, 0)
-        )
-
-      data = jax.tree.map(lambda x: x[0], data)
-      return lax.scan(step, state, data)
-
-    out_specs = {'w': P(None, 'model'), 'v': P()}
-    mapped = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=(in_specs, specs, {'w': P(AXIS, None, 'model'), 'v': P(AXIS)}),
-        out_specs=(specs, dict.fromkeys(LINKS, out_specs)),
-    )
-    after, found = jax.jit(mapped)(params, state, data)
+    found, after = compressions.go_on(tx, params, mesh, state, data, in_specs)
 
     # As if each model shard were alone.
-    alone_on = compressions.runner(LINKS, 'vmap', 4)
     for part in range(2):
       rows = slice(12 * part, 12 * (part + 1))
       own = {'w': data['w'][:, :, rows], 'v': data['v']}
-      like = {'w': zeros(12, 16), 'v': zeros(12, 16)}
-      expected = jax.device_get(alone_on(like, (own, None)))
-      for name, updates in found.items():
-        alone, _ = expected[name]
-        w = updates['w'][:, rows]
-        np.testing.assert_allclose(w, alone['w'][0], atol=1e-5)
-        np.testing.assert_allclose(updates['v'], alone['v'][0], atol=1e-5)
-    for updates in found.values():
-      for piece in updates['v'].addressable_shards:
-        np.testing.assert_array_equal(piece.data, updates['v'])
+      like = dict.fromkeys(params, zeros(12, 16))
+      alone, _ = compressions.run({name: tx}, 'vmap', own, like)[name]
+      w = found['w'][:, rows]
+      np.testing.assert_allclose(w, alone['w'][0], atol=1e-5)
+      np.testing.assert_allclose(found['v'], alone['v'][0], atol=1e-5)
+    for piece in found['v'].addressable_shards:
+      np.testing.assert_array_equal(piece.data, found['v'])
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)

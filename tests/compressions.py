@@ -53,13 +53,6 @@ def run(
     params: Parameters.
     weight: Weights [shards, steps], or `None`.
   """
-  num_shards = len(jax.tree.leaves(data)[0])
-  mapped = runner(transformations, mode, num_shards)
-  return jax.device_get(mapped(params, (data, weight)))
-
-
-def runner(transformations: dict[str, Any], mode: str, num_shards: int) -> Any:
-  """Returns a compiled function as `run`, of parameters, data and weight."""
 
   def shard(shared, own):
     def one(tx):
@@ -74,7 +67,8 @@ def runner(transformations: dict[str, Any], mode: str, num_shards: int) -> Any:
 
     return {name: one(tx) for name, tx in transformations.items()}
 
-  return modes.map_shards(mode, shard, num_shards)
+  mapped = modes.map_shards(mode, shard, len(jax.tree.leaves(data)[0]))
+  return jax.device_get(mapped(params, (data, weight)))
 
 
 def held_back(state: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -107,10 +101,15 @@ def assert_nothing_lost(
 
 
 def go_on(
-    tx: Any, params: Any, mesh: jax.sharding.Mesh, state: Any, data: Any
+    tx: Any,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+    state: Any,
+    data: Any,
+    in_specs: Any = P(),
 ) -> Any:
   """Returns updates [steps, ...] and state of a run on a mesh."""
-  specs = shard_transforms.state_specs(tx, params, mesh)
+  specs = shard_transforms.state_specs(tx, params, mesh, in_specs=in_specs)
 
   def shard(params, state, data):
     def step(state, grads):
@@ -120,10 +119,12 @@ def go_on(
     state, updates = lax.scan(step, state, jax.tree.map(lambda x: x[0], data))
     return updates, state
 
+  of_data = jax.tree.map(lambda spec: P(modes.AXIS, None, *spec), in_specs)
+  of_updates = jax.tree.map(lambda spec: P(None, *spec), in_specs)
   mapped = jax.shard_map(
       shard,
       mesh=mesh,
-      in_specs=(P(), specs, P(modes.AXIS)),
-      out_specs=(P(), specs),
+      in_specs=(in_specs, specs, of_data),
+      out_specs=(of_updates, specs),
   )
   return jax.jit(mapped)(params, state, data)

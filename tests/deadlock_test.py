@@ -4,7 +4,6 @@ The cases, functions of the mode at the end of this file, run in processes that
 XLA aborts if a collective is stuck.
 """
 
-import functools
 import itertools
 import os
 import pathlib
@@ -30,13 +29,13 @@ SHARDS = 8
 # Time limits for a collective that all shards reach, and for one that hangs.
 PATIENCE, IMPATIENCE = 100, 2
 FINISHED = 'finished'
-# What bad shards do, by what `guard` is told to do about it.
-SPIKES = (
-    'spikes_of_the_loss_skip',
-    'spikes_of_the_loss_exclude',
-    'spikes_of_the_norm_skip',
-    'spikes_of_the_norm_exclude',
-    'spikes_of_the_norm_clip',
+MOMENTUM = optax.sgd(1.0, momentum=0.5)
+# What finishes: functions at the end, with what spikes and what `guard` does.
+CASES = (
+    *('stale_shards', 'stale_towers', 'weightless_shards'),
+    *('guarded_shards', 'excluded_shards'),
+    *('spikes loss skip', 'spikes loss exclude'),
+    *('spikes norm skip', 'spikes norm exclude', 'spikes norm clip'),
 )
 
 
@@ -79,25 +78,21 @@ class DeadlockTest(parameterized.TestCase):
   @cases.parameters('pmap', 'shard_map')
   @pytest.mark.slow
   def test_finishes(self, mode):
-    names = [
-        'stale_shards',
-        'stale_towers',
-        'weightless_shards',
-        'guarded_shards',
-        'excluded_shards',
-        *SPIKES,
-    ]
+    done = run_in_process(mode, *CASES)
 
-    done = run_in_process(mode, *names)
-
-    finished = [f'{name} {FINISHED}' for name in names]
+    finished = [f'{case} {FINISHED}' for case in CASES]
     self.assertEqual(done.stdout.splitlines(), finished, done.stderr)
     self.assertEqual(done.returncode, 0, done.stderr)
 
   # Other cases run in other modes, in processes.
-  @cases.parameters('excluded_shards', SPIKES[0], SPIKES[-1])
+  @cases.parameters('excluded_shards', 'spikes loss skip', 'spikes norm clip')
   def test_shards_decide_the_same_under_vmap(self, case):
-    CASES[case]('vmap')
+    run_case('vmap', case)
+
+
+def run_case(mode, case):
+  name, *options = case.split()
+  globals()[name](mode, *options)
 
 
 def decide_alone(mode):
@@ -111,7 +106,7 @@ def decide_alone(mode):
 
 def apply_if_finite(mode):
   """Deadlocks once one of the shards is not finite."""
-  tx = optax.apply_if_finite(momentum(), 3)
+  tx = optax.apply_if_finite(mean_of(MOMENTUM), 3)
 
   def fn(params, x):
     return tx.update(own_gradient(params, x), tx.init(params), params)[0]
@@ -124,10 +119,8 @@ def apply_if_finite(mode):
   jax.block_until_ready(mapped(np.float32(1), bad))
 
 
-def momentum():
-  return optax.chain(
-      shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0, momentum=0.5)
-  )
+def mean_of(inner):
+  return optax.chain(shard_transforms.cross_shard_mean(AXIS), inner)
 
 
 def subsets():
@@ -136,25 +129,22 @@ def subsets():
 
 
 def over_subsets(mode, fn, params, *own):
-  """Returns what `fn` gives on each shard, [subsets, shards, ...] on the host.
+  """Yields each subset of shards, and what `fn` gives on all shards for it.
 
   Args:
     mode: How the axis is bound.
-    fn: Takes parameters and what a shard has for a subset.
+    fn: Takes parameters, and what a shard has for a subset.
     params: The parameters.
-    *own: Arrays [subsets, shards].
+    *own: Arrays [shards] or [subsets, shards].
   """
 
   def shard(params, own):
-    return lax.map(lambda own: fn(params, own), own)
+    return lax.map(lambda own: fn(params, *own), own)
 
-  own = jax.tree.map(lambda x: np.float32(x).T, own)
+  own = [np.float32(x + 0 * subsets()).T for x in own]
   found = jax.device_get(modes.map_shards(mode, shard)(params, own))
-  return jax.tree.map(lambda x: x.swapaxes(0, 1), found)
-
-
-def at(tree, index):
-  return jax.tree.map(lambda x: x[index], tree)
+  for i, subset in enumerate(subsets()):
+    yield subset, *jax.tree.map(lambda x, i=i: x[:, i], found)
 
 
 def gradients():
@@ -162,17 +152,17 @@ def gradients():
   return np.arange(1, SHARDS + 1, dtype=np.float32) ** 2
 
 
-def own_gradient(params, x):
-  value_and_grad = shard_transforms.value_and_grad(jnp.multiply, AXIS)
-  return value_and_grad(params, x)[1]
+def own_gradient(params, grads):
+  """Returns gradients of a tree, taken inside the mapped function."""
+  loss = optax.tree_utils.tree_vdot
+  return shard_transforms.value_and_grad(loss, AXIS)(params, grads)[1]
 
 
 def stale_shards(mode):
   """Drops the updates of each subset of the shards after one of all."""
-  tx = shard_transforms.drop_stale(1, momentum(), axis_name=AXIS)
+  tx = shard_transforms.drop_stale(1, mean_of(MOMENTUM), axis_name=AXIS)
 
-  def fn(params, own):
-    x, is_stale = own
+  def fn(params, x, is_stale):
     grads = own_gradient(params, x)
     _, state = tx.update(grads, tx.init(params), params, local_step=0)
     return tx.update(
@@ -180,11 +170,9 @@ def stale_shards(mode):
     )
 
   x = gradients()
-  all_updates, states = over_subsets(
-      mode, fn, np.float32(0), x + 0 * subsets(), subsets()
-  )
-  for i, is_stale in enumerate(subsets()):
-    updates, state = all_updates[i], at(states, i)
+  for is_stale, updates, state in over_subsets(
+      mode, fn, np.float32(0), x, subsets()
+  ):
     dropped = is_stale.all()
     trace = x.mean()
     if not dropped:
@@ -198,12 +186,11 @@ def stale_shards(mode):
 
 def stale_towers(mode):
   """Drops what each subset of the shards has collected over two towers."""
-  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0))
+  inner = mean_of(optax.sgd(1.0))
   inner = shard_transforms.drop_stale(1, inner, axis_name=AXIS)
   tx = shard_transforms.tower_reduce(2, inner, axis_name=AXIS)
 
-  def fn(params, own):
-    x, is_stale = own
+  def fn(params, x, is_stale):
     grads = own_gradient(params, x)
     state = tx.init(params)
     # The oldest of a window counts.
@@ -212,9 +199,8 @@ def stale_towers(mode):
     return updates, state.inner_state.stale_shard_count
 
   x = gradients()
-  found = over_subsets(mode, fn, np.float32(0), x + 0 * subsets(), subsets())
-  for is_stale, updates, stale_shard_count in zip(
-      subsets(), *found, strict=True
+  for is_stale, updates, stale_shard_count in over_subsets(
+      mode, fn, np.float32(0), x, subsets()
   ):
     check(updates, 0 if is_stale.all() else -x[~is_stale].mean())
     check(stale_shard_count, is_stale.sum())
@@ -222,11 +208,9 @@ def stale_towers(mode):
 
 def weightless_shards(mode):
   """Leaves out each subset of the shards by their weights, over two towers."""
-  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0))
-  tx = shard_transforms.tower_reduce(2, inner, axis_name=AXIS)
+  tx = shard_transforms.tower_reduce(2, mean_of(optax.sgd(1.0)), axis_name=AXIS)
 
-  def fn(params, own):
-    x, weight = own
+  def fn(params, x, weight):
     grads = own_gradient(params, x)
     _, state = tx.update(grads, tx.init(params), params, weight=weight)
     updates, state = tx.update(3 * grads, state, params, weight=weight)
@@ -236,14 +220,8 @@ def weightless_shards(mode):
   weights = np.arange(1, SHARDS + 1, dtype=np.float32)
   # All of these count as no weight.
   none = np.array([0, -1, np.nan, np.inf] * 2, np.float32)
-  found = over_subsets(
-      mode,
-      fn,
-      np.float32(0),
-      np.where(subsets(), np.nan, x),
-      np.where(subsets(), none, weights),
-  )
-  for is_out, updates, tower in zip(subsets(), *found, strict=True):
+  own = np.where(subsets(), np.nan, x), np.where(subsets(), none, weights)
+  for is_out, updates, tower in over_subsets(mode, fn, np.float32(0), *own):
     total = weights[~is_out].sum()
     mean = 2 * (weights * x)[~is_out].sum() / total if total else 0
     check(updates, -mean)
@@ -252,21 +230,17 @@ def weightless_shards(mode):
 
 def run_guarded(mode, **kwargs):
   """Yields subsets of bad shards, and what a step after one of all gives."""
-  tx = shard_transforms.guard(momentum(), AXIS, **kwargs)
+  tx = shard_transforms.guard(mean_of(MOMENTUM), AXIS, **kwargs)
 
-  def fn(params, own):
-    x, second = own
-    state = tx.init(params)
-    _, state = tx.update(own_gradient(params, x), state, params)
+  def fn(params, x, second):
+    _, state = tx.update(own_gradient(params, x), tx.init(params), params)
     return tx.update(own_gradient(params, second), state, params)
 
   not_finite = np.array([np.nan, np.inf, -np.inf, np.nan] * 2, np.float32)
-  x = gradients() + 0 * subsets()
-  all_updates, states = over_subsets(
+  x = gradients()
+  for is_bad, updates, state in over_subsets(
       mode, fn, np.float32(0), x, np.where(subsets(), not_finite, x)
-  )
-  for i, is_bad in enumerate(subsets()):
-    updates, state = all_updates[i], at(states, i)
+  ):
     check(state.bad_shard_count, is_bad.sum())
     np.testing.assert_array_equal(
         state.last_bad_step[:, 0], np.where(is_bad, 1, -1)
@@ -315,36 +289,26 @@ def spikes(mode, signal, remedy):
       on_spike='skip' if remedy == 'exclude' else remedy,
   )
   on_bad = 'skip' if remedy == 'skip' else 'exclude'
-  inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(-1.0))
+  inner = mean_of(optax.sgd(-1.0))
   tx = shard_transforms.guard(inner, AXIS, on_bad=on_bad, spikes=rule)
 
-  def fn(params, own):
-    x, leap = own
+  def fn(params, x, leap):
     leaps = {'norm': 0.0, 'loss': 0.0} | {signal: leap}
     state = tx.init(params)
     for value in 1.0, 1.1:
-      grads = own_gradients(params, {'a': x, 'b': jnp.float32(2)})
+      grads = own_gradient(params, {'a': x, 'b': jnp.float32(2)})
       _, state = tx.update(grads, state, params, value=value + x)
     grads = {'a': x, 'b': 2 + leaps['norm']}
-    updates, state = tx.update(
-        own_gradients(params, grads),
-        state,
-        params,
-        value=1.05 + x + leaps['loss'],
-    )
-    return updates, state
+    grads, value = own_gradient(params, grads), 1.05 + x + leaps['loss']
+    return tx.update(grads, state, params, value=value)
 
   x = np.arange(1, SHARDS + 1, dtype=np.float32) / 8
-  every_second = np.cumsum(subsets(), axis=1) % 2 == 0
-  leap = np.where(every_second, np.nan, 1e3)
-  leap = np.where(subsets(), leap, 0)
+  not_finite = subsets() & (np.cumsum(subsets(), axis=1) % 2 == 0)
+  leap = np.where(not_finite, np.nan, np.where(subsets(), 1e3, 0))
   params = {'a': np.float32(0), 'b': np.float32(0)}
-  all_updates, states = over_subsets(mode, fn, params, x + 0 * subsets(), leap)
-  for i, is_bad in enumerate(subsets()):
-    not_finite = is_bad & every_second[i]
-    updates, state = at((all_updates, states), i)
-    is_clipped = is_bad & ~not_finite
-    if signal == 'loss' or on_bad == remedy or remedy == 'skip':
+  for is_bad, updates, state in over_subsets(mode, fn, params, x, leap):
+    is_clipped = is_bad & (np.cumsum(is_bad) % 2 == 1)
+    if signal == 'loss' or remedy != 'clip':
       is_clipped[:] = False
     good = ~is_bad | is_clipped
     skipped = not good.any() or (on_bad == 'skip' and not good.all())
@@ -363,14 +327,6 @@ def spikes(mode, signal, remedy):
     check(leapt.sum(1), is_bad * 1.0, rtol=0)
 
 
-def own_gradients(params, grads):
-  """Returns gradients of a tree, taken inside the mapped function."""
-  value_and_grad = shard_transforms.value_and_grad(
-      optax.tree_utils.tree_vdot, AXIS
-  )
-  return value_and_grad(params, grads)[1]
-
-
 def check(actual, expected, rtol=1e-6):
   actual = np.asarray(actual, np.float64)
   expected = np.broadcast_to(expected, SHARDS)
@@ -381,26 +337,8 @@ def check(actual, expected, rtol=1e-6):
   )
 
 
-CASES = {
-    fn.__name__: fn
-    for fn in (
-        decide_alone,
-        apply_if_finite,
-        stale_shards,
-        stale_towers,
-        weightless_shards,
-        guarded_shards,
-        excluded_shards,
-    )
-} | {
-    name: functools.partial(
-        spikes, signal=name.split('_')[-2], remedy=name.split('_')[-1]
-    )
-    for name in SPIKES
-}
-
 if __name__ == '__main__':
   mode, *names = sys.argv[1:]
   for name in names:
-    CASES[name](mode)
+    run_case(mode, name)
     print(name, FINISHED, flush=True)

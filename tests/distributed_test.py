@@ -75,7 +75,7 @@ class DistributedTest(parameterized.TestCase):
 
   def check_that_shards_agree(self, arrays):
     """Checks which shards have the same bits, and that something trained."""
-    modes, rows = distributed_worker.MODES, distributed_worker.ROWS
+    modes, rows = distributed_worker.TRAIN, distributed_worker.ROWS
     seen = {tuple(name.split('/')[:2]) for name in arrays}
     # `jax.pmap` has one axis.
     num_pmapped = sum(len(row.axes) == 1 for row in rows.values())

@@ -30,7 +30,6 @@ from shard_transforms.monitoring import track_divergence
 
 AXIS = 'data'
 SHARDS, CALLS, ROWS_A_SHARD, FEATURES = 4, 4, 6, 5
-MODES = ('shard_map', 'pmap')
 # `jax.pmap` maps over the first of them alone.
 AXES = ({AXIS: SHARDS}, {'a': 2, 'b': 2})
 ADAM = optax.adam(0.1, eps=1.0)
@@ -49,7 +48,7 @@ class Row(NamedTuple):
 
   tx: optax.GradientTransformationExtraArgs
   axes: dict[str, int] = AXES[0]
-  takes_weight: bool = False
+  takes_weight: bool = True
   local_step: bool = False
   per_shard: bool = False
 
@@ -67,31 +66,27 @@ _MEAN = _then_adam(cross_shard_mean(AXIS))
 _GROUPS = [[0, 3], [1, 2]]
 
 ROWS = {
-    'mean': Row(_MEAN),
-    'sum': Row(_then_adam(cross_shard_sum(AXIS))),
-    'weighted_mean': Row(_MEAN, takes_weight=True),
-    'weighted_sum': Row(_then_adam(cross_shard_sum(AXIS)), takes_weight=True),
+    'mean': Row(_MEAN, takes_weight=False),
+    'sum': Row(_then_adam(cross_shard_sum(AXIS)), takes_weight=False),
+    'weighted_mean': Row(_MEAN),
+    'weighted_sum': Row(_then_adam(cross_shard_sum(AXIS))),
     'groups': Row(
-        _then_adam(cross_shard_mean(AXIS, groups=_GROUPS)),
-        takes_weight=True,
+        _then_adam(cross_shard_mean(AXIS, groups=_GROUPS)), per_shard=True
+    ),
+    'two_axes': Row(_then_adam(cross_shard_mean(('a', 'b'))), AXES[1]),
+    'tower_reduce': Row(tower_reduce(2, _MEAN, axis_name=AXIS)),
+    'drop_stale': Row(
+        drop_stale(1, _MEAN, axis_name=AXIS),
+        takes_weight=False,
+        local_step=True,
+    ),
+    'shard_update': Row(shard_update(ADAM, AXIS)),
+    'shard_update_in_groups': Row(
+        shard_update(ADAM, AXIS, groups=_GROUPS),
+        takes_weight=False,
         per_shard=True,
     ),
-    'two_axes': Row(
-        _then_adam(cross_shard_mean(('a', 'b'))),
-        axes=AXES[1],
-        takes_weight=True,
-    ),
-    'tower_reduce': Row(
-        tower_reduce(2, _MEAN, axis_name=AXIS), takes_weight=True
-    ),
-    'drop_stale': Row(drop_stale(1, _MEAN, axis_name=AXIS), local_step=True),
-    'shard_update': Row(shard_update(ADAM, AXIS), takes_weight=True),
-    'shard_update_in_groups': Row(
-        shard_update(ADAM, AXIS, groups=_GROUPS), per_shard=True
-    ),
-    'shard_update_over_two_axes': Row(
-        shard_update(ADAM, ('a', 'b')), axes=AXES[1], takes_weight=True
-    ),
+    'shard_update_over_two_axes': Row(shard_update(ADAM, ('a', 'b')), AXES[1]),
     'guard': Row(
         guard(
             optax.chain(
@@ -108,8 +103,7 @@ ROWS = {
             spikes=shard_transforms.SpikeRule(
                 max_norm=12.0, max_stds=2.0, window=2
             ),
-        ),
-        takes_weight=True,
+        )
     ),
     'all_together': Row(
         tower_reduce(
@@ -117,42 +111,28 @@ ROWS = {
             drop_stale(
                 0,
                 optax.chain(
-                    cross_shard_mean(AXIS),
-                    optax.clip_by_global_norm(1.0),
-                    ADAM,
+                    cross_shard_mean(AXIS), optax.clip_by_global_norm(1.0), ADAM
                 ),
                 axis_name=AXIS,
             ),
             axis_name=AXIS,
         ),
-        takes_weight=True,
         local_step=True,
     ),
 }
 
 
-class Batch(NamedTuple):
-  """What a call sees, with a leading axis of shards outside of them."""
-
-  x: Any
-  y: Any
-  weight: Any
-  local_step: Any
-
-
-def make_batches() -> list[Batch]:
-  """Returns different data for each shard, some of it too old."""
+def make_batches() -> list[dict[str, Any]]:
+  """Returns what each call sees: data that differ by shard, some too old."""
   rng = np.random.default_rng(0)
   x = rng.normal(size=(CALLS, SHARDS, ROWS_A_SHARD, FEATURES))
   y = rng.normal(size=(CALLS, SHARDS, ROWS_A_SHARD))
   weight = rng.integers(0, 5, (CALLS, SHARDS))
-  local_step = np.arange(CALLS)[:, None] // 2 * np.ones(SHARDS)
+  local_step = np.arange(CALLS)[:, None] // 2 * np.ones(SHARDS, np.int32)
   local_step[1, 2] = local_step[2, :3] = -9
-  float32 = [array.astype(np.float32) for array in (x, y, weight)]
-  return [
-      Batch(*call)
-      for call in zip(*float32, local_step.astype(np.int32), strict=True)
-  ]
+  batches = jax.tree.map(np.float32, {'x': x, 'y': y, 'weight': weight})
+  batches['local_step'] = np.int32(local_step)
+  return [jax.tree.map(lambda x, i=i: x[i], batches) for i in range(CALLS)]
 
 
 def make_params():
@@ -163,13 +143,14 @@ def loss_fn(params, x, y):
   return jnp.mean((x @ params['w'] + params['b'] - y) ** 2)
 
 
-def step(row, params, state, batch):
-  """Trains one shard with its own batch."""
+def step(row, own, batch):
+  """Trains one shard with its own batch; returns what it has, and the loss."""
+  params, state = own
   value_and_grad = shard_transforms.value_and_grad(loss_fn, row.axis_name)
-  loss, grads = value_and_grad(params, batch.x, batch.y)
-  extra_args = {'weight': batch.weight} if row.takes_weight else {}
+  loss, grads = value_and_grad(params, batch['x'], batch['y'])
+  extra_args = {'weight': batch['weight']} if row.takes_weight else {}
   if row.local_step:
-    extra_args['local_step'] = batch.local_step
+    extra_args['local_step'] = batch['local_step']
   updates, state = row.tx.update(grads, state, params, **extra_args)
   loss = shard_transforms.shard_mean(loss, row.axis_name)
   return (optax.apply_updates(params, updates), state), loss
@@ -197,11 +178,11 @@ def train_with_shard_map(rows):
   def train_one_shard(trained, batch):
     batch = jax.tree.map(lambda x: x[0], batch)
     losses, after = {}, {}
-    for name, row in rows.items():
-      own = trained[name]
+    for name, own in trained.items():
+      row = rows[name]
       if row.per_shard:
         own = jax.tree.map(lambda x: x[0], own)
-      own, losses[name] = step(row, *own, batch)
+      own, losses[name] = step(row, own, batch)
       if row.per_shard:
         own = jax.tree.map(lambda x: x[None], own)
       after[name] = own
@@ -242,10 +223,8 @@ def train_with_pmap(rows):
     return {name: (params, row.tx.init(params)) for name, row in rows.items()}
 
   def train_one_shard(trained, batch):
-    results = {n: step(row, *trained[n], batch) for n, row in rows.items()}
-    return {n: r[0] for n, r in results.items()}, {
-        n: r[1] for n, r in results.items()
-    }
+    results = {n: step(row, trained[n], batch) for n, row in rows.items()}
+    return [{n: r[i] for n, r in results.items()} for i in range(2)]
 
   trained = jax.pmap(init, AXIS)(
       jax.tree.map(lambda x: np.stack([x] * num_local), make_params())
@@ -259,10 +238,7 @@ def train_with_pmap(rows):
   return trained, losses
 
 
-def train(mode, rows):
-  if mode == 'pmap':
-    return train_with_pmap(rows)
-  return train_with_shard_map(rows)
+TRAIN = {'shard_map': train_with_shard_map, 'pmap': train_with_pmap}
 
 
 def of_own_shards(leaf):
@@ -274,11 +250,11 @@ def of_own_shards(leaf):
 def train_and_save(folder):
   """Saves what each of this process's shards ends with."""
   saved = {}
-  for mode in MODES:
+  for mode in TRAIN:
     # All rows of a mesh train in one program, which is compiled much faster.
     for axes in AXES if mode != 'pmap' else AXES[:1]:
       rows = {name: row for name, row in ROWS.items() if row.axes == axes}
-      trained, losses = train(mode, rows)
+      trained, losses = TRAIN[mode](rows)
       for name in rows:
         params, state = trained[name]
         parts = {'params': params, 'state': state}
@@ -293,7 +269,7 @@ def train_and_die(process_id):
   """Trains until one process is killed, while the others go on."""
   rows = {'mean': ROWS['mean']}
   for times in itertools.count():
-    jax.block_until_ready(train('shard_map', rows))
+    jax.block_until_ready(train_with_shard_map(rows))
     if times == 1 and jax.process_index() == int(process_id):
       os.kill(os.getpid(), signal.SIGKILL)
 

@@ -113,26 +113,32 @@ def zeros():
   return {'kernel': jnp.zeros((FEATURES, 1))}
 
 
-def plain_loop(tx, mesh):
-  def loss_fn(params, x):
-    return fit(lambda x: x @ params['kernel'], x)
+def loop(tx, mesh, create, loss_fn, kernel_of, apply=optax.apply_updates):
+  """Returns the program of a loop over parameters that `create` makes."""
 
   def step(state, x):
     params, opt_state = state
     grads = grads_of(loss_fn, own_params(params, opt_state), x)
     updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    return apply(params, updates), opt_state
 
   def resized(saved):
     params, opt_state = saved
     return params, resize(opt_state, tx, params, mesh)
 
   return Program(
-      lambda: (zeros(), tx.init(zeros())),
+      lambda: (create(), tx.init(create())),
       step,
-      operator.itemgetter(0),
+      lambda state: {'kernel': kernel_of(state[0])},
       resized,
   )
+
+
+def plain_loop(tx, mesh):
+  def loss_fn(params, x):
+    return fit(lambda x: x @ params['kernel'], x)
+
+  return loop(tx, mesh, zeros, loss_fn, operator.itemgetter('kernel'))
 
 
 def linen_train_state(tx, mesh):
@@ -201,25 +207,15 @@ def equinox(tx, mesh):
   shapes, rest = eqx.partition(model, lambda x: hasattr(x, 'shape'))
 
   def create():
-    arrays = jax.tree.map(jnp.zeros_like, shapes)
-    return arrays, tx.init(arrays)
+    return jax.tree.map(jnp.zeros_like, shapes)
 
   def loss_fn(arrays, x):
     return fit(jax.vmap(eqx.combine(arrays, rest)), x)
 
-  def step(state, x):
-    arrays, opt_state = state
-    grads = grads_of(loss_fn, own_params(arrays, opt_state), x)
-    updates, opt_state = tx.update(grads, opt_state, arrays)
-    return eqx.apply_updates(arrays, updates), opt_state
+  def kernel_of(arrays):
+    return arrays.weight.T
 
-  def resized(saved):
-    arrays, opt_state = saved
-    return arrays, resize(opt_state, tx, arrays, mesh)
-
-  return Program(
-      create, step, lambda state: {'kernel': state[0].weight.T}, resized
-  )
+  return loop(tx, mesh, create, loss_fn, kernel_of, eqx.apply_updates)
 
 
 FRAMEWORKS = {

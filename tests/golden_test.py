@@ -27,7 +27,7 @@ NOT_EXPRESSIBLE = {
         'The update by IndexedSlices leaves the momentum of the other rows as'
         ' it is, but gradients in JAX are dense. What the original gave for the'
         ' same gradients, passed dense, is replayed in its place.'
-    ),
+    )
 }
 
 # Files that hold no steps, each with its reason.

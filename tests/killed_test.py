@@ -1,7 +1,6 @@
 """The main job, killed, stopped or out of disk, resumes to the bit."""
 
 import functools
-import importlib.util
 import os
 import pathlib
 import shutil
@@ -11,7 +10,6 @@ import sys
 import tempfile
 import time
 import unittest
-from unittest import mock
 
 from absl.testing import parameterized
 import chex
@@ -138,11 +136,6 @@ class KilledTest(parameterized.TestCase):
     self.assertLen(pids, 2)
     return sorted(pids)
 
-  def copy(self):
-    """Begins with what a training has left that was never killed."""
-    folder, _ = never_killed(*ONE_PROCESS)
-    shutil.copytree(folder, self.folder, dirs_exist_ok=True)
-
   def assert_ends_like_one_never_killed(self, *flags):
     process, out, err = self.run_script(*flags)
     self.assertEqual(process.returncode, 0, err)
@@ -163,7 +156,10 @@ class KilledTest(parameterized.TestCase):
     out, err = process.communicate(timeout=600)
 
     self.assert_both_fail(process, err, 128 + signal.SIGTERM)
-    stopped = self.assert_tells_what_it_saved(out, err)
+    self.assertNotIn(' ' * 40, out)
+    self.assertNotIn('Traceback', err)
+    stopped = calls(self.folder)[-1]
+    self.assertIn(f'Stopped by SIGTERM, and saved call {stopped}.', err)
 
     process = self.start(*TWO_PROCESSES)
     self.wait_until_saved(max(stopped, ENDS['b']) + EVERY, process)
@@ -180,7 +176,10 @@ class KilledTest(parameterized.TestCase):
     self.check_full_disk()
 
   def check_full_disk(self):
-    self.forget_end()
+    # Removes all from the end of (c) on, but not the checkpoint before.
+    for gone in 'digits_out', 'saved/d', f'saved/c/{ENDS["c"]}':
+      shutil.rmtree(self.folder / gone)
+    self.assertEqual(calls(self.folder, 'c'), [ENDS['c'] - EVERY])
     before = self.contents()
 
     process, _, err = self.run_script(*TWO_PROCESSES, full=True)
@@ -204,20 +203,6 @@ class KilledTest(parameterized.TestCase):
     self.assertLen(half_written(self.folder), 1)
     self.assertLen(calls(self.folder, 'c'), 2)
     self.assert_ends_like_one_never_killed(*ONE_PROCESS)
-
-  def forget_end(self):
-    """Removes all from the end of (c) on, but not the checkpoint before."""
-    shutil.rmtree(self.folder / 'digits_out')
-    shutil.rmtree(self.folder / 'saved/d')
-    shutil.rmtree(self.folder / f'saved/c/{ENDS["c"]}')
-    self.assertEqual(calls(self.folder, 'c'), [ENDS['c'] - EVERY])
-
-  def assert_tells_what_it_saved(self, out, err):
-    self.assertNotIn(' ' * 40, out)
-    self.assertNotIn('Traceback', err)
-    call = calls(self.folder)[-1]
-    self.assertIn(f'Stopped by SIGTERM, and saved call {call}.', err)
-    return call
 
   def test_goes_on_with_the_same_bits_on_another_number_of_shards(self):
     flags = ('--reproducible',)
@@ -249,8 +234,16 @@ class KilledTest(parameterized.TestCase):
       end = f'process {child} of 2 that exited with status {status}'
       self.assertRegex(err, f'FAILED: .* {end}[,.]')
 
-  def test_refuses_changed_bits_and_goes_on_from_those_before(self):
-    self.copy()
+  def test_refuses_another_training_and_changed_bits_but_not_those_before(self):
+    folder, _ = never_killed(*ONE_PROCESS)
+    shutil.copytree(folder, self.folder, dirs_exist_ok=True)
+    process, out, err = self.run_script(*ONE_PROCESS, '--seed=1')
+
+    self.assertEqual((process.returncode, out), (1, ''), err)
+    message = 'must hold checkpoints of the same training, got `--seed` 0'
+    self.assertIn(f'/saved {message} instead of 1', err)
+    self.assertEqual(calls(self.folder), calls(folder))
+
     broken = self.folder / f'saved/d/{ENDS["d"]}'
     files = [file for file in broken.rglob('*') if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
@@ -266,25 +259,3 @@ class KilledTest(parameterized.TestCase):
     self.assertIn('Without that folder, it goes on from the one before', err)
     shutil.rmtree(broken)
     self.assert_ends_like_one_never_killed(*ONE_PROCESS)
-
-  def test_refuses_the_checkpoints_of_another_training(self):
-    self.copy()
-    spec = importlib.util.spec_from_file_location(
-        'checkpoints', SCRIPT.with_name('checkpoints.py')
-    )
-    checkpoints = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(checkpoints)
-    with mock.patch.object(signal, 'signal'):
-      saved = checkpoints.Checkpoints(
-          str(self.folder / 'saved'), EVERY, {'seed': 1}
-      )
-
-    with self.assertRaisesRegex(
-        checkpoints.CheckpointError,
-        '/saved must hold checkpoints of the same training, got `--seed` 0'
-        ' instead of 1',
-    ):
-      saved.resume('a', STEPS, None)
-
-    folder, _ = never_killed(*ONE_PROCESS)
-    self.assertEqual(calls(self.folder), calls(folder))

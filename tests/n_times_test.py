@@ -2,12 +2,14 @@
 
 JAX sums or does not sum over shards depending on the mode and on what is done
 to the parameters, the loss and the gradient. Behind `cross_shard_mean`, each of
-these is right, is refused, or is listed in `UNDETECTABLE`.
+these is right, is refused, or is a multiple that no type shows.
 """
 
+from collections.abc import Callable
 import functools
 import pathlib
 import re
+from typing import Any, NamedTuple
 
 from absl.testing import parameterized
 import jax
@@ -22,8 +24,6 @@ import shard_transforms
 AXIS = modes.AXIS
 SHARDS = 8
 TRUE_MEAN = np.float32(3.5)
-CHECKED = ('shard_map',)
-UNTRACKED = tuple(mode for mode in modes.NAMES if mode not in CHECKED)
 
 
 def loss(w, x):
@@ -48,123 +48,98 @@ grad = jax.grad
 pmean, psum = then(lax.pmean), then(lax.psum)
 shard_mean = then(shard_transforms.shard_mean)
 divide = then(lambda g, axis: g / lax.axis_size(axis))
-pcast = at(functools.partial(lax.pcast, to='varying'))
-per_shard = at(shard_transforms.per_shard)
-# Ways to take a gradient; for those at the end, `cross_shard_mean` is told that
-# it is averaged.
+
+# What comes of a way: an error with its words, or a multiple of the true mean.
+REDUCED = ValueError, '`cross_shard_mean` .* already reduced'
+REDUCED_LOSS = ValueError, 'loss of `value_and_grad` must be per shard'
+RIGHT = 1, ''
+# No type shows what follows, and the documentation says so in these words. JAX
+# transposes `psum` to `psum` where types are not tracked.
+SUMMED_LOSS = (
+    SHARDS,
+    r'`lax\.psum` in the loss|loss that is summed with `lax\.psum`',
+)
+# Where types are not tracked, a sum looks like a gradient of a shard.
+SUMMED = SHARDS, 'update that is reduced twice'
+# A gradient that the caller has scaled looks like any other.
+SCALED = 1 / SHARDS, r'`[^`]*lax\.axis_size'
+# The gradient of a mean with respect to `per_shard` parameters is a part of the
+# gradient of the shard: it differs between shards as any other.
+PART = 1 / SHARDS, r'`lax\.pmean\(loss\)`[^.]*`per_shard`'
+# A sum and a mean have one type; which it is, is what the caller says.
+TOLD_WRONGLY = SHARDS, "'averaged'`, which leaves it as it is"
+
+
+class Way(NamedTuple):
+  """A way to take a gradient, and what comes of it.
+
+  Attributes:
+    grad_fn: The way.
+    untracked: What comes where types are not tracked.
+    tracked: Where they are.
+    own: There, at parameters of each shard's own; `None` is the same.
+    told: There, if `cross_shard_mean` is told that it is averaged.
+  """
+
+  grad_fn: Callable[..., Any]
+  untracked: Any = RIGHT
+  tracked: Any = REDUCED
+  own: Any = None
+  told: Any = None
+
+
 WAYS = {
-    'grad(loss)': grad(loss),
-    'pmean(grad(loss))': pmean(grad(loss)),
-    'psum(grad(loss))': psum(grad(loss)),
-    'grad(loss) / axis_size': divide(grad(loss)),
-    'grad(pmean(loss))': grad(pmean(loss)),
-    'pmean(grad(pmean(loss)))': pmean(grad(pmean(loss))),
-    'grad(psum(loss))': grad(psum(loss)),
-    'grad(shard_mean(loss))': grad(shard_mean(loss)),
-    'pcast, grad(loss)': pcast(grad(loss)),
-    'pcast, pmean(grad(loss))': pcast(pmean(grad(loss))),
-    'pcast, pmean(grad(pmean(loss)))': pcast(pmean(grad(pmean(loss)))),
-    'per_shard, grad(loss)': per_shard(grad(loss)),
-    'per_shard, pmean(grad(loss))': per_shard(pmean(grad(loss))),
-    'per_shard, psum(grad(loss))': per_shard(psum(grad(loss))),
-    'per_shard, grad(loss) / axis_size': per_shard(divide(grad(loss))),
-    'per_shard, grad(pmean(loss))': per_shard(grad(pmean(loss))),
-    'per_shard, grad(psum(loss))': per_shard(grad(psum(loss))),
-    'per_shard, grad(shard_mean(loss))': per_shard(grad(shard_mean(loss))),
-    'value_and_grad(loss)': value_and_grad(loss),
-    'value_and_grad(pmean(loss))': value_and_grad(pmean(loss)),
-    'value_and_grad(psum(loss))': value_and_grad(psum(loss)),
-    'value_and_grad(shard_mean(loss))': value_and_grad(shard_mean(loss)),
-    'grad(loss), averaged': grad(loss),
-    'grad(pmean(loss)), averaged': grad(pmean(loss)),
-    'value_and_grad(loss), averaged': value_and_grad(loss),
+    'grad(loss)': Way(grad(loss), own=RIGHT, told=TOLD_WRONGLY),
+    'pmean(grad(loss))': Way(pmean(grad(loss))),
+    'psum(grad(loss))': Way(psum(grad(loss)), SUMMED),
+    'grad(loss) / axis_size': Way(divide(grad(loss)), SCALED, own=SCALED),
+    'grad(pmean(loss))': Way(grad(pmean(loss)), own=PART, told=RIGHT),
+    'pmean(grad(pmean(loss)))': Way(pmean(grad(pmean(loss)))),
+    'grad(psum(loss))': Way(grad(psum(loss)), SUMMED_LOSS, own=RIGHT),
+    # The library's own, but with respect to replicated parameters.
+    'grad(shard_mean(loss))': Way(grad(shard_mean(loss)), own=PART),
+    'value_and_grad(loss)': Way(
+        value_and_grad(loss), tracked=RIGHT, told=RIGHT
+    ),
+    'value_and_grad(pmean(loss))': Way(
+        value_and_grad(pmean(loss)), tracked=REDUCED_LOSS
+    ),
+    'value_and_grad(psum(loss))': Way(
+        value_and_grad(psum(loss)), SUMMED_LOSS, REDUCED_LOSS
+    ),
+    'value_and_grad(shard_mean(loss))': Way(
+        value_and_grad(shard_mean(loss)), tracked=REDUCED_LOSS
+    ),
 }
 
 
-def _table(*rows):
-  return {
-      (way, mode): found for way, in_modes, *found in rows for mode in in_modes
-  }
-
-
-_REDUCED = (ValueError, '`cross_shard_mean` .* already reduced')
-_REDUCED_LOSS = (ValueError, 'loss of `value_and_grad` must be per shard')
-_NO_PCAST = (AssertionError, '')
-
-# What raises, with the error.
-REFUSED = _table(
-    ('grad(loss)', CHECKED, *_REDUCED),
-    ('pmean(grad(loss))', CHECKED, *_REDUCED),
-    ('psum(grad(loss))', CHECKED, *_REDUCED),
-    ('grad(loss) / axis_size', CHECKED, *_REDUCED),
-    ('grad(pmean(loss))', CHECKED, *_REDUCED),
-    ('pmean(grad(pmean(loss)))', CHECKED, *_REDUCED),
-    ('grad(psum(loss))', CHECKED, *_REDUCED),
-    # The library's own, but with respect to replicated parameters.
-    ('grad(shard_mean(loss))', CHECKED, *_REDUCED),
-    ('pcast, pmean(grad(loss))', CHECKED, *_REDUCED),
-    ('pcast, pmean(grad(pmean(loss)))', CHECKED, *_REDUCED),
-    ('per_shard, pmean(grad(loss))', CHECKED, *_REDUCED),
-    ('per_shard, psum(grad(loss))', CHECKED, *_REDUCED),
-    ('value_and_grad(pmean(loss))', CHECKED, *_REDUCED_LOSS),
-    ('value_and_grad(psum(loss))', CHECKED, *_REDUCED_LOSS),
-    ('value_and_grad(shard_mean(loss))', CHECKED, *_REDUCED_LOSS),
+def outcomes(mode):
+  """Yields the name, the function and the outcome of each way."""
+  is_tracked = mode == 'shard_map'
+  pcast = functools.partial(lax.pcast, to='varying')
+  for name, way in WAYS.items():
+    grad_fn, outcome, *_ = way
+    yield name, grad_fn, way.tracked if is_tracked else outcome
+    if way.told:
+      yield f'{name}, averaged', grad_fn, way.told if is_tracked else outcome
+    if is_tracked:
+      outcome = way.own or way.tracked
+    yield f'per_shard, {name}', at(shard_transforms.per_shard)(grad_fn), outcome
     # JAX has no `lax.pcast` there.
-    ('pcast, grad(loss)', ('vmap',), *_NO_PCAST),
-    ('pcast, pmean(grad(loss))', ('vmap',), *_NO_PCAST),
-    ('pcast, pmean(grad(pmean(loss)))', ('vmap',), *_NO_PCAST),
-)
-
-# Why no type shows it, and where the documentation says so.
-SUMMED_LOSS = (
-    'JAX transposes `psum` to `psum` where types are not tracked.',
-    r'`lax\.psum` in the loss|loss that is summed with `lax\.psum`',
-)
-SUMMED_BEFORE = (
-    'Where types are not tracked, a sum looks like a gradient of a shard.',
-    r'update that is reduced twice',
-)
-SCALED = (
-    'A gradient that the caller has scaled looks like any other.',
-    r'`[^`]*lax\.axis_size',
-)
-AVERAGED_LOSS = (
-    'The gradient of a mean with respect to `per_shard` parameters is a part'
-    ' of the gradient of the shard: it differs between shards as any other.',
-    r'`lax\.pmean\(loss\)`[^.]*`per_shard`',
-)
-TOLD_WRONGLY = (
-    'A sum and a mean have one type; which it is, is what the caller says.',
-    r"'averaged'`, which leaves it as it is",
-)
-
-# The ratio of the result to the true mean, and the reason.
-UNDETECTABLE = _table(
-    ('grad(psum(loss))', UNTRACKED, SHARDS, SUMMED_LOSS),
-    ('per_shard, grad(psum(loss))', UNTRACKED, SHARDS, SUMMED_LOSS),
-    ('value_and_grad(psum(loss))', UNTRACKED, SHARDS, SUMMED_LOSS),
-    ('psum(grad(loss))', UNTRACKED, SHARDS, SUMMED_BEFORE),
-    ('per_shard, psum(grad(loss))', UNTRACKED, SHARDS, SUMMED_BEFORE),
-    ('grad(loss) / axis_size', UNTRACKED, 1 / SHARDS, SCALED),
-    ('per_shard, grad(loss) / axis_size', modes.NAMES, 1 / SHARDS, SCALED),
-    ('per_shard, grad(pmean(loss))', CHECKED, 1 / SHARDS, AVERAGED_LOSS),
-    ('per_shard, grad(shard_mean(loss))', CHECKED, 1 / SHARDS, AVERAGED_LOSS),
-    ('grad(loss), averaged', CHECKED, SHARDS, TOLD_WRONGLY),
-)
-
-REASONS = {reason for _, reason in UNDETECTABLE.values()}
+    outcome = (AssertionError, '') if mode == 'vmap' else outcome
+    yield f'pcast, {name}', at(pcast)(grad_fn), outcome
 
 
-def ratios(names, mode):
+def ratios(grad_fns, mode):
   """Returns what `cross_shard_mean` gives, in units of the true mean."""
 
   def reduce_all(w, x):
-    return {name: reduce(name, w, x) for name in names}
+    return {name: reduce(name, w, x) for name in grad_fns}
 
   def reduce(name, w, x):
     told = 'averaged' if name.endswith('averaged') else 'error'
     tx = shard_transforms.cross_shard_mean(AXIS, on_invariant=told)
-    return tx.update(WAYS[name](w, x), optax.EmptyState())[0]
+    return tx.update(grad_fns[name](w, x), optax.EmptyState())[0]
 
   x = np.arange(SHARDS, dtype=np.float32)
   reduced = jax.device_get(modes.map_shards(mode, reduce_all)(np.float32(1), x))
@@ -175,21 +150,22 @@ class NTimesTest(parameterized.TestCase):
 
   @cases.parameters(*modes.NAMES)
   def test_each_way_is_right_or_refused_or_listed(self, mode):
-    for way in WAYS:
-      if (way, mode) in REFUSED:
-        error, message = REFUSED[way, mode]
-        with self.subTest(way), self.assertRaisesRegex(error, message):
-          ratios([way], mode)
+    given, expected = {}, {}
+    for way, grad_fn, (outcome, words) in outcomes(mode):
+      if isinstance(outcome, type):
+        with self.subTest(way), self.assertRaisesRegex(outcome, words):
+          ratios({way: grad_fn}, mode)
+      else:
+        given[way], expected[way] = grad_fn, [outcome] * SHARDS
 
-    found = ratios([way for way in WAYS if (way, mode) not in REFUSED], mode)
+    found = ratios(given, mode)
 
-    for way, actual in found.items():
+    for way in given:
       with self.subTest(way):
-        expected, _ = UNDETECTABLE.get((way, mode), (1, None))
-        np.testing.assert_array_equal(actual, [expected] * SHARDS)
+        np.testing.assert_array_equal(found[way], expected[way])
 
-  @cases.parameters(*sorted(REASONS))
-  def test_documentation_tells(self, reason, pattern):
+  @cases.parameters(SUMMED_LOSS, SUMMED, SCALED, PART, TOLD_WRONGLY)
+  def test_documentation_tells(self, _, pattern):
     page = pathlib.Path(__file__).parents[1] / 'docs' / 'silent_mistakes.md'
     documented = (
         shard_transforms.cross_shard_mean,
@@ -199,4 +175,4 @@ class NTimesTest(parameterized.TestCase):
     text = page.read_text(encoding='utf-8')
     text = ' '.join([text, *(fn.__doc__ for fn in documented)])
 
-    self.assertRegex(re.sub(r'\s+', ' ', text), pattern, reason)
+    self.assertRegex(re.sub(r'\s+', ' ', text), pattern)

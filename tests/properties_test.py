@@ -41,6 +41,7 @@ hypothesis.configuration.set_hypothesis_home_dir(os.devnull)
 
 AXIS = modes.AXIS
 SHARDS, TOKENS, FEATURES, CALLS = 4, 7, 5, 10
+TOWERS = 2  # Of which a mean is exact.
 INT32 = np.iinfo(np.int32)
 
 SEEDS = strategies.integers(0, 2**16)
@@ -68,6 +69,10 @@ def mean_of(inner: optax.GradientTransformation) -> Any:
   return optax.chain(cross_shard_mean(AXIS), inner)
 
 
+def towers_of(inner: optax.GradientTransformation, **options: str) -> Any:
+  return tower_reduce(TOWERS, inner, axis_name=AXIS, **options)
+
+
 def mean_loss(w, x, y, num_tokens):
   """Returns the mean over a tower's tokens, where it has none 0 / 0."""
   # Data rather than errors are masked, so that the gradient is NaN there too.
@@ -83,7 +88,7 @@ def token_step(towers):
   inner = mean_of(optax.identity())
 
   def in_turn(w, own):
-    tx = tower_reduce(TOWERS, inner, axis_name=AXIS)
+    tx = towers_of(inner)
 
     def tower(state, batch):
       _, grads = grad(w, *batch)
@@ -127,27 +132,17 @@ class Row(NamedTuple):
 
 
 IDENTITY, SGD = optax.identity(), optax.sgd(0.5)
-TOWERS = 2  # Of which a mean is exact.
 # A new transformation is a new row.
 ROWS = {
     'cross_shard_sum': Row(cross_shard_sum(AXIS), factor=SHARDS, degree=1),
     'tower_reduce to a sum': Row(
-        tower_reduce(
-            TOWERS,
-            mean_of(IDENTITY),
-            axis_name=AXIS,
-            reduction='sum',
-        ),
+        towers_of(mean_of(IDENTITY), reduction='sum'),
         'in turn',
         factor=TOWERS,
         degree=1,
     ),
     'tower_reduce of drop_stale of shard_update': Row(
-        tower_reduce(
-            TOWERS,
-            drop_stale(0, shard_update(SGD, AXIS), axis_name=AXIS),
-            axis_name=AXIS,
-        ),
+        towers_of(drop_stale(0, shard_update(SGD, AXIS), axis_name=AXIS)),
         'in turn',
         factor=-0.5,
         stale=True,
@@ -271,25 +266,19 @@ class ValuesTest(parameterized.TestCase):
       self, order, weights, local_steps, seed
   ):
     step = weighted_step()
-    own = (
-        draw_updates(seed),
-        weights.astype(np.float32),
-        local_steps.astype(np.int32),
-    )
+    own = draw_updates(seed), np.float32(weights), np.int32(local_steps)
+
+    def assert_close(actual, expected):
+      if not jnp.issubdtype(actual.dtype, jnp.inexact):
+        np.testing.assert_array_equal(actual, expected)
+        return
+      rtol = 2 * float(jnp.finfo(actual.dtype).eps)
+      actual, expected = np.float64(actual), np.float64(expected)
+      np.testing.assert_allclose(actual, expected, rtol, atol=1e-4)
 
     permuted = step(at(own, np.array(order)))
 
-    for actual, expected in zip(
-        jax.tree.leaves(permuted), jax.tree.leaves(step(own)), strict=True
-    ):
-      exact = not jnp.issubdtype(actual.dtype, jnp.inexact)
-      ulp = 0 if exact else float(jnp.finfo(actual.dtype).eps)
-      np.testing.assert_allclose(
-          np.float64(actual),
-          np.float64(expected),
-          rtol=2 * ulp,
-          atol=0 if exact else 1e-4,
-      )
+    jax.tree.map(assert_close, permuted, step(own))
 
   @hypothesis.given(
       power=strategies.integers(-MAX_POWER, MAX_POWER),

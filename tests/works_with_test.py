@@ -62,8 +62,7 @@ def merged(batches, towers=1):
   weight = merge(batches['weight'])
   share = weight / weight.sum(1, keepdims=True)
   targets = jax.tree.map(
-      lambda x: np.einsum('sn...,sn->s...', merge(x), share),
-      batches['targets'],
+      lambda x: np.einsum('sn...,sn->s...', merge(x), share), batches['targets']
   )
   return {'targets': targets, 'weight': weight.sum(1)}
 
@@ -73,25 +72,8 @@ def assert_same(actual, expected):
   chex.assert_trees_all_close(actual, expected, **TOLERANCE)
 
 
-def wrapped_momentum(wrap):
-  return wrap(MOMENTUM)
-
-
-class Place(NamedTuple):
-  """Where a wrapper goes.
-
-  Attributes:
-    sharded: Takes the wrapper, a function of a transformation; gives what each
-      shard runs.
-    alone: The same for what one device runs.
-    towers: How many calls are one step of that device.
-    takes_local_step: Whether `update` requires a local step.
-  """
-
-  sharded: Callable[[Any], Any]
-  alone: Callable[[Any], Any] = wrapped_momentum
-  towers: int = 1
-  takes_local_step: bool = False
+def mean(inner):
+  return optax.chain(MEAN, inner)
 
 
 def shard_update(inner):
@@ -99,61 +81,36 @@ def shard_update(inner):
 
 
 def tower_reduce(inner):
-  inner = optax.chain(MEAN, inner)
-  return shard_transforms.tower_reduce(TOWERS, inner, axis_name=AXIS)
+  return shard_transforms.tower_reduce(TOWERS, mean(inner), axis_name=AXIS)
 
 
 def drop_stale(inner):
-  inner = optax.chain(MEAN, inner)
-  return shard_transforms.drop_stale(1, inner, axis_name=AXIS)
+  return shard_transforms.drop_stale(1, mean(inner), axis_name=AXIS)
 
 
-def collect_alone(inner):
-  return shard_transforms.tower_reduce(TOWERS, inner)
-
-
+# Where a wrapper goes, with what makes the transformation that it is in or
+# around.
 INSIDE = {
-    'after `cross_shard_mean`': Place(
-        lambda wrap: optax.chain(MEAN, wrap(MOMENTUM))
-    ),
-    'in `shard_update`': Place(lambda wrap: shard_update(wrap(MOMENTUM))),
-    'in `tower_reduce`': Place(
-        lambda wrap: tower_reduce(wrap(MOMENTUM)), towers=TOWERS
-    ),
-    'in `drop_stale`': Place(
-        lambda wrap: drop_stale(wrap(MOMENTUM)), takes_local_step=True
-    ),
+    'after `cross_shard_mean`': mean,
+    'in `shard_update`': shard_update,
+    'in `tower_reduce`': tower_reduce,
+    'in `drop_stale`': drop_stale,
 }
 AROUND = {
-    'around `cross_shard_mean`': Place(
-        lambda wrap: wrap(optax.chain(MEAN, MOMENTUM))
-    ),
-    'around `shard_update`': Place(lambda wrap: wrap(shard_update(MOMENTUM))),
-    'around `tower_reduce`': Place(
-        lambda wrap: wrap(tower_reduce(MOMENTUM)),
-        alone=lambda wrap: wrap(collect_alone(MOMENTUM)),
-    ),
-    'around `drop_stale`': Place(
-        lambda wrap: wrap(drop_stale(MOMENTUM)), takes_local_step=True
-    ),
+    'around `cross_shard_mean`': mean,
+    'around `shard_update`': shard_update,
+    'around `tower_reduce`': tower_reduce,
+    'around `drop_stale`': drop_stale,
 }
 PLACES = INSIDE | AROUND
 
-
-class Refusal(NamedTuple):
-  """An error, by its class and the words to search for."""
-
-  kind: type[Exception]
-  words: str
-
-
-ARGUMENTS = Refusal(TypeError, 'got an unexpected keyword argument')
+# Errors, by their class and the words to search for.
 REFUSALS = {
-    'ours: elements': Refusal(ValueError, 'must treat each element'),
-    'ours: reduced': Refusal(ValueError, 'must be per shard over'),
-    'ours: tree': Refusal(ValueError, 'must have the tree that its state was'),
-    'JAX: types': Refusal(TypeError, 'must have equal'),
-    'Optax: arguments': ARGUMENTS,
+    'ours: elements': (ValueError, 'must treat each element'),
+    'ours: reduced': (ValueError, 'must be per shard over'),
+    'ours: tree': (ValueError, 'must have the tree that its state was'),
+    'JAX: types': (TypeError, 'must have equal'),
+    'Optax: arguments': (TypeError, 'got an unexpected keyword argument'),
 }
 TRAINS = ('yes', 'no weights', 'even only', 'differs', 'diverges', 'hangs')
 
@@ -163,22 +120,36 @@ class Row(NamedTuple):
 
   Attributes:
     wrap: Takes a transformation; gives the wrapper around it.
-    inside: For each place of `INSIDE`, one of `TRAINS` or `REFUSALS`: under
-      checked `jax.shard_map`, and after a slash, if that differs, elsewhere.
+    inside: One of `TRAINS` or `REFUSALS`, or one for each place of `INSIDE`:
+      under checked `jax.shard_map`, and after a slash, if that differs,
+      elsewhere.
     around: The same for `AROUND`.
     broken: Whether it is there for gradients that are not finite.
     split: Whether it needs more than one leaf.
   """
 
   wrap: Callable[[Any], Any]
-  inside: tuple[str, ...]
-  around: tuple[str, ...] = ('-',) * len(AROUND)
+  inside: str | tuple[str, ...] = 'yes'
+  around: str | tuple[str, ...] = '-'
   broken: bool = False
   split: bool = False
+
+  def cells(self, where):
+    cells = getattr(self, where)
+    return (cells,) * len(INSIDE) if isinstance(cells, str) else cells
 
 
 def is_even(step):
   return step % 2 == 0
+
+
+def then(link):
+  return lambda inner: optax.chain(link, inner)
+
+
+def skipping(inner):
+  skip = optax.skip_not_finite
+  return optax.MultiSteps(inner, 2, should_skip_update_fn=skip)
 
 
 def injected(inner):
@@ -188,94 +159,74 @@ def injected(inner):
   return optax.inject_hyperparams(scaled)(factor=0.5)
 
 
-YES = ('yes',) * 4
+def partition(inner):
+  by_label = {'decay': optax.chain(inner, optax.scale(0.5)), 'no decay': inner}
+  return optax.partition(by_label, {'w': 'decay', 'b': 'no decay'})
+
+
+YES = 'yes'
 CUT = ('yes', 'ours: elements', 'yes', 'yes')
 NOT_FORWARDED = (*('no weights',) * 3, 'Optax: arguments')
 
 ROWS = {
     '`MultiSteps`': Row(
-        lambda inner: optax.MultiSteps(inner, 2),
-        YES,
-        ('ours: reduced / even only',) * 4,
+        lambda x: optax.MultiSteps(x, 2), YES, 'ours: reduced / even only'
     ),
     '`MultiSteps` with `skip_not_finite`': Row(
-        lambda inner: optax.MultiSteps(
-            inner, 2, should_skip_update_fn=optax.skip_not_finite
-        ),
-        CUT,
-        ('ours: reduced / hangs',) * 4,
-        broken=True,
+        skipping, CUT, 'ours: reduced / hangs', broken=True
     ),
     '`apply_if_finite`': Row(
-        lambda inner: optax.apply_if_finite(inner, 3),
+        lambda x: optax.apply_if_finite(x, 3),
         CUT,
-        ('JAX: types / hangs',) * 4,
+        'JAX: types / hangs',
         broken=True,
     ),
     '`lookahead`': Row(
-        lambda inner: optax.lookahead(inner, 2, 0.5),
+        lambda x: optax.lookahead(x, 2, 0.5),
         ('yes', 'ours: elements', 'ours: tree', 'yes'),
         NOT_FORWARDED,
     ),
     '`contrib.schedule_free`': Row(
-        lambda inner: optax.contrib.schedule_free(inner, 0.1, b1=0.9), YES, YES
+        lambda x: optax.contrib.schedule_free(x, 0.1, b1=0.9), YES, YES
     ),
     '`conditionally_mask`': Row(
-        lambda inner: optax.conditionally_mask(inner, is_even),
-        YES,
-        ('JAX: types / yes',) * 4,
+        lambda x: optax.conditionally_mask(x, is_even), YES, 'JAX: types / yes'
     ),
     '`conditionally_transform`': Row(
-        lambda inner: optax.conditionally_transform(inner, is_even),
+        lambda x: optax.conditionally_transform(x, is_even),
         YES,
-        ('JAX: types / diverges',) * 4,
+        'JAX: types / diverges',
     ),
     '`masked`, for some leaves': Row(
-        lambda inner: optax.masked(inner, {'w': True, 'b': False}),
+        lambda x: optax.masked(x, {'w': True, 'b': False}),
         YES,
-        ('JAX: types / diverges',) * 4,
+        'JAX: types / diverges',
         split=True,
     ),
-    '`partition`': Row(
-        lambda inner: optax.partition(
-            {'decay': optax.chain(inner, optax.scale(0.5)), 'no decay': inner},
-            {'w': 'decay', 'b': 'no decay'},
-        ),
-        YES,
-        YES,
-        split=True,
-    ),
+    '`partition`': Row(partition, YES, YES, split=True),
     '`inject_hyperparams`': Row(injected, YES, YES),
     '`flatten`': Row(optax.flatten, CUT, YES, split=True),
     '`contrib.split_real_and_imaginary`': Row(
         optax.contrib.split_real_and_imaginary, YES, NOT_FORWARDED
     ),
     '`clip_by_global_norm`, then': Row(
-        lambda inner: optax.chain(optax.clip_by_global_norm(0.5), inner),
-        CUT,
-        ('differs',) * 4,
+        then(optax.clip_by_global_norm(0.5)), CUT, 'differs'
     ),
-    '`ema`, then': Row(
-        lambda inner: optax.chain(optax.ema(0.9), inner),
-        YES,
-        ('JAX: types / even only',) * 4,
-    ),
+    '`ema`, then': Row(then(optax.ema(0.9)), YES, 'JAX: types / even only'),
     '`apply_every`, then': Row(
-        lambda inner: optax.chain(optax.apply_every(2), inner),
-        YES,
-        ('JAX: types / even only',) * 4,
+        then(optax.apply_every(2)), YES, 'JAX: types / even only'
     ),
-    '`adamw`': Row(lambda inner: optax.adamw(0.1, eps=1e-2), YES),
+    '`adamw`': Row(lambda _: optax.adamw(0.1, eps=1e-2)),
     '`contrib.schedule_free_adamw`': Row(
-        lambda inner: optax.contrib.schedule_free_adamw(0.1, eps=1e-2), YES
+        lambda _: optax.contrib.schedule_free_adamw(0.1, eps=1e-2)
     ),
-    '`contrib.muon`': Row(lambda inner: optax.contrib.muon(0.1), CUT),
+    '`contrib.muon`': Row(lambda _: optax.contrib.muon(0.1), CUT),
 }
 
 
 def outcomes(name, mode):
   """Returns the result of a wrapper in each place, under a mode."""
-  cells = (*ROWS[name].inside, *ROWS[name].around)
+  cells = ROWS[name].cells('inside') + ROWS[name].cells('around')
   checked = mode == 'shard_map'
   found = [cell.split(' / ')[0 if checked else -1] for cell in cells]
   return dict(zip(PLACES, found, strict=True))
@@ -316,16 +267,6 @@ def trainer(tx, *, weighted, local_step):
   return train
 
 
-def shards(name, label, *, weighted):
-  """Returns the training of each shard, for a wrapper in a place."""
-  place = PLACES[label]
-  return trainer(
-      place.sharded(ROWS[name].wrap),
-      weighted=weighted,
-      local_step=place.takes_local_step,
-  )
-
-
 class Job(NamedTuple):
   """A training to compare with that of one device.
 
@@ -338,8 +279,34 @@ class Job(NamedTuple):
 
   name: str
   label: str
-  weighted: bool
+  weighted: bool = True
   broken: bool = False
+
+  @property
+  def tx(self):
+    """What each shard runs."""
+    make, wrap = PLACES[self.label], ROWS[self.name].wrap
+    is_inside = self.label in INSIDE
+    return make(wrap(MOMENTUM)) if is_inside else wrap(make(MOMENTUM))
+
+  @property
+  def takes_local_step(self):
+    return 'drop_stale' in self.label
+
+  @property
+  def collects(self):
+    """Whether one device, too, has towers still to be collected."""
+    return self.label == 'around `tower_reduce`'
+
+  @property
+  def towers(self):
+    """How many calls are one step of one device."""
+    return TOWERS if self.label == 'in `tower_reduce`' else 1
+
+  def trainer(self):
+    return trainer(
+        self.tx, weighted=self.weighted, local_step=self.takes_local_step
+    )
 
   def batches(self):
     calls = TOWERS * STEPS if 'tower' in self.label else STEPS
@@ -350,7 +317,7 @@ class Job(NamedTuple):
 
 def train_on_shards(mode, jobs):
   """Returns parameters by shard and step, for each job."""
-  fns = [shards(job.name, job.label, weighted=job.weighted) for job in jobs]
+  fns = [job.trainer() for job in jobs]
 
   # One program for all of them compiles several times as fast.
   def train(params, batches):
@@ -362,8 +329,7 @@ def train_on_shards(mode, jobs):
   )
   found = {}
   for job, params in zip(jobs, jax.device_get(histories), strict=True):
-    towers = PLACES[job.label].towers
-    last = slice(towers - 1, None, towers)
+    last = slice(job.towers - 1, None, job.towers)
     found[job] = jax.tree.map(lambda x, i=last: x[:, i], params)
   return found
 
@@ -373,26 +339,25 @@ def train_alone(jobs):
   # In most places it is the same training, of other batches.
   alike = collections.defaultdict(list)
   for job in jobs:
-    place = PLACES[job.label]
     # Where towers are still to be collected, weights are.
-    weighted = job.weighted and place.alone is not wrapped_momentum
-    alike[job.name, place.alone, weighted].append(job)
+    alike[job.name, job.collects, job.weighted and job.collects].append(job)
+
+  def train_one(name, collects, weighted, batches):
+    inner = MOMENTUM
+    if collects:
+      inner = shard_transforms.tower_reduce(TOWERS, MOMENTUM)
+    tx = ROWS[name].wrap(inner)
+    train = trainer(tx, weighted=weighted, local_step=False)
+    return jax.vmap(train, (None, 0))(initial_params(name), batches)
 
   def train(batches):
-    return [
-        jax.vmap(
-            trainer(
-                alone(ROWS[name].wrap), weighted=weighted, local_step=False
-            ),
-            (None, 0),
-        )(initial_params(name), own)
-        for (name, alone, weighted), own in zip(alike, batches, strict=True)
-    ]
+    pairs = zip(alike, batches, strict=True)
+    return [train_one(*key, own) for key, own in pairs]
 
   batches = [
       jax.tree.map(
           lambda *xs: np.float32(xs),
-          *(merged(job.batches(), PLACES[job.label].towers) for job in each),
+          *(merged(job.batches(), job.towers) for job in each),
       )
       for each in alike.values()
   ]
@@ -452,13 +417,13 @@ class ComposingTest(parameterized.TestCase):
   @cases.parameters(*ROWS)
   def test_refuses_where_the_table_says_so(self, name):
     for label, outcome in outcomes(name, 'shard_map').items():
-      refusal = ARGUMENTS if outcome == 'no weights' else REFUSALS.get(outcome)
-      if refusal is None:
+      refused = 'Optax: arguments' if outcome == 'no weights' else outcome
+      if refused not in REFUSALS:
         continue
       with self.subTest(label):
-        fn = shards(name, label, weighted=True)
+        fn = Job(name, label).trainer()
         train = modes.map_shards('shard_map', fn, SHARDS)
-        with self.assertRaisesRegex(refusal.kind, refusal.words):
+        with self.assertRaisesRegex(*REFUSALS[refused]):
           jax.eval_shape(train, initial_params(name), batches_of(name))
 
   @cases.parameters(*ROWS)
@@ -468,10 +433,9 @@ class ComposingTest(parameterized.TestCase):
       if outcome not in TRAINS or label in INSIDE:
         continue
       with self.subTest(label):
-        place = PLACES[label]
-        tx = place.sharded(ROWS[name].wrap)
-        extra_args = {'local_step': 0} if place.takes_local_step else {}
-        self.assertEqual(can_hang(name, tx, extra_args), outcome == 'hangs')
+        job = Job(name, label)
+        extra_args = {'local_step': 0} if job.takes_local_step else {}
+        self.assertEqual(can_hang(name, job.tx, extra_args), outcome == 'hangs')
 
 
 class LostTest(parameterized.TestCase):
@@ -550,7 +514,7 @@ class DocumentTest(parameterized.TestCase):
     places = {'inside': INSIDE, 'around': AROUND}[where]
     names = collections.defaultdict(list)
     for name, row in ROWS.items():
-      names[getattr(row, where)].append(name)
+      names[row.cells(where)].append(name)
     rows = [('; '.join(names[x]), *x) for x in names if x[0] != '-']
 
     table = lines(('of Optax', *places), rows)
@@ -558,8 +522,8 @@ class DocumentTest(parameterized.TestCase):
 
   def test_refusals_of_the_document_are_those_that_are_tested(self):
     rows = [
-        (name, f'`{refusal.kind.__name__}`', f'“{refusal.words} …”')
-        for name, refusal in REFUSALS.items()
+        (name, f'`{error.__name__}`', f'“{words} …”')
+        for name, (error, words) in REFUSALS.items()
     ]
 
     table = lines(('word', 'error', 'what it says'), rows)
