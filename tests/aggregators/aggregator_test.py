@@ -167,10 +167,6 @@ class ExchangeTest(parameterized.TestCase):
         return tx.update(update[0], tx.init(update))[0]
 
       mapped = jax.shard_map(
-          fn,
-          mesh=mesh,
-          in_specs=P('slow'),
-          out_specs=P(),
-          axis_names={'slow'},
+          fn, mesh=mesh, in_specs=P('slow'), out_specs=P(), axis_names={'slow'}
       )
       np.testing.assert_array_equal(jax.jit(mapped)(updates), expected)

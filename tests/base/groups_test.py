@@ -78,8 +78,7 @@ class PartitionTest(parameterized.TestCase):
 
   def test_refuses_groups_over_two_axes(self):
     with self.assertRaisesRegex(
-        ValueError,
-        r"`groups` must come with one axis, got \('host', 'core'\)",
+        ValueError, r"`groups` must come with one axis, got \('host', 'core'\)"
     ):
       FACTORIES['mean'](('host', 'core'), groups=[[0, 1]])
 

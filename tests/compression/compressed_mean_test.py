@@ -199,11 +199,7 @@ class ResizeTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'made for 8 shards.*resize_state'):
       compressions.go_on(
-          tx,
-          params,
-          modes.mesh(8),
-          state,
-          compressions.make_data(8, 1, params),
+          tx, params, modes.mesh(8), state, compressions.make_data(8, 1, params)
       )
     with self.assertRaisesRegex(TypeError, 'must be a `CompressedMeanState`'):
       tx.update(params, optax.EmptyState())

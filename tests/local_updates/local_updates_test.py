@@ -175,10 +175,7 @@ class MethodTest(parameterized.TestCase):
     changing = _local(outer, inner=inject(lambda step: 0.4 / (1 + step)))
     # All fragments share the steps of a round of fewer steps.
     one, two, changed = _run(
-        [
-            *(_local(every=1, fragments=n) for n in (1, 2)),
-            changing,
-        ]
+        [*(_local(every=1, fragments=n) for n in (1, 2)), changing]
     )
 
     params, anchor = START, START

@@ -205,8 +205,7 @@ class ControlFlowTest(parameterized.TestCase):
     compiled = wire_report(step, ROWS, compiled=True)
 
     self.assertCountEqual(
-        [without_source(c) for c in compiled.collectives],
-        traced.collectives,
+        [without_source(c) for c in compiled.collectives], traced.collectives
     )
 
   # As which part of the carry the decision is kept does not matter.

@@ -56,10 +56,7 @@ class WireReportTest(parameterized.TestCase):
         (
             dataclasses.replace(SUM, scope='mean', conditional=True),
             dataclasses.replace(
-                SUM,
-                primitive='all_gather',
-                axes=('a', 'b'),
-                in_while=True,
+                SUM, primitive='all_gather', axes=('a', 'b'), in_while=True
             ),
             # Rows that are alike print as one.
             *(

@@ -147,8 +147,7 @@ class GatesTest(parameterized.TestCase):
 class StateTest(parameterized.TestCase):
 
   @cases.parameters(
-      ('mean', 4, [0.5, 2.5, 4.5, 6.5]),
-      ('sum', 4, [1, 5, 9, 13]),
+      ('mean', 4, [0.5, 2.5, 4.5, 6.5]), ('sum', 4, [1, 5, 9, 13])
   )
   def test_what_is_pending_stays_with_fewer_shards(self, how, after, rows):
     tx = delay_updates(1, axis_name=AXIS)

@@ -243,10 +243,7 @@ class FullTest(parameterized.TestCase):
 
   def test_joins_the_slices_of_residuals(self):
     tx = compression.compressed_mean(AXIS, compression.quantize(8))
-    params = {
-        'w': ones((200, 300)),
-        'b': ones(300),
-    }
+    params = {'w': ones((200, 300)), 'b': ones(300)}
     state = init_state(tx, params, modes.mesh())
 
     full = full_state(state, tx, params, modes.mesh())
@@ -441,10 +438,7 @@ EACH = (
     ),
     (owned((4, 4), lambda row: row[:, :3]), 'the row .* whose owners keep 16'),
     (owned((8, 2), lambda row: row.mT), 'the row .* whose owners keep 16'),
-    (
-        {'params': LARGE, 'others': SMALL, 'change': jax.device_get},
-        'made',
-    ),
+    ({'params': LARGE, 'others': SMALL, 'change': jax.device_get}, 'made'),
     ({'params': LARGE, 'others': SMALL}, 'made'),
     ({'params': LARGE, 'others': SMALL, 'fn': resize_state}, 'made'),
     (PARTS, '`in_specs` must be those'),

@@ -280,8 +280,7 @@ class InitStateTest(parameterized.TestCase):
     self.assert_placed(state, specs, mesh)
 
   @cases.parameters(
-      {'in_specs': MODEL_SPECS},
-      {'in_specs': MODEL_SPECS, 'per_shard': True},
+      {'in_specs': MODEL_SPECS}, {'in_specs': MODEL_SPECS, 'per_shard': True}
   )
   def test_abstract_parameters_give_abstract_state(self, **options):
     mesh = _mesh(AxisType.Auto, (2, 4))

@@ -298,8 +298,7 @@ class WindowTest(parameterized.TestCase):
   """What `tower_reduce` has collected, and what `guard` has seen."""
 
   @cases.parameters(
-      (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
-      (3, 5, [[0], [1], [2], [], []]),
+      (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]), (3, 5, [[0], [1], [2], [], []])
   )
   def test_shards_are_merged(self, before, after, parts):
     tx = tower_reduce(
@@ -337,8 +336,7 @@ class WindowTest(parameterized.TestCase):
         total_weight=merged(np.sum, weight),
         oldest_local_step=merged(np.min, step, np.iinfo(np.int32).max),
         inner_state=replaced(
-            expected.inner_state,
-            last_bad_step=merged(np.max, bad, -1),
+            expected.inner_state, last_bad_step=merged(np.max, bad, -1)
         ),
     )
     assert_same(resized, expected)
@@ -527,8 +525,7 @@ class CopyTest(parameterized.TestCase):
 
     assert_same(resized, state)
     with self.assertRaisesRegex(
-        ValueError,
-        r'must have a rule.* \(8, 3\) instead of \(4, 3\) at \.kept',
+        ValueError, r'must have a rule.* \(8, 3\) instead of \(4, 3\) at \.kept'
     ):
       resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh(4))
 
@@ -736,11 +733,7 @@ class RuleTest(parameterized.TestCase):
       (dict(resize='share'), [1, 2, 2], [1.25] * 4),
       # Equal rows keep their bits; else the mean is of those that are finite.
       (dict(resize='average'), np.full((3, 2), 0.1), np.full((4, 2), 0.1)),
-      (
-          dict(resize='average'),
-          [[1, np.nan], [2, 4], [4, 8]],
-          [[3, 6]] * 4,
-      ),
+      (dict(resize='average'), [[1, np.nan], [2, 4], [4, 8]], [[3, 6]] * 4),
       (dict(resize='average'), [[np.nan], [np.nan]], [[np.nan]] * 4),
   )
   def test_rows_are_resized(self, rule, old, want):

@@ -43,10 +43,7 @@ class AccumulationTest(parameterized.TestCase):
 
   def assert_close(self, actual, expected, rtol=1e-5):
     chex.assert_trees_all_close(
-        jax.device_get(actual),
-        jax.device_get(expected),
-        rtol=rtol,
-        atol=1e-6,
+        jax.device_get(actual), jax.device_get(expected), rtol=rtol, atol=1e-6
     )
 
   def test_gradients_get_specs_that_mix_axes_in_a_dimension(self):
@@ -102,11 +99,7 @@ class AccumulationTest(parameterized.TestCase):
       return jnp.mean(x * w), {'rows': x, 'first': x[0]}
 
     fn = accumulated_value_and_grad(
-        with_aux,
-        'data',
-        None if is_stacked else 2,
-        mesh=mesh,
-        has_aux=True,
+        with_aux, 'data', None if is_stacked else 2, mesh=mesh, has_aux=True
     )
     x = np.arange(16.0, dtype=np.float32)
     given = x.reshape(2, 8) if is_stacked else x
@@ -224,12 +217,7 @@ class RefusalTest(parameterized.TestCase):
       fn(1.0, batch)
 
   @cases.parameters(
-      (
-          'batch',
-          make_mesh((8,)),
-          ValueError,
-          r"axis 'batch', got .*'data'",
-      ),
+      ('batch', make_mesh((8,)), ValueError, r"axis 'batch', got .*'data'"),
       ('data', None, ValueError, r'`with jax.set_mesh\(mesh\)`'),
       ('data', make_mesh((8,), EXPLICIT), ValueError, '`Explicit`, got no'),
       ('data', 'data', TypeError, "`mesh` .* got 'data'"),

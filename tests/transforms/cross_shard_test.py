@@ -217,10 +217,7 @@ def _delay_sum(param):
 class SeveralAxesTest(parameterized.TestCase):
   """Shards on a mesh of 2 hosts x 4 cores."""
 
-  @cases.parameters(
-      (True, ('host', 'core')),
-      (False, 'host'),
-  )
+  @cases.parameters((True, ('host', 'core')), (False, 'host'))
   def test_reduces_over_the_axes_that_it_is_given(self, check_vma, axes):
     tx = shard_transforms.cross_shard_mean(axes)
     weight = np.array(WEIGHTS['some_zero'], np.float32)

@@ -83,11 +83,7 @@ class AcceptanceTest(parameterized.TestCase):
 
 class StateTest(parameterized.TestCase):
 
-  @cases.parameters(
-      (0, 0, 0.0),
-      (3, 1, 0.25),
-      (INT32.max, INT32.max, 0.5),
-  )
+  @cases.parameters((0, 0, 0.0), (3, 1, 0.25), (INT32.max, INT32.max, 0.5))
   def test_the_fraction_is_that_of_all_updates(
       self, global_step, stale_count, fraction
   ):

@@ -322,10 +322,7 @@ class RefusalTest(parameterized.TestCase):
     message = '`min_shards`.* must be at (least 1|most .* 8)'
     with self.assertRaisesRegex(ValueError, message):
       tx = guard(
-          mean_of(optax.sgd(1.0)),
-          AXIS,
-          on_bad='exclude',
-          min_shards=min_shards,
+          mean_of(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=min_shards
       )
       shard_transforms.init_state(tx, jnp.zeros(2), modes.mesh())
 

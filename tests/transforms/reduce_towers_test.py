@@ -137,8 +137,7 @@ class WeightTest(parameterized.TestCase):
       return tx.update(grads, tx.init(params), weight=weight)[0]
 
     with self.assertRaisesRegex(
-        ValueError,
-        "`updates` of `reduce_towers` must be per shard over 'data'",
+        ValueError, "`updates` of `reduce_towers` must be per shard over 'data'"
     ):
       mapped = modes.map_shards('shard_map', shard)
       jax.eval_shape(mapped, jnp.ones(()), jnp.ones((8, 2)))

@@ -335,8 +335,7 @@ class RefusalTest(parameterized.TestCase):
     params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
 
     with self.assertRaisesRegex(
-        ValueError,
-        'must treat each element .*`owners.owned_update`, clip by',
+        ValueError, 'must treat each element .*`owners.owned_update`, clip by'
     ):
       shard_transforms.init_state(tx, params, modes.mesh())
 
