@@ -7,7 +7,7 @@ import optax
 import cases
 import compressions
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import compression
 
 AXIS = modes.AXIS
@@ -133,7 +133,7 @@ class OptionsTest(parameterized.TestCase):
     data['w'][:, 5] = data['w'][:, 4]
     sign = compression.scaled_sign(16)
     transformations = {
-        'mean': shard_transforms.cross_shard_mean(AXIS),
+        'mean': st.cross_shard_mean(AXIS),
         'sign': ALL['sign'],
         'int4': ALL['int4'],
         'warmup': build(sign, warmup_steps=3),
@@ -165,13 +165,13 @@ class ResizeTest(parameterized.TestCase):
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = optax.chain(build(compression.scaled_sign(16)))
     params = {'w': zeros(7, 19), 'b': zeros(5)}
-    state = shard_transforms.init_state(tx, params, modes.mesh(8))
+    state = st.init_state(tx, params, modes.mesh(8))
     results, means = 0, []
 
     for seed, num_shards in enumerate((8, 3, 1)):
       mesh = modes.mesh(num_shards)
       data = compressions.make_data(num_shards, 5, params, seed)
-      state = shard_transforms.resize_state(state, tx, params, mesh)
+      state = st.resize_state(state, tx, params, mesh)
       updates, state = compressions.go_on(tx, params, mesh, state, data)
       results += np.asarray(updates['w'], np.float64).sum(0)
       means.append(np.asarray(data['w'], np.float64).mean(0))
@@ -187,7 +187,7 @@ class ResizeTest(parameterized.TestCase):
   def test_refuses_the_state_of_another_number_of_shards_or_kind(self):
     tx = build(compression.scaled_sign(16))
     params = {'w': zeros(7, 19)}
-    state = shard_transforms.init_state(tx, params, modes.mesh(4))
+    state = st.init_state(tx, params, modes.mesh(4))
     half = jax.tree.map(lambda x: np.concatenate([x, x]), state.residual)
     state = state._replace(
         residual=half,

@@ -12,34 +12,26 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms._src.base import axes as axes_lib
 
 AXIS = modes.AXIS
 # Around an inner transformation, over the axis.
 WEIGHING = {
-    'drop_stale': functools.partial(
-        shard_transforms.drop_stale, 9, axis_name=AXIS
-    ),
-    'guard': functools.partial(
-        shard_transforms.guard, axis_name=AXIS, on_bad='exclude'
-    ),
-    'one_tower': functools.partial(
-        shard_transforms.tower_reduce, 1, axis_name=AXIS
-    ),
+    'drop_stale': functools.partial(st.drop_stale, 9, axis_name=AXIS),
+    'guard': functools.partial(st.guard, axis_name=AXIS, on_bad='exclude'),
+    'one_tower': functools.partial(st.tower_reduce, 1, axis_name=AXIS),
     'scale_by_staleness': functools.partial(
-        shard_transforms.scale_by_staleness, 'inverse', axis_name=AXIS
+        st.scale_by_staleness, 'inverse', axis_name=AXIS
     ),
-    'tower_reduce': functools.partial(
-        shard_transforms.tower_reduce, 2, axis_name=AXIS
-    ),
+    'tower_reduce': functools.partial(st.tower_reduce, 2, axis_name=AXIS),
 }
 # Without an axis.
 GATES = {
-    'drop_stale': lambda inner: shard_transforms.drop_stale(0, inner),
-    'tower_reduce': lambda inner: shard_transforms.tower_reduce(2, inner),
+    'drop_stale': lambda inner: st.drop_stale(0, inner),
+    'tower_reduce': lambda inner: st.tower_reduce(2, inner),
 }
-ALL_GATES = {**GATES, 'guard': shard_transforms.guard}
+ALL_GATES = {**GATES, 'guard': st.guard}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -136,7 +128,7 @@ class GateTest(parameterized.TestCase):
         chex.assert_trees_all_equal(passed, ones, strict=True)
 
   def test_a_window_sends_nothing_outside_of_its_branch(self):
-    mean = shard_transforms.cross_shard_mean(AXIS)
+    mean = st.cross_shard_mean(AXIS)
 
     are_conditional, program = self.traced(GATES['tower_reduce'](mean))
 
@@ -146,12 +138,12 @@ class GateTest(parameterized.TestCase):
 
   @cases.parameters('drop_stale', 'guard', 'nested')
   def test_gates_select_without_a_branch(self, name):
-    mean = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
-    guarded = shard_transforms.guard(mean, AXIS, on_bad='exclude')
+    mean = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(0.1))
+    guarded = st.guard(mean, AXIS, on_bad='exclude')
     tx = {
-        'drop_stale': shard_transforms.drop_stale(0, mean, axis_name=AXIS),
+        'drop_stale': st.drop_stale(0, mean, axis_name=AXIS),
         'guard': guarded,
-        'nested': shard_transforms.drop_stale(0, guarded, axis_name=AXIS),
+        'nested': st.drop_stale(0, guarded, axis_name=AXIS),
     }[name]
 
     are_conditional, program = self.traced(tx)
@@ -164,16 +156,14 @@ class GateTest(parameterized.TestCase):
     """Returns whether each collective is in a branch, and the program."""
 
     def shard(step, x):
-      like = shard_transforms.per_shard(jnp.zeros(3), AXIS)
-      is_window = isinstance(
-          jax.eval_shape(tx.init, like), shard_transforms.TowerReduceState
-      )
+      like = st.per_shard(jnp.zeros(3), AXIS)
+      is_window = isinstance(jax.eval_shape(tx.init, like), st.TowerReduceState)
       state = tx.init(like if is_window else jnp.zeros(3))
       return tx.update(x, state, local_step=step)[0]
 
     mapped = modes.map_shards('shard_map', shard)
     given = jnp.int32(0), jnp.ones((8, 3))
-    report = shard_transforms.monitoring.wire_report(mapped, *given)
+    report = st.monitoring.wire_report(mapped, *given)
     program = str(jax.make_jaxpr(mapped)(*given))
     return [sent.conditional for sent in report.collectives], program
 
@@ -190,7 +180,7 @@ class GateTest(parameterized.TestCase):
     tx = GATES[gate](average)
 
     def shard(params, x):
-      own = shard_transforms.per_shard(params, modes.AXIS)
+      own = st.per_shard(params, modes.AXIS)
       _, state = tx.update(x, tx.init(own), local_step=0)
       self.assertEqual(axes_lib.varying_axes(state.inner_state), {modes.AXIS})
       return x
@@ -203,15 +193,13 @@ class GateTest(parameterized.TestCase):
   )
   def test_works_where_a_mesh_axis_is_not_mapped(self, gate, kind):
     mesh = jax.make_mesh((2, 4), ('data', 'model'), (kind,) * 2)
-    mean = shard_transforms.cross_shard_mean('data')
+    mean = st.cross_shard_mean('data')
     tx = GATES[gate](optax.chain(mean, optax.trace(0.5)))
 
     def shard(params, x):
-      grad = shard_transforms.value_and_grad(
-          lambda w: jnp.sum(w * x[0]), 'data'
-      )
+      grad = st.value_and_grad(lambda w: jnp.sum(w * x[0]), 'data')
       _, grads = grad(params)
-      own = shard_transforms.per_shard(params, 'data')
+      own = st.per_shard(params, 'data')
       state = tx.init(own if gate == 'tower_reduce' else params)
       state = state._replace(inner_state=tx.init(params).inner_state)
       late = -1 if gate == 'drop_stale' else 0
@@ -290,7 +278,7 @@ class StateTest(parameterized.TestCase):
         ),
     )
 
-    one_tower = functools.partial(shard_transforms.tower_reduce, 1)
+    one_tower = functools.partial(st.tower_reduce, 1)
     tx = {**ALL_GATES, 'one tower': one_tower}[gate](inner)
     with self.assertRaisesRegex(
         ValueError, f'The inner transformation must keep the .*{words}'
@@ -331,8 +319,7 @@ class MixedPrecisionTest(parameterized.TestCase):
     chex.assert_trees_all_close(found, expected, rtol=rtol)
 
   @cases.parameters(
-      (shard_transforms.drop_stale(0, optax.adam(0.1)),),
-      (shard_transforms.guard(optax.adam(0.1)),),
+      (st.drop_stale(0, optax.adam(0.1)),), (st.guard(optax.adam(0.1)),)
   )
   def test_trains_with_the_dtypes_of_the_inner_state(self, tx):
     bad = np.full(3, np.nan, np.float32)
@@ -343,15 +330,15 @@ class MixedPrecisionTest(parameterized.TestCase):
     self.assert_trains_alike(params, state.inner_state, self.grads[::2])
 
   def test_towers_train_with_the_dtypes_of_the_inner_state(self):
-    tx = shard_transforms.tower_reduce(2, optax.adam(0.1))
+    tx = st.tower_reduce(2, optax.adam(0.1))
 
     params, state = self.train(tx, np.repeat(self.grads, 2, axis=0))
 
     self.assert_trains_alike(params, state.inner_state, self.grads)
 
   def test_local_updates_train_with_the_dtypes_of_the_inner_state(self):
-    outer = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0))
-    tx = shard_transforms.local_updates(optax.adam(0.1), outer, AXIS, every=2)
+    outer = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(1.0))
+    tx = st.local_updates(optax.adam(0.1), outer, AXIS, every=2)
     tx = optax.with_extra_args_support(tx)
 
     mapped = jax.jit(jax.vmap(lambda x: self.train(tx, x), axis_name=AXIS))
@@ -384,9 +371,9 @@ class DerivativeTest(parameterized.TestCase):
     np.testing.assert_allclose(found[0], [0.5, 0.5], rtol=1e-4)
 
   def test_towers_are_differentiated(self):
-    mean = shard_transforms.cross_shard_mean('data')
+    mean = st.cross_shard_mean('data')
     inner = optax.chain(mean, optax.sgd(0.5))
-    tx = shard_transforms.tower_reduce(2, inner, axis_name='data')
+    tx = st.tower_reduce(2, inner, axis_name='data')
 
     @functools.partial(
         jax.vmap, axis_size=1, axis_name='data', in_axes=None, out_axes=0
@@ -411,7 +398,7 @@ class DerivativeTest(parameterized.TestCase):
     np.testing.assert_array_equal(grad, [-0.5, 0.0])
 
   def test_towers_leak_no_tracer(self):
-    tx = shard_transforms.tower_reduce(2, optax.sgd(0.5), axis_name='data')
+    tx = st.tower_reduce(2, optax.sgd(0.5), axis_name='data')
     step = jax.vmap(lambda x: tx.update(x, tx.init(x), x)[0], axis_name='data')
 
     with jax.checking_leaks():
@@ -431,7 +418,7 @@ class DerivativeTest(parameterized.TestCase):
 
     @jax.jit
     def after_two(grad, param, scale):
-      tx = shard_transforms.tower_reduce(2, scaled(scale))
+      tx = st.tower_reduce(2, scaled(scale))
       state = tx.init(param)
       for _ in range(2):
         updates, state = tx.update(grad, state, param, scale=scale)
@@ -475,13 +462,13 @@ class LineSearchTest(parameterized.TestCase):
     search = optax.chain(
         optax.sgd(2.0), optax.scale_by_backtracking_linesearch(3)
     )
-    late = shard_transforms.drop_stale(0, search)
+    late = st.drop_stale(0, search)
     weight, step = {'weight': 1.0}, {'local_step': 0}
     rows = {
-        'any keywords': (shard_transforms.guard(search), weight),
+        'any keywords': (st.guard(search), weight),
         'a batch': (late, weight | step | {'batch': jnp.ones(2)}),
-        'a weight': (shard_transforms.tower_reduce(1, search), weight),
-        'params': (shard_transforms.tower_reduce(1, late), weight | step),
+        'a weight': (st.tower_reduce(1, search), weight),
+        'params': (st.tower_reduce(1, late), weight | step),
     }
 
     def update(tx, **given):
@@ -501,7 +488,7 @@ class LineSearchTest(parameterized.TestCase):
       np.testing.assert_allclose(x, expected, rtol=1e-6, err_msg=name)
 
   def test_an_argument_that_nothing_takes_is_refused(self):
-    tx = shard_transforms.guard(optax.lbfgs())
+    tx = st.guard(optax.lbfgs())
 
     def update():
       state = tx.init(self.params)
@@ -537,7 +524,7 @@ class WeightTest(parameterized.TestCase):
 
     def run(tx, params, x):
       updates = jax.tree.map(lambda p: x * p, params)
-      updates = shard_transforms.per_shard(updates, AXIS)
+      updates = st.per_shard(updates, AXIS)
       state = tx.init(params)
       for _ in range(2):
         found, state = tx.update(
@@ -553,7 +540,7 @@ class WeightTest(parameterized.TestCase):
     return modes.map_shards(mode, fn)(params, np.arange(8, dtype='f'))
 
   def test_parameters_may_have_what_is_no_array(self):
-    mean = shard_transforms.cross_shard_mean(AXIS)
+    mean = st.cross_shard_mean(AXIS)
 
     @jax.jit
     @functools.partial(jax.vmap, axis_name=AXIS)
@@ -576,7 +563,7 @@ class WeightTest(parameterized.TestCase):
 
   @cases.parameters('drop_stale', 'tower_reduce')
   def test_refuses_what_does_not_hand_the_weight_on(self, gate):
-    mean = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
+    mean = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(0.1))
     inner = optax.contrib.split_real_and_imaginary(mean)
 
     with self.assertRaisesRegex(ValueError, 'forwards extra arguments'):
@@ -602,9 +589,9 @@ class WeightTest(parameterized.TestCase):
         updates, _ = lax.scan(turn, updates, length=2)
       return updates, state
 
-    mean = shard_transforms.cross_shard_mean(AXIS)
+    mean = st.cross_shard_mean(AXIS)
     inner = {
-        'guard': lambda: shard_transforms.guard(by_hand, AXIS),
+        'guard': lambda: st.guard(by_hand, AXIS),
         'partition': lambda: optax.partition(
             {'own': mean, 'hand': by_hand}, {'w': 'hand', 'v': 'own'}
         ),
@@ -617,8 +604,8 @@ class WeightTest(parameterized.TestCase):
       self.update(['guard'], [inner()], params=params)
 
   def test_what_is_no_number_may_go_through(self):
-    mean = shard_transforms.cross_shard_mean(AXIS)
-    tx = shard_transforms.drop_stale(1, mean, axis_name=AXIS)
+    mean = st.cross_shard_mean(AXIS)
+    tx = st.drop_stale(1, mean, axis_name=AXIS)
 
     def fn(x):
       updates = {'w': x, 'steps': np.zeros(3, jax.dtypes.float0)}
@@ -629,7 +616,7 @@ class WeightTest(parameterized.TestCase):
     np.testing.assert_array_equal(mapped(np.float32([0, 1, 2])), [1.0] * 3)
 
   def test_finds_the_weight_or_nothing_that_needs_it(self):
-    mean = shard_transforms.cross_shard_mean(AXIS)
+    mean = st.cross_shard_mean(AXIS)
 
     def scaled(updates, state, params=None, **extra_args):
       # A sum of what is the same on all shards.

@@ -11,20 +11,18 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 
 AXIS = modes.AXIS
 GATES = {
-    'drop_stale': functools.partial(shard_transforms.drop_stale, 9),
-    'guard': shard_transforms.guard,
-    'one_tower': functools.partial(shard_transforms.tower_reduce, 1),
-    'scale_by_staleness': functools.partial(
-        shard_transforms.scale_by_staleness, 'inverse'
-    ),
-    'tower_reduce': functools.partial(shard_transforms.tower_reduce, 2),
+    'drop_stale': functools.partial(st.drop_stale, 9),
+    'guard': st.guard,
+    'one_tower': functools.partial(st.tower_reduce, 1),
+    'scale_by_staleness': functools.partial(st.scale_by_staleness, 'inverse'),
+    'tower_reduce': functools.partial(st.tower_reduce, 2),
 }
 NAMES = {name: name for name in GATES} | {'one_tower': 'tower_reduce'}
-MEAN = shard_transforms.cross_shard_mean(AXIS)
+MEAN = st.cross_shard_mean(AXIS)
 BY_HAND = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
 # Each gate is twice outside and twice inside of another.
 GIVEN = tuple(GATES)
@@ -174,7 +172,7 @@ class RefusalTest(parameterized.TestCase):
       return updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    tx = shard_transforms.guard(shard_transforms.tower_reduce(1, inner))
+    tx = st.guard(st.tower_reduce(1, inner))
     state = tx.init(jnp.zeros(3))
 
     jax.make_jaxpr(lambda w: tx.update(jnp.ones(3), state, weight=w))(1.0)

@@ -18,7 +18,7 @@ import optax
 import cases
 import local_methods
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import aggregators
 from shard_transforms import compression
 from shard_transforms import cross_shard_mean
@@ -392,7 +392,7 @@ class ReportTest(parameterized.TestCase):
     tx = _local(every=6)
 
     def by_hand(params, own):
-      return jax.grad(_loss)(shard_transforms.per_shard(params, AXIS), own)
+      return jax.grad(_loss)(st.per_shard(params, AXIS), own)
 
     def by_name(params, own):
       return value_and_grad(_loss, AXIS)(params, own)[1]

@@ -8,7 +8,7 @@ import numpy as np
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms.monitoring import shard_divergence
 from shard_transforms.monitoring import track_divergence
 
@@ -117,7 +117,7 @@ class DivergenceTest(parameterized.TestCase):
     self.assertTrue(np.all(jax.jit(jax.vmap(of_pair))(np.float32(pairs)) > 0))
 
   def test_sends_sixteen_bytes(self):
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         lambda x: shard_divergence(x, AXIS),
         jnp.zeros(1000),
         axis_sizes={AXIS: SHARDS},

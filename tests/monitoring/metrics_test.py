@@ -9,7 +9,7 @@ import cases
 import compressions
 import declared_state
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import compression
 from shard_transforms.monitoring import check_health
 from shard_transforms.monitoring import compression_error
@@ -21,11 +21,11 @@ SHARDS = 8
 
 def towers_of_guard():
   inner = optax.chain(
-      shard_transforms.cross_shard_mean(AXIS),
+      st.cross_shard_mean(AXIS),
       optax.inject_hyperparams(optax.sgd)(learning_rate=0.5),
   )
-  guard = shard_transforms.guard(inner, AXIS, on_bad='exclude')
-  return shard_transforms.tower_reduce(2, guard, axis_name=AXIS)
+  guard = st.guard(inner, AXIS, on_bad='exclude')
+  return st.tower_reduce(2, guard, axis_name=AXIS)
 
 
 def after_three_towers(tx, params, own):
@@ -34,7 +34,7 @@ def after_three_towers(tx, params, own):
   weight = 1.0 + own
   for tower in range(3):
     bad = jnp.where((own == 5) & (tower == 0), jnp.nan, 1.0)
-    update = shard_transforms.per_shard(bad * jnp.ones(3), AXIS)
+    update = st.per_shard(bad * jnp.ones(3), AXIS)
     _, state = tx.update(update, state, params, weight=weight)
   return state
 
@@ -59,7 +59,7 @@ def plain(found):
 def trained_state():
   """Returns the state of a chain after an update."""
   sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
-  tx = shard_transforms.drop_stale(0, sgd)
+  tx = st.drop_stale(0, sgd)
   state = tx.init(jnp.zeros(2))
   return tx.update(jnp.ones(2), state, local_step=0)[1]
 
@@ -88,7 +88,7 @@ class MetricsTest(parameterized.TestCase):
 
   def test_numbers_of_sharded_state_are_scalars_in_one_program(self):
     mesh = modes.mesh()
-    state = shard_transforms.init_state(towers_of_guard(), jnp.ones(3), mesh)
+    state = st.init_state(towers_of_guard(), jnp.ones(3), mesh)
 
     compiled = jax.jit(metrics).lower(state).compile()
 
@@ -107,7 +107,7 @@ class MetricsTest(parameterized.TestCase):
       mapped(jnp.zeros(3), jnp.arange(8.0))
 
   def test_what_is_not_kept_per_shard_is_not_summed(self):
-    tx = shard_transforms.tower_reduce(2)
+    tx = st.tower_reduce(2)
 
     def fn(params, _):
       _, state = tx.update(params, tx.init(params), params)
@@ -124,7 +124,7 @@ class MetricsTest(parameterized.TestCase):
     self.assertEqual(metrics(state), {})
 
   def test_finds_states_wherever_they_are(self):
-    drop = shard_transforms.drop_stale(0)
+    drop = st.drop_stale(0)
     partition = optax.partition(
         {'a': drop, 'b': optax.masked(drop, {'w': True, 'v': False})},
         {'w': 'b', 'v': 'a'},
@@ -157,12 +157,9 @@ class MetricsTest(parameterized.TestCase):
   def test_every_state_tells_of_itself(self):
     params = jnp.zeros(2)
     inner = optax.chain(
-        shard_transforms.scale_by_staleness('inverse'),
-        shard_transforms.monitoring.track_divergence(AXIS),
+        st.scale_by_staleness('inverse'), st.monitoring.track_divergence(AXIS)
     )
-    tx = shard_transforms.guard(
-        inner, spikes=shard_transforms.SpikeRule(max_stds=3.0, window=4)
-    )
+    tx = st.guard(inner, spikes=st.SpikeRule(max_stds=3.0, window=4))
 
     found = metrics(tx.init(params))
 
@@ -181,9 +178,9 @@ class MetricsTest(parameterized.TestCase):
     self.assertEqual(found['hyperparams/learning_rate'], 0.25)
 
   def test_asks_states_from_outside_of_the_library(self):
-    tx = declared_state.tally(shard_transforms.drop_stale(0), AXIS)
+    tx = declared_state.tally(st.drop_stale(0), AXIS)
     mesh = modes.mesh()
-    state = shard_transforms.init_state(tx, jnp.ones(2), mesh)
+    state = st.init_state(tx, jnp.ones(2), mesh)
     numbers = np.arange(8)
     state = state._replace(
         seen=numbers, rate=np.float32(numbers), least=numbers, most=numbers
@@ -251,8 +248,8 @@ class CompressionErrorTest(parameterized.TestCase):
     sign = compression.scaled_sign(8)
 
     tx = compression.compressed_mean(AXIS, sign, min_elements=64)
-    specs = shard_transforms.state_specs(tx, params, mesh, in_specs=in_specs)
-    state = shard_transforms.init_state(tx, params, mesh, in_specs=in_specs)
+    specs = st.state_specs(tx, params, mesh, in_specs=in_specs)
+    state = st.init_state(tx, params, mesh, in_specs=in_specs)
 
     def shard(state, grads):
       return tx.update({k: grads[k][0, 0] for k in grads}, state)[1]
@@ -285,7 +282,7 @@ def trained(mode, tx, bad_shards, num_bad=2):
 
   def fn(params, is_bad):
     state = tx.init(params)
-    update = shard_transforms.per_shard(jnp.ones(3), AXIS)
+    update = st.per_shard(jnp.ones(3), AXIS)
     _, state = tx.update(update, state, params)
     for _ in range(num_bad):
       update = jnp.where(is_bad, jnp.nan, 1.0) * jnp.ones(3)
@@ -297,12 +294,8 @@ def trained(mode, tx, bad_shards, num_bad=2):
 
 
 def guarded(max_consecutive, inner=None, **kwargs):
-  inner = optax.chain(
-      shard_transforms.cross_shard_mean(AXIS), inner or optax.sgd(0.1)
-  )
-  return shard_transforms.guard(
-      inner, AXIS, max_consecutive=max_consecutive, **kwargs
-  )
+  inner = optax.chain(st.cross_shard_mean(AXIS), inner or optax.sgd(0.1))
+  return st.guard(inner, AXIS, max_consecutive=max_consecutive, **kwargs)
 
 
 class HealthTest(parameterized.TestCase):
@@ -318,7 +311,7 @@ class HealthTest(parameterized.TestCase):
       check_health(trained('shard_map', guarded(2), [2, 5]))
 
   def test_a_good_update_in_between_is_enough(self):
-    tx = shard_transforms.guard(optax.sgd(0.1), max_consecutive=2)
+    tx = st.guard(optax.sgd(0.1), max_consecutive=2)
     state = tx.init(jnp.zeros(()))
 
     for update in jnp.nan, 1.0, jnp.nan, 1.0, jnp.nan:
@@ -339,7 +332,7 @@ class HealthTest(parameterized.TestCase):
       check_health(state)
 
   def test_tells_of_bad_updates_that_are_reduced_already(self):
-    tx = shard_transforms.guard(optax.sgd(0.1), max_consecutive=1)
+    tx = st.guard(optax.sgd(0.1), max_consecutive=1)
 
     _, state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.zeros(2)))
 
@@ -347,7 +340,7 @@ class HealthTest(parameterized.TestCase):
       check_health(state)
 
   def test_raises_where_shards_diverged(self):
-    tx = shard_transforms.monitoring.track_divergence(AXIS, every=2)
+    tx = st.monitoring.track_divergence(AXIS, every=2)
 
     def fn(params, own):
       state = tx.init(params)
@@ -365,8 +358,8 @@ class HealthTest(parameterized.TestCase):
   def test_reads_a_global_state(self):
     mesh = modes.mesh()
     tx = guarded(1)
-    specs = shard_transforms.state_specs(tx, jnp.zeros(3), mesh)
-    state = shard_transforms.init_state(tx, jnp.zeros(3), mesh)
+    specs = st.state_specs(tx, jnp.zeros(3), mesh)
+    state = st.init_state(tx, jnp.zeros(3), mesh)
     check_health(state)
     step = jax.shard_map(
         lambda state, x: tx.update(x[0], state, jnp.zeros(3))[1],
@@ -383,7 +376,7 @@ class HealthTest(parameterized.TestCase):
       check_health(jax.tree.map(np.asarray, state))
 
   def test_asks_a_state_of_ones_own_and_what_is_inside(self):
-    inner = shard_transforms.guard(optax.sgd(0.1), max_consecutive=1)
+    inner = st.guard(optax.sgd(0.1), max_consecutive=1)
     good = inner.init(jnp.zeros(2))
     _, bad = inner.update(jnp.full(2, jnp.nan), good)
 
@@ -399,7 +392,7 @@ class HealthTest(parameterized.TestCase):
 
 
 EMPTY = optax.EmptyState()
-GUARD = shard_transforms.guard(optax.sgd(0.1)).init(0.0)
+GUARD = st.guard(optax.sgd(0.1)).init(0.0)
 ERRORS = (
     (
         lambda: metrics(optax.sgd(0.1)),

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import cases
-import shard_transforms
+import shard_transforms as st
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
 PARAMS = {
@@ -32,21 +32,19 @@ def _mesh(kind, shape=(8,)):
 
 
 def _momentum():
-  return optax.chain(
-      shard_transforms.cross_shard_mean('data'), optax.trace(0.5)
-  )
+  return optax.chain(st.cross_shard_mean('data'), optax.trace(0.5))
 
 
 class StateSpecsTest(parameterized.TestCase):
 
   @cases.parameters(*KINDS)
   def test_what_is_kept_per_shard_is_sharded_over_its_axis(self, kind):
-    tx = shard_transforms.tower_reduce(2, _momentum(), axis_name='data')
+    tx = st.tower_reduce(2, _momentum(), axis_name='data')
 
     for shape in (8,), (2, 4):
-      specs = shard_transforms.state_specs(tx, PARAMS, _mesh(kind, shape))
+      specs = st.state_specs(tx, PARAMS, _mesh(kind, shape))
 
-      expected = shard_transforms.TowerReduceState(
+      expected = st.TowerReduceState(
           tower=P(),
           total=dict.fromkeys(PARAMS, P('data')),
           total_weight=P('data'),
@@ -56,9 +54,9 @@ class StateSpecsTest(parameterized.TestCase):
       self.assertEqual(specs, expected)
 
   def test_what_varies_over_two_axes_is_sharded_over_both(self):
-    tx = shard_transforms.tower_reduce(2, axis_name=('model', 'data'))
+    tx = st.tower_reduce(2, axis_name=('model', 'data'))
 
-    specs = shard_transforms.state_specs(tx, PARAMS, _mesh(KINDS[0], (2, 4)))
+    specs = st.state_specs(tx, PARAMS, _mesh(KINDS[0], (2, 4)))
 
     both = P(('data', 'model'))
     self.assertEqual(specs.total, dict.fromkeys(PARAMS, both))
@@ -68,12 +66,12 @@ class StateSpecsTest(parameterized.TestCase):
   def test_what_is_like_a_parameter_is_sharded_like_it(self, kind):
     mask = {'w': True, 'h': False, 'b': True}
     tx = optax.chain(
-        shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data'),
+        st.tower_reduce(2, optax.adam(0.1), axis_name='data'),
         optax.masked(optax.trace(0.9), mask),
-        shard_transforms.tower_reduce(3, optax.sgd(0.1)),
+        st.tower_reduce(3, optax.sgd(0.1)),
     )
 
-    specs = shard_transforms.state_specs(
+    specs = st.state_specs(
         tx, PARAMS, _mesh(kind, (2, 4)), in_specs=MODEL_SPECS
     )
 
@@ -91,13 +89,10 @@ class StateSpecsTest(parameterized.TestCase):
 
   def test_a_stack_of_parameters_is_sharded_like_them(self):
     mesh = _mesh(AxisType.Auto, (2, 4))
-    tx = optax.chain(
-        shard_transforms.delay_updates(2, axis_name='data'),
-        shard_transforms.delay_updates(2),
-    )
+    tx = optax.chain(st.delay_updates(2, axis_name='data'), st.delay_updates(2))
 
-    specs = shard_transforms.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
-    state = shard_transforms.init_state(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+    specs = st.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+    state = st.init_state(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
 
     stacked = {'w': P(None, None, 'model'), 'h': P(None, 'model'), 'b': P()}
     self.assertEqual(specs[1].pending, stacked)
@@ -114,7 +109,7 @@ class StateSpecsTest(parameterized.TestCase):
         lambda updates, state, params=None: (updates, state),
     )
 
-    specs = shard_transforms.state_specs(
+    specs = st.state_specs(
         tx, PARAMS, _mesh(KINDS[0], (2, 4)), in_specs=MODEL_SPECS
     )
 
@@ -125,7 +120,7 @@ class StateSpecsTest(parameterized.TestCase):
     tx = optax.adafactor(0.1)
     params = {'h': jnp.ones(8)}
 
-    specs = shard_transforms.state_specs(
+    specs = st.state_specs(
         tx, params, _mesh(KINDS[0], (2, 4)), in_specs=P('model')
     )
 
@@ -136,7 +131,7 @@ class StateSpecsTest(parameterized.TestCase):
     params = {'layer': [jnp.ones((3, 8)), jnp.ones((5, 4))], 'b': jnp.ones(4)}
     in_specs = {'layer': P(None, 'model'), 'b': P()}
 
-    specs = shard_transforms.state_specs(
+    specs = st.state_specs(
         optax.trace(0.9), params, _mesh(KINDS[0], (2, 4)), in_specs=in_specs
     )
 
@@ -154,7 +149,7 @@ class StateSpecsTest(parameterized.TestCase):
   def test_per_shard_puts_all_free_axes_in_front_of_every_leaf(
       self, in_specs, lead, own
   ):
-    specs = shard_transforms.state_specs(
+    specs = st.state_specs(
         optax.adam(0.1),
         PARAMS,
         _mesh(KINDS[0], (2, 4)),
@@ -169,12 +164,10 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(specs[0].count, P(lead))
 
   def test_an_axis_in_front_is_not_named_again(self):
-    tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
+    tx = st.tower_reduce(2, optax.adam(0.1), axis_name='data')
 
-    one = shard_transforms.state_specs(
-        tx, PARAMS, _mesh(KINDS[0]), per_shard=True
-    )
-    two = shard_transforms.state_specs(
+    one = st.state_specs(tx, PARAMS, _mesh(KINDS[0]), per_shard=True)
+    two = st.state_specs(
         tx,
         PARAMS,
         _mesh(KINDS[0], (2, 4)),
@@ -202,7 +195,7 @@ class StateSpecsTest(parameterized.TestCase):
   def test_refuses_what_cannot_be_sharded(self, tx, options, words):
     params = PARAMS if len(options) == 1 else np.ones(8)
 
-    for fn in shard_transforms.state_specs, shard_transforms.init_state:
+    for fn in st.state_specs, st.init_state:
       with self.assertRaisesRegex(ValueError, words):
         fn(tx, params, _mesh(AxisType.Auto, (2, 4)), **options)
 
@@ -220,7 +213,7 @@ class SpecsOfTest(parameterized.TestCase):
         'none': None,
     }
 
-    specs = shard_transforms.specs_of(tree)
+    specs = st.specs_of(tree)
 
     expected = {
         'placed': P('data'),
@@ -244,7 +237,7 @@ class SpecsOfTest(parameterized.TestCase):
         r"All arrays of `tree` must be on one mesh, got \[\('\[0\]',"
         r" {'data': 8}\), \('\[2\]', {'data': 4}\)\]\. Place them",
     ):
-      shard_transforms.specs_of(tree)
+      st.specs_of(tree)
 
 
 class InitStateTest(parameterized.TestCase):
@@ -263,7 +256,7 @@ class InitStateTest(parameterized.TestCase):
   @cases.parameters(*KINDS)
   def test_shards_state_like_the_parameters(self, kind):
     mesh = _mesh(kind, (2, 4))
-    tx = shard_transforms.tower_reduce(2, optax.ema(0.9), axis_name='data')
+    tx = st.tower_reduce(2, optax.ema(0.9), axis_name='data')
     # A state that starts as the parameters tells which part lies where.
     copy = optax.GradientTransformation(
         lambda params: optax.TraceState(jax.tree.map(jnp.copy, params)),
@@ -271,12 +264,12 @@ class InitStateTest(parameterized.TestCase):
     )
     tx = optax.chain(tx, copy)
 
-    state = shard_transforms.init_state(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+    state = st.init_state(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
 
     chex.assert_trees_all_equal(state[1].trace, PARAMS, strict=True)
     chex.assert_shape(state[0].total['w'], (2, 3, 8))
     chex.assert_shape(state[0].total['h'], (2, 4))
-    specs = shard_transforms.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
+    specs = st.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
     self.assert_placed(state, specs, mesh)
 
   @cases.parameters(
@@ -284,10 +277,8 @@ class InitStateTest(parameterized.TestCase):
   )
   def test_abstract_parameters_give_abstract_state(self, **options):
     mesh = _mesh(AxisType.Auto, (2, 4))
-    tx = shard_transforms.tower_reduce(2, optax.adam(0.1), axis_name='data')
-    make = functools.partial(
-        shard_transforms.init_state, tx, mesh=mesh, **options
-    )
+    tx = st.tower_reduce(2, optax.adam(0.1), axis_name='data')
+    make = functools.partial(st.init_state, tx, mesh=mesh, **options)
 
     abstract = make(params=jax.eval_shape(lambda: PARAMS))
 
@@ -302,16 +293,16 @@ class InitStateTest(parameterized.TestCase):
 
   def test_takes_an_abstract_mesh_in_a_traced_function(self):
     mesh = _mesh(AxisType.Auto)
-    tx = shard_transforms.tower_reduce(2, optax.sgd(0.1), axis_name='data')
+    tx = st.tower_reduce(2, optax.sgd(0.1), axis_name='data')
 
     def init(params):
       here = jax.sharding.get_abstract_mesh()
-      return shard_transforms.init_state(tx, params, here)
+      return st.init_state(tx, params, here)
 
     with jax.set_mesh(mesh):
       state = jax.jit(init)(jnp.ones(3))
 
-    expected = shard_transforms.init_state(tx, jnp.ones(3), mesh)
+    expected = st.init_state(tx, jnp.ones(3), mesh)
     chex.assert_trees_all_equal(state, expected)
     wanted = expected.total.sharding
     self.assertTrue(state.total.sharding.is_equivalent_to(wanted, 2))
@@ -320,7 +311,7 @@ class InitStateTest(parameterized.TestCase):
     mesh = _mesh(KINDS[0])
     params = jax.device_put({'w': jnp.ones(5)}, NamedSharding(mesh, P()))
 
-    state = shard_transforms.init_state(optax.trace(0.9), params, mesh)
+    state = st.init_state(optax.trace(0.9), params, mesh)
     params['w'].delete()
 
     np.testing.assert_array_equal(state.trace['w'], np.zeros(5))

@@ -20,7 +20,7 @@ import pytest
 import cases
 import declared_state
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import guard
@@ -32,7 +32,7 @@ from shard_transforms._src.state import row_resizing
 from shard_transforms.state_rules import Rule
 
 AXIS = modes.AXIS
-SPIKES = shard_transforms.SpikeRule(max_stds=3, window=2)
+SPIKES = st.SpikeRule(max_stds=3, window=2)
 # Rows of a call are divided evenly among 8 or 4 shards.
 CALLS, ROWS, TOWERS = 6, 24, 3
 
@@ -162,9 +162,7 @@ class TrainingTest(parameterized.TestCase):
 
     @functools.cache
     def step_on(num_shards):
-      specs = shard_transforms.state_specs(
-          tx, self.PARAMS, modes.mesh(num_shards)
-      )
+      specs = st.state_specs(tx, self.PARAMS, modes.mesh(num_shards))
 
       def step(params, state, own, call):
         grads, weight = jax.tree.map(lambda x: x[0], own)
@@ -288,7 +286,7 @@ GATES = {
     'none': lambda tx: tx,
     'guard': lambda tx: guard(tx, AXIS, on_bad='exclude'),
     'drop_stale': lambda tx: drop_stale(2, tx, axis_name=AXIS),
-    'scale_by_staleness': lambda tx: shard_transforms.scale_by_staleness(
+    'scale_by_staleness': lambda tx: st.scale_by_staleness(
         'inverse', tx, axis_name=AXIS
     ),
 }
@@ -399,10 +397,10 @@ class WindowTest(parameterized.TestCase):
         state, tx, ZEROS, modes.mesh(after), reduction=reduction
     )
 
-    specs = shard_transforms.state_specs(tx, ZEROS, modes.mesh(after))
+    specs = st.state_specs(tx, ZEROS, modes.mesh(after))
 
     def last(state, weight):
-      zeros = shard_transforms.per_shard(ZEROS, AXIS)
+      zeros = st.per_shard(ZEROS, AXIS)
       return tx.update(zeros, state, weight=weight[0], local_step=0)[0]
 
     last = jax.shard_map(
@@ -461,7 +459,7 @@ class KeepState(NamedTuple):
 
 def keep():
   def init_fn(params):
-    return KeepState(shard_transforms.per_shard(params, AXIS)[None])
+    return KeepState(st.per_shard(params, AXIS)[None])
 
   def update_fn(updates, state, params=None):
     del state, params
@@ -484,7 +482,7 @@ class CopyTest(parameterized.TestCase):
 
   @cases.parameters((3, False), (8, False), (8, True))
   def test_each_shard_has_a_key(self, num_shards, is_shared):
-    tx = shard_transforms.local_updates(
+    tx = st.local_updates(
         optax.add_noise(0.1, 0.5, jax.random.key(3)),
         cross_shard_mean(AXIS),
         AXIS,
@@ -603,7 +601,7 @@ class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_state_of_several_processes(self):
-    source = pathlib.Path(shard_transforms.__file__).parents[1]
+    source = pathlib.Path(st.__file__).parents[1]
     main = (
         'import sys\nfrom shard_transforms import launch\n'
         'launch.run_processes(2, [sys.executable, "-c", sys.argv[1]])'
@@ -698,7 +696,7 @@ class DeclaredStateTest(parameterized.TestCase):
 
     def init(params):
       del params
-      return State(shard_transforms.per_shard(jnp.zeros(1), AXIS))
+      return State(st.per_shard(jnp.zeros(1), AXIS))
 
     tx = optax.GradientTransformation(init, optax.identity().update)
     state = saved(tx, (), 4)

@@ -12,13 +12,10 @@ import optax
 import cases
 import modes
 import one_device
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import reproducible
 
-FACTORIES = {
-    'mean': shard_transforms.cross_shard_mean,
-    'sum': shard_transforms.cross_shard_sum,
-}
+FACTORIES = {'mean': st.cross_shard_mean, 'sum': st.cross_shard_sum}
 TRACKED = 'shard_map'
 
 # Small integers, so that sums are exact and means of 8 shards as well.
@@ -45,7 +42,7 @@ def _loss(params, x):
 
 
 def _gradient(params, x):
-  return shard_transforms.value_and_grad(_loss, modes.AXIS)(params, x)[1]
+  return st.value_and_grad(_loss, modes.AXIS)(params, x)[1]
 
 
 def _like_params(w):
@@ -135,7 +132,7 @@ class CrossShardTest(parameterized.TestCase):
 class DtypeTest(parameterized.TestCase):
 
   def test_takes_leaves_that_are_no_arrays_of_jax(self):
-    total = shard_transforms.cross_shard_sum(modes.AXIS)
+    total = st.cross_shard_sum(modes.AXIS)
 
     def shard(_, x):
       leaves = {'python': 1.5, 'numpy': np.full(3, 2.0, np.float16), 'x': x}
@@ -155,7 +152,7 @@ class InvariantTest(parameterized.TestCase):
   """Gradients that JAX, or an earlier link, has reduced already."""
 
   def test_leaves_an_averaged_gradient_as_it_is(self):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, on_invariant='averaged')
+    tx = st.cross_shard_mean(modes.AXIS, on_invariant='averaged')
 
     def shard(params, x):
       # The parameters are replicated: JAX sums their gradient.
@@ -169,15 +166,13 @@ class InvariantTest(parameterized.TestCase):
       expected = _like_params(np.broadcast_to(DATA.mean(0), DATA.shape))
       chex.assert_trees_all_equal(updates, expected, strict=True)
     # The gradients of two parameters by JAX, and a buffer.
-    report = shard_transforms.monitoring.wire_report(mapped, PARAMS, DATA)
+    report = st.monitoring.wire_report(mapped, PARAMS, DATA)
     self.assertLen(report.collectives, 3)
 
   @cases.product(
       make=(
           *FACTORIES.values(),
-          functools.partial(
-              shard_transforms.cross_shard_mean, on_invariant='averaged'
-          ),
+          functools.partial(st.cross_shard_mean, on_invariant='averaged'),
       ),
       needs_own=((1.0, None), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])),
   )
@@ -196,9 +191,7 @@ class InvariantTest(parameterized.TestCase):
 
   @cases.parameters('error', 'averaged')
   def test_refuses_a_delayed_sum(self, on_invariant):
-    tx = shard_transforms.cross_shard_mean(
-        modes.AXIS, on_invariant=on_invariant
-    )
+    tx = st.cross_shard_mean(modes.AXIS, on_invariant=on_invariant)
 
     def shard(params, x):
       grads = jax.grad(_loss)(jax.tree.map(_delay_sum, params), x)
@@ -219,12 +212,12 @@ class SeveralAxesTest(parameterized.TestCase):
 
   @cases.parameters((True, ('host', 'core')), (False, 'host'))
   def test_reduces_over_the_axes_that_it_is_given(self, check_vma, axes):
-    tx = shard_transforms.cross_shard_mean(axes)
+    tx = st.cross_shard_mean(axes)
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 
     def shard(params, own):
       x, weight = own
-      grad = shard_transforms.value_and_grad(_loss, ('host', 'core'))
+      grad = st.value_and_grad(_loss, ('host', 'core'))
       return tx.update(grad(params, x)[1], tx.init(params), weight=weight)[0]
 
     updates = modes.map_over_hosts(shard, check_vma)(PARAMS, (DATA, weight))
@@ -243,7 +236,7 @@ class SeveralAxesTest(parameterized.TestCase):
     axes = 'host', 'core'
     txs = {
         'tree': reproducible.mean(axes),
-        'shard_update': shard_transforms.shard_update(optax.identity(), axes),
+        'shard_update': st.shard_update(optax.identity(), axes),
         **{kind: make(axes) for kind, make in FACTORIES.items()},
     }
 
@@ -261,9 +254,7 @@ class SeveralAxesTest(parameterized.TestCase):
         np.testing.assert_array_equal(found, expected, err_msg=kind)
 
   def test_takes_each_leaf_in_its_own_state(self):
-    tx = shard_transforms.cross_shard_mean(
-        ('host', 'core'), on_invariant='averaged'
-    )
+    tx = st.cross_shard_mean(('host', 'core'), on_invariant='averaged')
 
     def shard(_, x):
       updates = {
@@ -282,7 +273,7 @@ class SeveralAxesTest(parameterized.TestCase):
       )
 
   def test_refuses_a_leaf_that_is_reduced_over_one_of_the_axes(self):
-    tx = shard_transforms.cross_shard_mean(('host', 'core'))
+    tx = st.cross_shard_mean(('host', 'core'))
 
     def shard(_, x):
       updates = {'own': x, 'half': lax.psum(x, 'core')}
@@ -296,7 +287,7 @@ class SeveralAxesTest(parameterized.TestCase):
 
 def _gradient_of_both(x):
   axes = ('host', 'core')
-  grad = shard_transforms.value_and_grad(lambda w: jnp.sum(w * x), axes)
+  grad = st.value_and_grad(lambda w: jnp.sum(w * x), axes)
   return grad(jnp.ones_like(x))[1]
 
 
@@ -307,7 +298,7 @@ class ShardMeanTest(parameterized.TestCase):
 
     def shard(params, own):
       x, weight = own
-      loss, _ = shard_transforms.value_and_grad(_loss, modes.AXIS)(params, x)
+      loss, _ = st.value_and_grad(_loss, modes.AXIS)(params, x)
       metrics = {
           'loss': loss,
           'hits': jnp.sum(x > 0),
@@ -315,7 +306,7 @@ class ShardMeanTest(parameterized.TestCase):
           'half': x[1].astype(jnp.bfloat16),
           'none': None,
       }
-      return shard_transforms.shard_mean(metrics, modes.AXIS, weight=weight)
+      return st.shard_mean(metrics, modes.AXIS, weight=weight)
 
     means = modes.map_shards('shard_map', shard)(PARAMS, (DATA, weight))
 
@@ -335,7 +326,7 @@ class ShardMeanTest(parameterized.TestCase):
 
   def test_refuses_a_metric_that_is_the_same_on_all_shards(self):
     def shard(step, x):
-      return shard_transforms.shard_mean({'x': x, 'step': step}, modes.AXIS)
+      return st.shard_mean({'x': x, 'step': step}, modes.AXIS)
 
     with self.assertRaisesRegex(
         ValueError, r"`updates` of `shard_mean` .*\['step'\] \[\], typed invar"
@@ -345,9 +336,7 @@ class ShardMeanTest(parameterized.TestCase):
   def test_leaves_a_metric_that_is_averaged_as_it_is(self):
     def shard(step, x):
       metrics = {'x': x, 'step': step}
-      return shard_transforms.shard_mean(
-          metrics, modes.AXIS, on_invariant='averaged'
-      )
+      return st.shard_mean(metrics, modes.AXIS, on_invariant='averaged')
 
     means = modes.map_shards('shard_map', shard)(
         np.float32(7), np.arange(8, dtype=np.float32)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import modes
-import shard_transforms
+import shard_transforms as st
 
 X = np.random.default_rng(0).normal(size=(8, 3, 5)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
@@ -45,7 +45,7 @@ class ValueAndGradTest(parameterized.TestCase):
 
     def shard(_, own):
       def grad(loss, argnums):
-        return shard_transforms.value_and_grad(loss, modes.AXIS, argnums)
+        return st.value_and_grad(loss, modes.AXIS, argnums)
 
       return grads_of(grad, *own)
 
@@ -64,7 +64,7 @@ class ValueAndGradTest(parameterized.TestCase):
       def reduced(*args):
         return loss(*args, lambda own: lax.pmean(own, modes.AXIS))
 
-      grad = shard_transforms.value_and_grad(reduced, modes.AXIS, has_aux=True)
+      grad = st.value_and_grad(reduced, modes.AXIS, has_aux=True)
       return grad(params, *own)
 
     found = modes.map_shards('shard_map', shard)(PARAMS, (X, Y))
@@ -79,7 +79,7 @@ class ValueAndGradTest(parameterized.TestCase):
       return _loss(params, x, y) + params['steps']
 
     def shard(params, own):
-      grad = shard_transforms.value_and_grad(loss, modes.AXIS, allow_int=True)
+      grad = st.value_and_grad(loss, modes.AXIS, allow_int=True)
       _, grads = grad(params, *own)
       self.assertEqual(grads['steps'].dtype, jax.dtypes.float0)
       return {'w': grads['w'], 'b': grads['b']}
@@ -92,13 +92,13 @@ class ValueAndGradTest(parameterized.TestCase):
     self.assert_close(grads, _own_results(lambda x, y: alone(PARAMS, x, y)))
 
   def test_refuses_integers_otherwise(self):
-    step = shard_transforms.value_and_grad(lambda n: 2.0 * n, 'data')
+    step = st.value_and_grad(lambda n: 2.0 * n, 'data')
 
     with self.assertRaisesRegex(TypeError, 'real- or complex-valued inputs'):
       jax.vmap(step, axis_name='data')(jnp.arange(3))
 
   def test_says_which_argument_is_missing(self):
-    step = shard_transforms.value_and_grad(jnp.sin, 'data', (0, 1))
+    step = st.value_and_grad(jnp.sin, 'data', (0, 1))
 
     with self.assertRaisesRegex(
         TypeError, 'requires at least 2 positional arguments'
@@ -107,7 +107,7 @@ class ValueAndGradTest(parameterized.TestCase):
 
   def test_holomorphic_functions_have_complex_gradients(self):
     def shard(w, x):
-      grad = shard_transforms.value_and_grad(
+      grad = st.value_and_grad(
           lambda w: jnp.sum(w**2 * x), modes.AXIS, holomorphic=True
       )
       return grad(w)
@@ -129,7 +129,7 @@ class ReducedLossTest(parameterized.TestCase):
       return lax.pmax(lax.stop_gradient(own), modes.AXIS), own
 
     def shard(params, own):
-      grad = shard_transforms.value_and_grad(loss, modes.AXIS, has_aux=True)
+      grad = st.value_and_grad(loss, modes.AXIS, has_aux=True)
       return grad(params, *own)[1]
 
     with self.assertRaisesRegex(
@@ -141,7 +141,7 @@ class ReducedLossTest(parameterized.TestCase):
 
   def test_names_the_axis_over_which_the_loss_is_reduced(self):
     for axis in modes.HOSTS:
-      grad = shard_transforms.value_and_grad(
+      grad = st.value_and_grad(
           lambda w, x, axis=axis: lax.psum(jnp.sum(w * x), axis), modes.HOSTS
       )
       mapped = modes.map_over_hosts(grad)
@@ -150,7 +150,7 @@ class ReducedLossTest(parameterized.TestCase):
         jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
 
   def test_the_gradient_is_per_shard_over_each_of_several_axes(self):
-    grad = shard_transforms.value_and_grad(jnp.vdot, modes.HOSTS)
+    grad = st.value_and_grad(jnp.vdot, modes.HOSTS)
     x = np.arange(8, dtype=np.float32)
 
     _, grads = modes.map_over_hosts(grad)(np.float32(1), x)

@@ -10,7 +10,7 @@ import optax
 import cases
 import harness
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import SpikeRule
 from shard_transforms import cross_shard_mean
 from shard_transforms import guard
@@ -137,7 +137,7 @@ class ExcludeTest(parameterized.TestCase):
         return tx.update(x, state, params, **given)[1], None
 
       # Moments of each shard are marked as such.
-      state = tx.init(shard_transforms.per_shard(params, AXIS))
+      state = tx.init(st.per_shard(params, AXIS))
       return lax.scan(step, state, x)[0].inner_state[0].trace
 
     trace = modes.map_shards('shard_map', fn)(jnp.zeros(5), x)
@@ -292,7 +292,7 @@ class WireTest(parameterized.TestCase):
   def test_sends_a_few_numbers_at_once_and_first(self, spikes, payload):
     tx = guard(mean_of(optax.adam(0.1)), AXIS, spikes=spikes)
 
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         lambda x: tx.update(x, tx.init(x)),
         jnp.zeros(1000),
         axis_sizes={AXIS: SHARDS},
@@ -324,7 +324,7 @@ class RefusalTest(parameterized.TestCase):
       tx = guard(
           mean_of(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=min_shards
       )
-      shard_transforms.init_state(tx, jnp.zeros(2), modes.mesh())
+      st.init_state(tx, jnp.zeros(2), modes.mesh())
 
   def test_refuses_what_differs_between_shards_without_an_axis(self):
     tx = guard(optax.sgd(1.0))

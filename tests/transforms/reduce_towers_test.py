@@ -9,7 +9,7 @@ import cases
 import harness
 import modes
 import one_device
-import shard_transforms
+import shard_transforms as st
 
 NUM_TOWERS = 3
 
@@ -30,15 +30,13 @@ def _like_params(w):
 
 def _reduce(reduction):
   """Maps reductions of 3 towers of each shard: without weights, and with."""
-  tx = shard_transforms.reduce_towers(
-      NUM_TOWERS,
-      shard_transforms.cross_shard_mean(modes.AXIS),
-      reduction=reduction,
+  tx = st.reduce_towers(
+      NUM_TOWERS, st.cross_shard_mean(modes.AXIS), reduction=reduction
   )
 
   def shard(params, own):
     data, weight = own
-    grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+    grad = st.value_and_grad(_loss, modes.AXIS)
     _, grads = jax.vmap(grad, in_axes=(None, 0))(params, data)
     return [
         tx.update(grads, tx.init(params), params, weight=w)[0]
@@ -78,9 +76,7 @@ class ReduceTowersTest(parameterized.TestCase):
 
   @cases.parameters('mean', 'sum')
   def test_hands_on_weight_step_and_other_arguments(self, reduction):
-    tx = shard_transforms.reduce_towers(
-        NUM_TOWERS, harness.recorder(), reduction=reduction
-    )
+    tx = st.reduce_towers(NUM_TOWERS, harness.recorder(), reduction=reduction)
     weights = WEIGHTS.copy()
     weights[3] = 0
     steps = np.random.default_rng(2).integers(-9, 99, (8, 3)).astype(np.int32)
@@ -101,7 +97,7 @@ class ReduceTowersTest(parameterized.TestCase):
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
   def test_one_tower_counts_by_its_weight(self):
-    tx = shard_transforms.reduce_towers(1, optax.identity())
+    tx = st.reduce_towers(1, optax.identity())
 
     for weight in 2, 0:
       given = {'weight': np.full(1, weight)}
@@ -112,7 +108,7 @@ class ReduceTowersTest(parameterized.TestCase):
       np.testing.assert_array_equal(updates, np.full(3, weight > 0))
 
   def test_one_local_step_stands_for_all_towers(self):
-    tx = shard_transforms.reduce_towers(2, harness.recorder())
+    tx = st.reduce_towers(2, harness.recorder())
 
     _, recorded = tx.update(jnp.ones((2, 3)), tx.init(None), local_step=7)
 
@@ -122,13 +118,13 @@ class ReduceTowersTest(parameterized.TestCase):
 class WeightTest(parameterized.TestCase):
 
   def test_a_link_of_a_chain_takes_no_weight(self):
-    tx = shard_transforms.reduce_towers(2)
+    tx = st.reduce_towers(2)
 
     with self.assertRaisesRegex(ValueError, 'must come with `inner`'):
       tx.update(np.ones((2, 3), np.float32), tx.init(None), weight=np.ones(2))
 
   def test_refuses_own_weights_for_updates_that_are_already_reduced(self):
-    tx = shard_transforms.reduce_towers(2, optax.identity())
+    tx = st.reduce_towers(2, optax.identity())
 
     def shard(params, weight):
       grads = jax.vmap(jax.grad(lambda p, w: p * w), in_axes=(None, 0))(
@@ -143,7 +139,7 @@ class WeightTest(parameterized.TestCase):
       jax.eval_shape(mapped, jnp.ones(()), jnp.ones((8, 2)))
 
   def test_takes_common_weights_for_updates_that_are_already_reduced(self):
-    tx = shard_transforms.reduce_towers(2, optax.identity())
+    tx = st.reduce_towers(2, optax.identity())
 
     def shard(towers, _):
       return tx.update(towers, tx.init(towers[0]), weight=np.array([3, 1]))[0]

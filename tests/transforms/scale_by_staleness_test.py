@@ -10,7 +10,7 @@ import cases
 import harness
 import modes
 import one_device
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import scale_by_staleness
 
 AXIS = modes.AXIS
@@ -46,11 +46,11 @@ def _loss(params, x):
 
 
 def _grads(params, x):
-  return shard_transforms.value_and_grad(_loss, AXIS)(params, x)[1]
+  return st.value_and_grad(_loss, AXIS)(params, x)[1]
 
 
 def _mean():
-  return shard_transforms.cross_shard_mean(AXIS)
+  return st.cross_shard_mean(AXIS)
 
 
 def _weighted(kind, inner=None):
@@ -151,7 +151,7 @@ class WeightTest(parameterized.TestCase):
 
     def shard(params, own):
       x, local_step = own
-      state = tx.init(shard_transforms.per_shard(params, AXIS))
+      state = tx.init(st.per_shard(params, AXIS))
       state = tx.update(x, state, local_step=local_step)[1]
       return state.inner_state[0].trace
 
@@ -168,7 +168,7 @@ class WeightTest(parameterized.TestCase):
       return tx.update(_grads(params, x), tx.init(params), local_step=0)[0]
 
     mapped = modes.map_shards('shard_map', shard)
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         mapped, np.zeros(5, np.float32), DATA[:, 0]
     )
 

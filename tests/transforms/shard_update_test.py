@@ -13,7 +13,7 @@ import optax
 import cases
 import harness
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import cross_shard_mean
 from shard_transforms import shard_update
 
@@ -81,7 +81,7 @@ COPY = optax.GradientTransformation(
 # What it wraps; wrappers of Optax are in `works_with_test.py`.
 INNERS = {
     'adamw': optax.adamw(0.1, weight_decay=0.1, mask=ranked),
-    'towers': shard_transforms.tower_reduce(2, optax.adam(0.1)),
+    'towers': st.tower_reduce(2, optax.adam(0.1)),
     'loops and bits': optax.chain(
         by_leaf(repeatedly), by_leaf(rounded), optax.sgd(0.1)
     ),
@@ -138,9 +138,7 @@ class EqualityTest(parameterized.TestCase):
     sliced['sum'] = shard_update(optax.sgd(0.1), AXIS, reduction='sum')
     whole = {name: averaged(tx) for name, tx in INNERS.items()}
     whole['norm'] = averaged(divided())
-    whole['sum'] = optax.chain(
-        shard_transforms.cross_shard_sum(AXIS), optax.sgd(0.1)
-    )
+    whole['sum'] = optax.chain(st.cross_shard_sum(AXIS), optax.sgd(0.1))
 
     found = train({f'found {name}': tx for name, tx in sliced.items()} | whole)
 
@@ -196,7 +194,7 @@ class StateTest(parameterized.TestCase):
     params = {'a': jnp.arange(24.0).reshape(3, 8), 'b': jnp.arange(8.0)}
     params['c'] = jnp.arange(24.0).reshape(8, 3)
 
-    state = shard_transforms.init_state(tx, params, mesh)
+    state = st.init_state(tx, params, mesh)
 
     chex.assert_trees_all_equal(state.inner_state, init(params))
 
@@ -207,15 +205,15 @@ class StateTest(parameterized.TestCase):
     tx = shard_update(flat, AXIS, assume_elementwise=True)
     params, mesh = {'w': jnp.ones((3, 8))}, modes.mesh()
 
-    state = shard_transforms.init_state(tx, params, mesh)
+    state = st.init_state(tx, params, mesh)
 
     self.assertEqual(state.inner_state['w'].shape, (8, 3))
     # Nor are the slices of groups those of one whole.
     grouped = shard_update(COPY, AXIS, groups=EVEN)
-    kept = shard_transforms.init_state(grouped, params, mesh).inner_state
+    kept = st.init_state(grouped, params, mesh).inner_state
     self.assertEqual(kept['w'].shape, (8, 3, 4))
     with self.assertRaisesRegex(ValueError, 'does not go into'):
-      shard_transforms.full_state(state, tx, params, mesh)
+      st.full_state(state, tx, params, mesh)
 
   @cases.parameters(((1, 8), (8,)), ((5,), (2, 4)))
   def test_rows_of_ones_own_are_no_slices(self, shape, sizes):
@@ -223,7 +221,7 @@ class StateTest(parameterized.TestCase):
 
     def row(_):
       own = jnp.zeros((1,) * len(shape)) + lax.axis_index(axes)
-      return shard_transforms.per_shard(own, axes)
+      return st.per_shard(own, axes)
 
     def init(params):
       return jax.tree.map(row, params)
@@ -231,7 +229,7 @@ class StateTest(parameterized.TestCase):
     rows = optax.GradientTransformation(init, lambda u, s, _: (u, s))
     mesh = jax.make_mesh(sizes, axes, (AxisType.Auto,) * len(sizes))
 
-    state = shard_transforms.init_state(rows, jnp.ones(shape), mesh)
+    state = st.init_state(rows, jnp.ones(shape), mesh)
 
     np.testing.assert_array_equal(state.ravel(), range(8))
     self.assertEqual(state.shape, (8, 1)[: len(shape)])
@@ -242,9 +240,9 @@ class StateTest(parameterized.TestCase):
     params = [jnp.zeros(shape) for shape in shapes]
     adam = optax.adam(0.1)
 
-    state = shard_transforms.init_state(shard_update(adam, AXIS), params, mesh)
+    state = st.init_state(shard_update(adam, AXIS), params, mesh)
 
-    shardings = shard_transforms.state_shardings(adam, params, mesh)
+    shardings = st.state_shardings(adam, params, mesh)
     for leaf, sharding in zip(
         jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True
     ):
@@ -290,7 +288,7 @@ class AxesTest(parameterized.TestCase):
     tx = shard_update(COPY, axes)
     params = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
-    state = shard_transforms.init_state(
+    state = st.init_state(
         tx, params, self.mesh(), in_specs=in_specs
     ).inner_state
 
@@ -315,7 +313,7 @@ class AxesTest(parameterized.TestCase):
     updates = step(grads)
 
     np.testing.assert_array_equal(updates, -grads)
-    report = shard_transforms.monitoring.wire_report(step, grads)
+    report = st.monitoring.wire_report(step, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
 
 
@@ -337,7 +335,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, 'must treat each element .*`owners.owned_update`, clip by'
     ):
-      shard_transforms.init_state(tx, params, modes.mesh())
+      st.init_state(tx, params, modes.mesh())
 
   @cases.parameters(
       # It squeezes dimensions of one element, of which slices have more.
@@ -356,10 +354,10 @@ class RefusalTest(parameterized.TestCase):
     tx = shard_update(
         by_leaf(lambda u: u / jnp.sum(u) if jnp.ndim(u) > 1 else u), AXIS
     )
-    shard_transforms.init_state(tx, jnp.ones(9), modes.mesh())
+    st.init_state(tx, jnp.ones(9), modes.mesh())
 
     with self.assertRaisesRegex(ValueError, 'must treat each element'):
-      shard_transforms.init_state(tx, jnp.ones((3, 5)), modes.mesh())
+      st.init_state(tx, jnp.ones((3, 5)), modes.mesh())
 
   def test_runs_what_it_closes_over_in_each_call(self):
     factors = [2.0]
@@ -376,7 +374,7 @@ class RefusalTest(parameterized.TestCase):
     tx = shard_update(optax.polyak_sgd(), AXIS)
 
     def step(params):
-      grads = shard_transforms.per_shard(params, AXIS)
+      grads = st.per_shard(params, AXIS)
       state = tx.init(params)
       return tx.update(grads, state, params, value=jnp.float32(1))[0]
 
@@ -394,7 +392,7 @@ class RefusalTest(parameterized.TestCase):
     tx = shard_update(optax.GradientTransformationExtraArgs(*inner), AXIS)
 
     def step(params, own):
-      grads = shard_transforms.per_shard(jnp.ones(16), AXIS)
+      grads = st.per_shard(jnp.ones(16), AXIS)
       state = tx.init(params)
       # What was good of another argument is looked at again.
       tx.update(grads, state, params, value=1.0)
@@ -415,7 +413,7 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_a_mesh_that_is_mapped_in_part(self, mesh, call):
     kind, check_vma = mesh
     tx = shard_update(optax.identity(), AXIS)
-    state = shard_transforms.ShardUpdateState(optax.EmptyState())
+    state = st.ShardUpdateState(optax.EmptyState())
     given = () if call == 'init' else (state,)
 
     step = jax.shard_map(

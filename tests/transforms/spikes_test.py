@@ -19,7 +19,7 @@ import optax
 import cases
 import harness
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import SpikeRule
 from shard_transforms import guard
 from shard_transforms import monitoring
@@ -30,7 +30,7 @@ NAN = np.nan
 
 
 def mean_of(inner):
-  return optax.chain(shard_transforms.cross_shard_mean(AXIS), inner)
+  return optax.chain(st.cross_shard_mean(AXIS), inner)
 
 
 def recorded_trace():
