@@ -172,17 +172,14 @@ class GateTest(parameterized.TestCase):
     # The state differs between shards until `inner` has run once.
     average = optax.GradientTransformation(
         lambda params: params,
-        lambda updates, _, params=None: (
-            updates,
-            lax.pmean(updates, modes.AXIS),
-        ),
+        lambda updates, _, params=None: (updates, lax.pmean(updates, AXIS)),
     )
     tx = GATES[gate](average)
 
     def shard(params, x):
-      own = st.per_shard(params, modes.AXIS)
+      own = st.per_shard(params, AXIS)
       _, state = tx.update(x, tx.init(own), local_step=0)
-      self.assertEqual(axes_lib.varying_axes(state.inner_state), {modes.AXIS})
+      self.assertEqual(axes_lib.varying_axes(state.inner_state), {AXIS})
       return x
 
     mapped = modes.map_shards('shard_map', shard)
