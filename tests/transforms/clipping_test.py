@@ -47,9 +47,8 @@ class ClipTest(parameterized.TestCase):
 
     updates = clip(tree)
 
-    chex.assert_trees_all_close(
-        updates, jax.tree.map(lambda x: x / norm_of(tree), tree), rtol=1e-6
-    )
+    expected = jax.tree.map(lambda x: x / norm_of(tree), tree)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
     self.assertLessEqual(norm_of(updates), 1 + 1e-6)
 
   def test_keeps_dtypes(self):
@@ -169,18 +168,13 @@ class ShardUpdateTest(parameterized.TestCase):
       jax.eval_shape(modes.map_shards('vmap', fn), params, jnp.ones(SHARDS))
 
   @cases.parameters(True, False)
-  def test_counts_parameters_that_are_sharded_over_another_axis(
-      self, check_vma
-  ):
+  def test_counts_parameters_that_are_sharded_over_other_axes(self, check_vma):
     specs = {'a': P('model'), 'b': P()}
     # Inside, slices over the mapped axis are of what the other has left.
     sharded = {'a': P((AXIS, 'model')), 'b': P(AXIS)}
     clip = clip_by_global_norm(1.0, (AXIS, 'model'), sharded=sharded)
     tx = st.shard_update(optax.chain(clip, optax.sgd(-1.0)), AXIS)
-    tree = {
-        'a': np.arange(1.0, 7, dtype=np.float32),
-        'b': np.ones(3, 'float32'),
-    }
+    tree = {'a': np.arange(1.0, 7, dtype=np.float32), 'b': np.ones(3, 'f')}
 
     def fn(tree):
       updates = st.per_shard(tree, AXIS)
@@ -188,9 +182,8 @@ class ShardUpdateTest(parameterized.TestCase):
 
     updates = on_mesh(fn, specs, check_vma, specs)(tree)
 
-    chex.assert_trees_all_close(
-        updates, jax.tree.map(lambda x: x / norm_of(tree), tree), rtol=1e-6
-    )
+    expected = jax.tree.map(lambda x: x / norm_of(tree), tree)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
   def test_refuses_it_in_groups(self):
     tx = st.shard_update(

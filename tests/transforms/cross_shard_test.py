@@ -1,5 +1,4 @@
 import functools
-import itertools
 
 from absl.testing import parameterized
 import chex
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import one_device
 import shard_transforms as st
@@ -89,11 +89,10 @@ class CrossShardTest(parameterized.TestCase):
   def test_counts_each_shard_by_its_weight(self, mode):
     weights = [np.array(weight, np.float32) for weight in WEIGHTS.values()]
     # What has no weight contributes nothing.
+    bad = np.float32([NAN, np.inf, -np.inf])
     x = [
-        np.where(w[:, None, None] > 0, DATA, np.float32(bad))
-        for w, bad in zip(
-            weights, itertools.cycle([NAN, np.inf, -np.inf]), strict=False
-        )
+        np.where(w[:, None, None] > 0, DATA, bad[i % 3])
+        for i, w in enumerate(weights)
     ]
 
     results = _reduce(mode, weighted=True)(x, weights)
@@ -174,12 +173,10 @@ class InvariantTest(parameterized.TestCase):
           *FACTORIES.values(),
           functools.partial(st.cross_shard_mean, on_invariant='averaged'),
       ),
-      needs_own=((1.0, None), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])),
+      own=((1.0, None), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])),
   )
-  def test_refuses_weights_and_groups_with_a_reduced_gradient(
-      self, make, needs_own
-  ):
-    weight, groups = needs_own
+  def test_refuses_weights_and_groups_with_reduced_gradients(self, make, own):
+    weight, groups = own
     tx = make(modes.AXIS, groups=groups)
 
     def shard(params, x):
@@ -197,9 +194,7 @@ class InvariantTest(parameterized.TestCase):
       grads = jax.grad(_loss)(jax.tree.map(_delay_sum, params), x)
       return tx.update(grads, tx.init(params))[0]
 
-    with self.assertRaisesRegex(
-        ValueError, 'typed unreduced: its sum over the shards is pending'
-    ):
+    with self.assertRaisesRegex(ValueError, 'typed unreduced: .* is pending'):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
 
@@ -227,10 +222,8 @@ class SeveralAxesTest(parameterized.TestCase):
     x = DATA.astype(np.float64).reshape(2, 4, 3, 5)
     total = np.sum(w * x, reduced, keepdims=True)
     total /= np.sum(w, reduced, keepdims=True)
-    expected = np.broadcast_to(total, x.shape).reshape(8, 3, 5)
-    chex.assert_trees_all_close(
-        updates, _like_params(expected), rtol=1e-6, strict=True
-    )
+    expected = _like_params(np.broadcast_to(total, x.shape).reshape(8, 3, 5))
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
 
   def test_works_under_nested_maps(self):
     axes = 'host', 'core'
@@ -267,10 +260,9 @@ class SeveralAxesTest(parameterized.TestCase):
 
     updates = modes.map_over_hosts(shard)(0.0, DATA)
 
+    expected = np.broadcast_to(DATA.mean(0), DATA.shape)
     for name, update in updates.items():
-      np.testing.assert_array_equal(
-          update, np.broadcast_to(DATA.mean(0), DATA.shape), err_msg=name
-      )
+      np.testing.assert_array_equal(update, expected, err_msg=name)
 
   def test_refuses_a_leaf_that_is_reduced_over_one_of_the_axes(self):
     tx = st.cross_shard_mean(('host', 'core'))
@@ -279,9 +271,7 @@ class SeveralAxesTest(parameterized.TestCase):
       updates = {'own': x, 'half': lax.psum(x, 'core')}
       return tx.update(updates, tx.init(updates))[0]
 
-    with self.assertRaisesRegex(
-        ValueError, r"per shard over 'core', got \['half'\]"
-    ):
+    with self.assertRaisesRegex(ValueError, r"over 'core', got \['half'\]"):
       jax.eval_shape(modes.map_over_hosts(shard), 0.0, DATA)
 
 
@@ -319,18 +309,15 @@ class ShardMeanTest(parameterized.TestCase):
         'half': jnp.asarray(average(DATA[:, 1]), jnp.bfloat16),
         'none': None,
     }
-    expected = jax.tree.map(
-        lambda x: np.broadcast_to(x, (8, *np.shape(x))), expected
-    )
+    expected = harness.on_each_shard(expected)
     chex.assert_trees_all_close(means, expected, rtol=1e-6, strict=True)
 
   def test_refuses_a_metric_that_is_the_same_on_all_shards(self):
     def shard(step, x):
       return st.shard_mean({'x': x, 'step': step}, modes.AXIS)
 
-    with self.assertRaisesRegex(
-        ValueError, r"`updates` of `shard_mean` .*\['step'\] \[\], typed invar"
-    ):
+    message = r"`updates` of `shard_mean` .*\['step'\] \[\], typed invariant"
+    with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(modes.map_shards(TRACKED, shard), 1.0, np.ones(8))
 
   def test_leaves_a_metric_that_is_averaged_as_it_is(self):
@@ -338,9 +325,8 @@ class ShardMeanTest(parameterized.TestCase):
       metrics = {'x': x, 'step': step}
       return st.shard_mean(metrics, modes.AXIS, on_invariant='averaged')
 
-    means = modes.map_shards('shard_map', shard)(
-        np.float32(7), np.arange(8, dtype=np.float32)
-    )
+    x = np.arange(8, dtype=np.float32)
+    means = modes.map_shards('shard_map', shard)(np.float32(7), x)
 
     expected = {'x': np.full(8, 3.5, 'f'), 'step': np.full(8, 7, 'f')}
     chex.assert_trees_all_equal(means, expected, strict=True)

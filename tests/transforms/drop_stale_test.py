@@ -38,11 +38,8 @@ class DropStaleTest(parameterized.TestCase):
     np.testing.assert_array_equal(stale, np.cumsum(1 - passed))
 
   def test_an_axis_needs_inner(self):
-    with self.assertRaisesRegex(
-        ValueError,
-        "`axis_name` of `drop_stale` must come with `inner`, got 'data' alone.*"
-        r'write `drop_stale\(staleness, optax.chain\(...\), axis_name=...\)`',
-    ):
+    message = r"`axis_name` .* `inner`, got 'data' alone.* write `drop_stale\(s"
+    with self.assertRaisesRegex(ValueError, message):
       st.drop_stale(1, axis_name='data')
 
 
@@ -69,10 +66,8 @@ class AcceptanceTest(parameterized.TestCase):
     @jax.jit
     def counted(steps):
       found = []
-      for (staleness, *_), (global_step, local_step) in zip(
-          rows, steps, strict=True
-      ):
-        tx = st.drop_stale(staleness, optax.identity())
+      for row, (global_step, local_step) in zip(rows, steps, strict=True):
+        tx = st.drop_stale(row[0], optax.identity())
         state = tx.init(0.0)._replace(global_step=global_step)
         found.append(tx.update(1.0, state, local_step=local_step)[0])
       return jnp.stack(found)
@@ -84,12 +79,8 @@ class AcceptanceTest(parameterized.TestCase):
 class StateTest(parameterized.TestCase):
 
   @cases.parameters((0, 0, 0.0), (3, 1, 0.25), (INT32.max, INT32.max, 0.5))
-  def test_the_fraction_is_that_of_all_updates(
-      self, global_step, stale_count, fraction
-  ):
-    state = st.DropStaleState(
-        jnp.int32(global_step), jnp.int32(stale_count), jnp.int32(99), None
-    )
+  def test_the_fraction_is_that_of_all_updates(self, accepted, stale, fraction):
+    state = st.DropStaleState(*jnp.int32([accepted, stale, 99]), None)
 
     self.assertEqual(state.stale_fraction.dtype, jnp.float32)
     self.assertEqual(state.stale_fraction, fraction)

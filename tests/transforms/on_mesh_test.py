@@ -30,10 +30,8 @@ def _update_on(mesh, tx, state):
     return tx.update(params, state, PARAMS)
 
   specs = st.specs_of(state)
-  mapped = jax.shard_map(
-      one_shard, mesh=mesh, in_specs=(specs,), out_specs=(P(), specs)
-  )
-  return jax.jit(mapped)(state)
+  specs = dict(in_specs=(specs,), out_specs=(P(), specs))
+  return jax.jit(jax.shard_map(one_shard, mesh=mesh, **specs))(state)
 
 
 class OnMeshTest(parameterized.TestCase):
@@ -46,24 +44,18 @@ class OnMeshTest(parameterized.TestCase):
 
     expected = st.init_state(_guard(), PARAMS, mesh)
     chex.assert_trees_all_equal(state, expected, strict=True)
-    shardings = [
-        [x.sharding for x in jax.tree.leaves(s)] for s in (state, expected)
-    ]
-    self.assertEqual(*shardings)
+    for x, y in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+      self.assertEqual(x.sharding, y.sharding)
 
-  @cases.parameters(
-      {'in_specs': {'w': P(None, 'model'), 'b': P()}}, {'per_shard': True}
-  )
+  @cases.parameters({'in_specs': P(None, 'model')}, {'per_shard': True})
   def test_takes_the_options_of_init_state(self, **options):
     mesh = jax.make_mesh((4, 2), ('data', 'model'), (AxisType.Auto,) * 2)
-    params = {'w': jnp.ones((4, 2)), 'b': jnp.zeros(2)}
+    params = jnp.ones((4, 2))
 
     state = st.on_mesh(_guard(), mesh, **options).init(params)
 
-    expected, plain = (
-        st.init_state(_guard(), params, mesh, **given)
-        for given in (options, {})
-    )
+    expected = st.init_state(_guard(), params, mesh, **options)
+    plain = st.init_state(_guard(), params, mesh)
     specs = st.specs_of
     self.assertEqual(specs(state), specs(expected))
     self.assertNotEqual(specs(state), specs(plain))
@@ -100,22 +92,16 @@ class OnMeshTest(parameterized.TestCase):
     bound = st.on_mesh(_guard(), _mesh(8))
     state = st.init_state(_guard(), PARAMS, _mesh(4))
 
-    with self.assertRaisesRegex(
-        ValueError,
-        "`mesh` of `on_mesh` must be the mesh of the step, got {'data': 8}"
-        " where the step maps {'data': 4}.*`shard_transforms.resize_state`",
-    ):
+    message = "`mesh` of .* got {'data': 8} .* maps {'data': 4}.*resize_state`"
+    with self.assertRaisesRegex(ValueError, message):
       if method == 'init':
         st.resize_state(state, bound, PARAMS, _mesh(4))
       _update_on(_mesh(4), bound, state)
 
   @cases.parameters(
-      (optax.sgd, 'mesh', '`tx` of `on_mesh` must be an Optax gradient'),
-      ('tx', ('data',), '`mesh` must be a `jax.sharding.Mesh`'),
+      (optax.sgd, _mesh(), '`tx` of `on_mesh` must be an Optax gradient'),
+      (_guard(), ('data',), '`mesh` must be a `jax.sharding.Mesh`'),
   )
   def test_refuses_what_is_no_transformation_or_mesh(self, tx, mesh, words):
-    tx = _guard() if tx == 'tx' else tx
-    mesh = _mesh() if mesh == 'mesh' else mesh
-
     with self.assertRaisesRegex(TypeError, words):
       st.on_mesh(tx, mesh)

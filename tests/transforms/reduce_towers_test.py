@@ -1,3 +1,5 @@
+import functools
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -38,10 +40,8 @@ def _reduce(reduction):
     data, weight = own
     grad = st.value_and_grad(_loss, modes.AXIS)
     _, grads = jax.vmap(grad, in_axes=(None, 0))(params, data)
-    return [
-        tx.update(grads, tx.init(params), params, weight=w)[0]
-        for w in (None, weight)
-    ]
+    update = functools.partial(tx.update, grads, tx.init(params), params)
+    return [update(weight=w)[0] for w in (None, weight)]
 
   mapped = modes.map_shards('shard_map', shard)
   params = {'w': np.ones(5, np.float32), 'm': np.ones((4, 2), np.float32)}
@@ -100,11 +100,8 @@ class ReduceTowersTest(parameterized.TestCase):
     tx = st.reduce_towers(1, optax.identity())
 
     for weight in 2, 0:
-      given = {'weight': np.full(1, weight)}
-      updates, _ = tx.update(
-          np.ones((1, 3), np.float32), tx.init(None), **given
-      )
-
+      x, weights = np.ones((1, 3), np.float32), np.full(1, weight)
+      updates, _ = tx.update(x, tx.init(None), weight=weights)
       np.testing.assert_array_equal(updates, np.full(3, weight > 0))
 
   def test_one_local_step_stands_for_all_towers(self):
@@ -127,15 +124,13 @@ class WeightTest(parameterized.TestCase):
     tx = st.reduce_towers(2, optax.identity())
 
     def shard(params, weight):
-      grads = jax.vmap(jax.grad(lambda p, w: p * w), in_axes=(None, 0))(
-          params, weight
-      )
+      grads = jax.vmap(jax.grad(jnp.multiply), in_axes=(None, 0))
+      grads = grads(params, weight)
       return tx.update(grads, tx.init(params), weight=weight)[0]
 
-    with self.assertRaisesRegex(
-        ValueError, "`updates` of `reduce_towers` must be per shard over 'data'"
-    ):
-      mapped = modes.map_shards('shard_map', shard)
+    mapped = modes.map_shards('shard_map', shard)
+    message = "`updates` of `reduce_towers` must be per shard over 'data'"
+    with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(mapped, jnp.ones(()), jnp.ones((8, 2)))
 
   def test_takes_common_weights_for_updates_that_are_already_reduced(self):
@@ -144,8 +139,6 @@ class WeightTest(parameterized.TestCase):
     def shard(towers, _):
       return tx.update(towers, tx.init(towers[0]), weight=np.array([3, 1]))[0]
 
-    updates = modes.map_shards('shard_map', shard)(
-        np.array([2.0, 6.0], np.float32), np.zeros(8)
-    )
-
+    towers = np.array([2.0, 6.0], np.float32)
+    updates = modes.map_shards('shard_map', shard)(towers, np.zeros(8))
     np.testing.assert_array_equal(updates, np.full(8, 3, np.float32))
