@@ -131,6 +131,7 @@ class StateSpecsTest(parameterized.TestCase):
 
     tx = optax.trace(0.9)
     specs = st.state_specs(tx, params, MESH, in_specs=in_specs)
+
     sharded = P(None, 'model')
     self.assertEqual(specs.trace, {'layer': [sharded, sharded], 'b': P()})
 

@@ -102,6 +102,7 @@ class ReduceTowersTest(parameterized.TestCase):
     for weight in 2, 0:
       x, weights = np.ones((1, 3), np.float32), np.full(1, weight)
       updates, _ = tx.update(x, tx.init(None), weight=weights)
+
       np.testing.assert_array_equal(updates, np.full(3, weight > 0))
 
   def test_one_local_step_stands_for_all_towers(self):
@@ -141,4 +142,5 @@ class WeightTest(parameterized.TestCase):
 
     towers = np.array([2.0, 6.0], np.float32)
     updates = modes.map_shards('shard_map', shard)(towers, np.zeros(8))
+
     np.testing.assert_array_equal(updates, np.full(8, 3, np.float32))

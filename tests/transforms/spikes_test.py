@@ -119,6 +119,7 @@ class PublishedRulesTest(parameterized.TestCase):
 
     pairs = itertools.product(rules, range(len(traces)))
     found = decisions({(r, i): (spikes(*r), *traces[i]) for r, i in pairs})
+
     for (rule, i), (_, taken) in found.items():
       with self.subTest(f'{rule} {i}'):
         expected = published(*traces[i], *rule)
@@ -197,6 +198,7 @@ class LimitTest(parameterized.TestCase):
 
     judged = {name: (rule, x, x) for name, (rule, x, _) in rows.items()}
     found = decisions(judged | {'overflow': (recording, loss, np.ones(60))})
+
     states = {name: state.spikes for name, (state, _) in found.items()}
     for name, (*_, skipped) in rows.items():
       with self.subTest(name):
@@ -216,6 +218,7 @@ class LimitTest(parameterized.TestCase):
 
     tx = guard(mean_of(optax.sgd(1.0)), AXIS, spikes=rule)
     _, updates, state, _ = run(tx, x, loss)
+
     is_zero = np.all(updates['body'][0] == 0, -1)
     np.testing.assert_array_equal(is_zero.nonzero(), [[1]])
     self.assertEqual(state.spikes.statistics.num_recorded[0], 8)
