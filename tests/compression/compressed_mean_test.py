@@ -138,6 +138,9 @@ class OptionsTest(parameterized.TestCase):
         'int4': ALL['int4'],
         'warmup': build(sign, warmup_steps=3),
         'no feedback': build(sign, feedback=None),
+        'random': build(
+            compressions.COMPRESSORS['int8_stochastic'], feedback=None
+        ),
     }
 
     found = compressions.run(transformations, 'shard_map', data, params)
@@ -158,6 +161,9 @@ class OptionsTest(parameterized.TestCase):
     updates, state = found['no feedback']
     self.assertEmpty(jax.tree.leaves((state.residual, state.server_residual)))
     np.testing.assert_array_equal(updates['w'][:, 5], updates['w'][:, 4])
+    # Each step draws its own random numbers.
+    drawn, _ = found['random']
+    self.assertTrue((drawn['w'][:, 5] != drawn['w'][:, 4]).any())
 
 
 class ResizeTest(parameterized.TestCase):

@@ -387,6 +387,10 @@ EACH = (
     ({'params': LARGE, 'others': SMALL, 'change': jax.device_get}, 'made'),
     ({'params': LARGE, 'others': SMALL}, 'made'),
     ({'params': LARGE, 'others': SMALL, 'fn': resize_state}, 'made'),
+    (
+        {'after': ((4,), (AXIS,)), 'params': ones(10)},
+        '`in_specs` must be those',
+    ),
     (PARTS, '`in_specs` must be those'),
     (RESIZED, '`in_specs` must be those'),
     (

@@ -213,6 +213,8 @@ class CutTest(parameterized.TestCase):
 
     assert_same(resized, state_of(tx, params, 3))
     assert_same(of_numpy, resized)
+    with self.assertRaisesRegex(TypeError, '`mesh` must be a `jax.sharding'):
+      resize_state(state, tx, params, AXIS)
 
   @cases.parameters(
       (8, [(4, 4)], [(16,)], r'\(.*\) at .*\[0\], which does not go into'),

@@ -2,6 +2,7 @@ import math
 import warnings
 
 from absl.testing import parameterized
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -120,6 +121,33 @@ class StateShardingsTest(parameterized.TestCase):
     gathered = [c for c in report.collectives if c.primitive == 'all_gather']
     # The updates, or the parameters, once; neither of the moments.
     self.assertLen(gathered, 1)
+
+  @cases.parameters(
+      (optax.contrib.muon(0.1),),
+      (optax.adafactor(0.1, min_dim_size_to_factor=4),),
+  )
+  def test_trains_as_with_a_replicated_state(self, tx):
+    mesh = make_mesh()
+    params = make_params(mesh)
+    shardings = st.state_shardings(tx, params, mesh, on_whole='ignore')
+
+    def step(params, state):
+      grads = jax.tree.map(jnp.cos, params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    def trained(params, shardings=None):
+      state = jax.jit(tx.init, out_shardings=shardings)(params)
+      places = shardings and (
+          jax.tree.map(lambda p: p.sharding, params),
+          shardings,
+      )
+      for _ in range(3):
+        params, state = jax.jit(step, out_shardings=places)(params, state)
+      return jax.device_get((params, state))
+
+    found, expected = trained(params, shardings), trained(make_params())
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
   @cases.parameters(
       ((8, 12, 16), 2, P('data', None, None)),
