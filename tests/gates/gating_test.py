@@ -16,14 +16,11 @@ import shard_transforms as st
 from shard_transforms._src.base import axes as axes_lib
 
 AXIS = modes.AXIS
+KINDS = AxisType.Auto, AxisType.Explicit
 # Around an inner transformation, over the axis.
 WEIGHING = {
     'drop_stale': functools.partial(st.drop_stale, 9, axis_name=AXIS),
     'guard': functools.partial(st.guard, axis_name=AXIS, on_bad='exclude'),
-    'one_tower': functools.partial(st.tower_reduce, 1, axis_name=AXIS),
-    'scale_by_staleness': functools.partial(
-        st.scale_by_staleness, 'inverse', axis_name=AXIS
-    ),
     'tower_reduce': functools.partial(st.tower_reduce, 2, axis_name=AXIS),
 }
 # Without an axis.
@@ -87,13 +84,13 @@ class GateTest(parameterized.TestCase):
     params = jnp.ones(3)
     state = tx.init(params)
     wide = {'f': np.float64, 'i': np.int64}
-    inner_state = jax.tree.map(
-        lambda x: np.asarray(x).astype(wide[x.dtype.kind]), state.inner_state
+    given = state._replace(
+        inner_state=jax.tree.map(
+            lambda x: np.asarray(x, wide[x.dtype.kind]), state.inner_state
+        )
     )
 
-    found = tx.update(
-        params, state._replace(inner_state=inner_state), local_step=0
-    )
+    found = tx.update(params, given, local_step=0)
 
     expected = tx.update(params, state, local_step=0)
     chex.assert_trees_all_equal(found, expected, strict=True)
@@ -110,18 +107,12 @@ class GateTest(parameterized.TestCase):
 
   def test_gives_zeros_like_the_inner_updates_when_closed(self):
     params = {'w': np.ones((3, 5), 'f'), 'h': np.ones(4, 'bfloat16'), 'n': None}
-    to_half = optax.stateless(
-        lambda updates, _: optax.tree.cast(updates, jnp.float16)
-    )
+    to_half = optax.stateless(lambda u, _: optax.tree.cast(u, jnp.float16))
 
     found = _pass_or_stop(to_half, params)
 
-    zeros = {
-        'w': np.zeros((3, 5), 'float16'),
-        'h': np.zeros(4, 'float16'),
-        'n': None,
-    }
-    ones = jax.tree.map(np.ones_like, zeros)
+    ones = jax.tree.map(lambda x: np.ones(x.shape, 'float16'), params)
+    zeros = jax.tree.map(np.zeros_like, ones)
     for name, ((stopped, _), (passed, _)) in found.items():
       with self.subTest(name):
         chex.assert_trees_all_equal(stopped, zeros, strict=True)
@@ -171,8 +162,7 @@ class GateTest(parameterized.TestCase):
   def test_what_only_inner_makes_the_same_is_typed_as_varying(self, gate):
     # The state differs between shards until `inner` has run once.
     average = optax.GradientTransformation(
-        lambda params: params,
-        lambda updates, _, params=None: (updates, lax.pmean(updates, AXIS)),
+        lambda params: params, lambda u, _, params: (u, lax.pmean(u, AXIS))
     )
     tx = GATES[gate](average)
 
@@ -185,9 +175,7 @@ class GateTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', shard)
     jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
 
-  @cases.parameters(
-      ('drop_stale', AxisType.Auto), ('tower_reduce', AxisType.Explicit)
-  )
+  @cases.parameters(('drop_stale', KINDS[0]), ('tower_reduce', KINDS[1]))
   def test_works_where_a_mesh_axis_is_not_mapped(self, gate, kind):
     mesh = jax.make_mesh((2, 4), ('data', 'model'), (kind,) * 2)
     mean = st.cross_shard_mean('data')
@@ -204,22 +192,16 @@ class GateTest(parameterized.TestCase):
       passed, _ = tx.update(grads, state, local_step=0)
       return stopped, passed
 
-    mapped = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=(P(), P('data')),
-        out_specs=P(),
-        axis_names={'data'},
-    )
+    specs = dict(in_specs=(P(), P('data')), out_specs=P())
+    mapped = jax.shard_map(shard, mesh=mesh, axis_names={'data'}, **specs)
 
     def put(x, *spec):
       return jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
 
     x = np.arange(16, dtype=np.float32).reshape(2, 8)
+    given = put(np.ones(8, np.float32), 'model'), put(x, 'data', 'model')
 
-    stopped, passed = jax.jit(mapped)(
-        put(np.ones(8, np.float32), 'model'), put(x, 'data', 'model')
-    )
+    stopped, passed = jax.jit(mapped)(*given)
 
     np.testing.assert_array_equal(stopped, np.zeros(8))
     np.testing.assert_array_equal(passed, x.mean(0))
@@ -246,40 +228,26 @@ class StateTest(parameterized.TestCase):
 
   @cases.parameters(
       (
-          'drop_stale',
-          {'mu': jnp.ones(3, 'bfloat16')},
+          *('drop_stale', {'mu': jnp.ones(3, 'bfloat16')}),
           r'bfloat16\[3\] instead of float\d+\[3\]',
       ),
+      ('one tower', {'mu': jnp.ones(4)}, r"\d\[4\] instead .* at .*\['mu'\]"),
       (
-          'one tower',
-          {'mu': jnp.ones(4)},
-          r"float\d+\[4\] instead of .* at .*\['mu'\]",
-      ),
-      (
-          'drop_stale',
-          {'mu': jnp.ones(3), 'n': jnp.ones(())},
+          *('drop_stale', {'mu': jnp.ones(3), 'n': jnp.ones(())}),
           r'float\d+\[\] instead of int32',
       ),
-      (
-          'tower_reduce',
-          {'nu': jnp.ones(3)},
-          'tree of its .*nu.* of .*mu.*`optax.masked`',
-      ),
+      ('tower_reduce', {'nu': jnp.ones(3)}, 'tree .*nu.* of .*mu.*`.*masked`'),
   )
   def test_refuses_an_inner_that_changes_its_state(self, gate, after, words):
     inner = optax.GradientTransformation(
         lambda params: {'mu': params, 'n': jnp.int32(0)},
-        lambda updates, state, params=None: (
-            updates,
-            {'n': state['n']} | after,
-        ),
+        lambda u, state, params=None: (u, {'n': state['n']} | after),
     )
 
     one_tower = functools.partial(st.tower_reduce, 1)
     tx = {**ALL_GATES, 'one tower': one_tower}[gate](inner)
-    with self.assertRaisesRegex(
-        ValueError, f'The inner transformation must keep the .*{words}'
-    ):
+    message = f'The inner transformation must keep the .*{words}'
+    with self.assertRaisesRegex(ValueError, message):
       tx.update(jnp.ones(3), tx.init(jnp.ones(3)), local_step=0)
 
 
@@ -315,10 +283,9 @@ class MixedPrecisionTest(parameterized.TestCase):
     chex.assert_trees_all_equal_dtypes(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=rtol)
 
-  @cases.parameters(
-      (st.drop_stale(0, optax.adam(0.1)),), (st.guard(optax.adam(0.1)),)
-  )
-  def test_trains_with_the_dtypes_of_the_inner_state(self, tx):
+  @cases.parameters('drop_stale', 'guard')
+  def test_trains_with_the_dtypes_of_the_inner_state(self, gate):
+    tx = ALL_GATES[gate](optax.adam(0.1))
     bad = np.full(3, np.nan, np.float32)
     grads = [bad, self.grads[0], bad, self.grads[2]]
 
@@ -372,9 +339,7 @@ class DerivativeTest(parameterized.TestCase):
     inner = optax.chain(mean, optax.sgd(0.5))
     tx = st.tower_reduce(2, inner, axis_name='data')
 
-    @functools.partial(
-        jax.vmap, axis_size=1, axis_name='data', in_axes=None, out_axes=0
-    )
+    @functools.partial(jax.vmap, axis_size=1, axis_name='data', in_axes=None)
     def shard(grads):
       params = jnp.ones(2)
       state = tx.init(params)
@@ -429,9 +394,8 @@ class DerivativeTest(parameterized.TestCase):
     self.assertEqual(found, (5 * 7 + 10, 1 + 3 * 7 + 10, 3 * 5))
     names = str(jax.make_jaxpr(after_two)(*given))
     # JAX could not differentiate a loop by what it closes over.
-    self.assertEqual(
-        (' while[' in names, ' cond[' in names), (not closes_over, closes_over)
-    )
+    loops, branches = ' while[' in names, ' cond[' in names
+    self.assertEqual((loops, branches), (not closes_over, closes_over))
 
 
 def _objective(params):
@@ -522,11 +486,9 @@ class WeightTest(parameterized.TestCase):
     def run(tx, params, x):
       updates = jax.tree.map(lambda p: x * p, params)
       updates = st.per_shard(updates, AXIS)
-      state = tx.init(params)
+      state, given = tx.init(params), {'local_step': 0, 'weight': 1.0}
       for _ in range(2):
-        found, state = tx.update(
-            updates, state, params, local_step=0, weight=1.0
-        )
+        found, state = tx.update(updates, state, params, **given)
       return found
 
     def fn(params, x):
@@ -568,37 +530,29 @@ class WeightTest(parameterized.TestCase):
 
   @cases.parameters('jit', 'guard', 'partition', 'cond', 'scan')
   def test_refuses_a_reduction_by_hand_within(self, within):
-    by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
+    pmean = functools.partial(lax.pmean, axis_name=AXIS)
+    by_hand = optax.stateless(lambda updates, _: pmean(updates))
 
     def update(updates, state, params=None, **extra_args):
       del params, extra_args
       if within == 'jit':
-        updates = jax.jit(lambda u, _: lax.pmean(u, AXIS))(updates, 0)
+        updates = jax.jit(lambda u, _: pmean(u))(updates, 0)
       elif within == 'cond':
-        updates = lax.cond(
-            True, lambda u: lax.pmean(u, AXIS), lambda u: u, updates
-        )
+        updates = lax.cond(True, pmean, lambda u: u, updates)
       else:
-
-        def turn(u, _):
-          return (lax.pmean(u, AXIS), None)
-
-        updates, _ = lax.scan(turn, updates, length=2)
+        updates, _ = lax.scan(lambda u, _: (pmean(u), None), updates, length=2)
       return updates, state
 
     mean = st.cross_shard_mean(AXIS)
+    labels = {'w': 'hand', 'v': 'own'}
     inner = {
-        'guard': lambda: st.guard(by_hand, AXIS),
-        'partition': lambda: optax.partition(
-            {'own': mean, 'hand': by_hand}, {'w': 'hand', 'v': 'own'}
-        ),
-    }.get(
-        within, lambda: optax.GradientTransformationExtraArgs(mean.init, update)
-    )
-    params = {'w': jnp.ones(3), 'v': jnp.ones(3)}
+        'guard': st.guard(by_hand, AXIS),
+        'partition': optax.partition({'own': mean, 'hand': by_hand}, labels),
+    }.get(within, optax.GradientTransformationExtraArgs(mean.init, update))
+    params = dict.fromkeys(labels, jnp.ones(3))
 
     with self.assertRaisesRegex(ValueError, 'must use .* `weight`'):
-      self.update(['guard'], [inner()], params=params)
+      self.update(['guard'], [inner], params=params)
 
   def test_what_is_no_number_may_go_through(self):
     mean = st.cross_shard_mean(AXIS)
@@ -630,10 +584,8 @@ class WeightTest(parameterized.TestCase):
         optax.GradientTransformationExtraArgs(mean.init, update)
         for update in (scaled, compiled)
     ]
-    gates = 'guard', 'tower_reduce'
-    for mode, inner, want in zip(
-        ('vmap', 'shard_map'), inners, (3 * 3.5, 3.5), strict=True
-    ):
+    gates, names = ('guard', 'tower_reduce'), ('vmap', 'shard_map')
+    for mode, inner, want in zip(names, inners, (3 * 3.5, 3.5), strict=True):
       found = self.update(gates, [inner, optax.set_to_zero()], mode)
       for updates, x in zip(found, [want, 0] * 2, strict=True):
         np.testing.assert_allclose(updates['w'], np.full((8, 3), x))

@@ -85,9 +85,8 @@ class WeightTest(parameterized.TestCase):
           for nest in NESTS
       ]
 
-    for (*nest, link), found in zip(
-        NESTS, updates(jnp.arange(8.0)), strict=True
-    ):
+    given = updates(jnp.arange(8.0))
+    for (*nest, link), found in zip(NESTS, given, strict=True):
       # Of shards with the gradients and weights 0, ..., 7.
       expected = np.full((8, 3), (2 if link else 1) * 140 / 28)
       np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=nest)
@@ -106,9 +105,8 @@ class WeightTest(parameterized.TestCase):
         continue
 
       told = NAMES[outer if words == (1,) else inner]
-      with self.assertRaisesRegex(
-          ValueError, f'must use .*weight`.*tell `{told}` with `assume_weighted'
-      ):
+      message = f'must use .*weight`.*tell `{told}` with `assume_weighted'
+      with self.assertRaisesRegex(ValueError, message):
         trace(tx)
     trace(nested(outer, inner, link, BY_HAND, words=(0, 1)))
 
@@ -133,10 +131,9 @@ class WeightTest(parameterized.TestCase):
       ('drop_stale', 'tower_reduce', False),
       ('guard', 'one_tower', False),
   )
-  def test_updates_that_are_not_summed_are_not_dropped(
-      self, outer, inner, is_refused
-  ):
-    tx = nested(outer, inner, False, optax.sgd(1.0))
+  def test_updates_that_are_not_summed_are_not_dropped(self, *pair):
+    *pair, is_refused = pair
+    tx = nested(*pair, False, optax.sgd(1.0))
 
     if is_refused:
       with self.assertRaisesRegex(ValueError, 'by hand, or none, counts excl'):
@@ -193,9 +190,8 @@ class RefusalTest(parameterized.TestCase):
     self.assertEqual(given(np.nan), 0)
 
   @cases.parameters(NESTS[1::2])
-  def test_refuses_an_axis_of_the_inner_gate_that_is_not_bound(
-      self, outer, inner, _
-  ):
+  def test_refuses_an_axis_of_the_inner_gate_that_is_not_bound(self, *nest):
+    outer, inner, _ = nest
     tx = GATES[inner](inner=MEAN, axis_name=(AXIS, 'other'))
     tx = gate(outer, optax.chain(optax.scale(2.0), tx))
 

@@ -16,12 +16,11 @@ from shard_transforms import tower_reduce
 AXIS = modes.AXIS
 SGD = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(0.1))
 GUARD = guard(optax.sgd(0.1))
+SPIKES = st.SpikeRule(max_norm=9)
 GUARDS = {
     'around': guard(SGD, AXIS),
     'inside': optax.chain(st.cross_shard_mean(AXIS), guard(optax.sgd(0.1))),
-    'only the inner': guard(
-        guard(SGD, AXIS, spikes=st.SpikeRule(max_norm=9)), AXIS
-    ),
+    'only the inner': guard(guard(SGD, AXIS, spikes=SPIKES), AXIS),
     'around towers': guard(tower_reduce(2, SGD, axis_name=AXIS), AXIS),
     'with its rate': optax.inject_hyperparams(
         lambda rate: optax.chain(guard(SGD, AXIS), optax.scale(rate))
