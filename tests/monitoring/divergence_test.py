@@ -136,15 +136,15 @@ class TrackTest(parameterized.TestCase):
       return lax.scan(step, tx.init(own[0]), own)[1]
 
     # From the fifth update on, one shard holds another number.
-    own = np.ones((SHARDS, 8, 2), np.float32)
+    own = np.ones((SHARDS, 10, 2), np.float32)
     own[3, 4:, 1] = 2
     mapped = modes.map_shards('shard_map', fn)
     updates, state = jax.device_get(mapped(np.float32([5, 6]), own))
 
     np.testing.assert_array_equal(updates[3, 7], [5.0, 6.0])
     state = state._replace(divergence=state.divergence > 0)
-    steps = [*range(1, 9)], [False] * 6 + [True] * 2
-    steps += [0] * 6 + [1] * 2, [-1] * 6 + [6] * 2
+    steps = [*range(1, 11)], [False] * 6 + [True] * 4
+    steps += [0] * 6 + [1] * 3 + [2], [-1] * 6 + [6] * 4
     for name, found, expected in zip(state._fields, state, steps, strict=True):
       np.testing.assert_array_equal(found[3], expected, err_msg=name)
 

@@ -657,7 +657,7 @@ class RuleTest(parameterized.TestCase):
       (dict(resize='average', row_weights=np.r_[0, 1, 0, 2]), FOUR, [490] * 6),
       (dict(resize='share'), FOUR, [420] * 3),
       (dict(resize='share', row_weights=np.r_[1, 0, 0, 1]), FOUR, [210] * 3),
-      (dict(resize='share'), [1, 2, 2], [1.25] * 4),
+      (dict(resize='share'), [1, 2, 4], [1.75] * 4),
       # Equal rows keep their bits; else the mean is of those that are finite.
       (dict(resize='average'), np.full((3, 2), 0.1), np.full((4, 2), 0.1)),
       (dict(resize='average'), [[1, np.nan], [2, 4], [4, 8]], [[3, 6]] * 4),
