@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -139,6 +140,14 @@ def after(done: Any, tree: Any) -> Any:
   # Not zero for all that the compiler knows.
   zero = 0 * jnp.sum(jnp.isfinite(first), dtype=jnp.float32)
   return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+  """Asserts the same tree, kinds, bits, and parts on each device."""
+  chex.assert_trees_all_equal_structs(actual, expected)
+  chex.assert_trees_all_equal(*jax.device_get((actual, expected)), strict=True)
+  for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+    assert x.sharding.is_equivalent_to(y.sharding, y.ndim), (x, y)
 
 
 def on_each_shard(tree: Any, num_shards: int = 8) -> Any:

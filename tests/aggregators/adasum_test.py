@@ -6,7 +6,7 @@ import numpy as np
 import cases
 import lying_shards
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import aggregators
 
 AXIS = modes.AXIS
@@ -114,7 +114,7 @@ class AdasumTest(parameterized.TestCase):
     grads = [jax.ShapeDtypeStruct((elements,), jnp.float32)] * num_leaves
     tx = aggregators.adasum(AXIS)
 
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         lambda u: tx.update(u, tx.init(u))[0], grads, axis_sizes={AXIS: 8}
     )
 

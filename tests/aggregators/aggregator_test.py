@@ -10,7 +10,7 @@ import optax
 import cases
 import lying_shards
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import aggregators
 
 AXIS = modes.AXIS
@@ -41,18 +41,13 @@ class AggregatorTest(parameterized.TestCase):
   @cases.parameters('adasum', 'trimmed_mean')
   def test_stands_in_gates_towers_and_rounds_and_before_slices(self, name):
     make = AGGREGATORS[name]
-    gated = shard_transforms.guard(make(), AXIS, on_bad='exclude', min_shards=5)
-    gated = shard_transforms.drop_stale(0, gated, axis_name=AXIS)
-    towers = shard_transforms.tower_reduce(2, make(), axis_name=AXIS)
+    gated = st.guard(make(), AXIS, on_bad='exclude', min_shards=5)
+    gated = st.drop_stale(0, gated, axis_name=AXIS)
+    towers = st.tower_reduce(2, make(), axis_name=AXIS)
     outer = optax.chain(make(), optax.sgd(1.0))
-    rounds = shard_transforms.local_updates(
-        optax.sgd(0.5), outer, AXIS, every=2
-    )
+    rounds = st.local_updates(optax.sgd(0.5), outer, AXIS, every=2)
     sliced = optax.chain(
-        make(),
-        shard_transforms.shard_update(
-            optax.sgd(1.0), AXIS, on_invariant='averaged'
-        ),
+        make(), st.shard_update(optax.sgd(1.0), AXIS, on_invariant='averaged')
     )
 
     def run(tx, params, *calls):
@@ -102,7 +97,7 @@ class AggregatorTest(parameterized.TestCase):
 
   @cases.parameters(*AGGREGATORS)
   def test_a_sharded_optimizer_refuses_it(self, name):
-    tx = shard_transforms.shard_update(AGGREGATORS[name](), AXIS)
+    tx = st.shard_update(AGGREGATORS[name](), AXIS)
 
     def fn(params, update):
       return tx.update(update, tx.init(params), params)[0]
@@ -167,10 +162,6 @@ class ExchangeTest(parameterized.TestCase):
         return tx.update(update[0], tx.init(update))[0]
 
       mapped = jax.shard_map(
-          fn,
-          mesh=mesh,
-          in_specs=P('slow'),
-          out_specs=P(),
-          axis_names={'slow'},
+          fn, mesh=mesh, in_specs=P('slow'), out_specs=P(), axis_names={'slow'}
       )
       np.testing.assert_array_equal(jax.jit(mapped)(updates), expected)

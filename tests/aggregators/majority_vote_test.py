@@ -6,7 +6,7 @@ import numpy as np
 import cases
 import lying_shards
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import aggregators
 
 AXIS = modes.AXIS
@@ -74,7 +74,7 @@ class MajorityVoteTest(parameterized.TestCase):
     grads = jax.ShapeDtypeStruct((8 * 8 * 1000,), jnp.float32)
 
     def sent(weight):
-      return shard_transforms.monitoring.wire_report(
+      return st.monitoring.wire_report(
           lambda u: VOTE.update(u, VOTE.init(u), weight=weight)[0],
           grads,
           axis_sizes={AXIS: 8},

@@ -9,7 +9,7 @@ import numpy as np
 import cases
 import lying_shards
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import aggregators
 
 AXIS = modes.AXIS
@@ -143,11 +143,11 @@ class OrderStatisticsTest(parameterized.TestCase):
     grads.append(jax.ShapeDtypeStruct((16,), jnp.float32))
     sent = {}
     for name, tx in {
-        'mean': shard_transforms.cross_shard_mean(AXIS),
+        'mean': st.cross_shard_mean(AXIS),
         'median': MEDIAN,
         'trimmed': aggregators.trimmed_mean(AXIS, num_trimmed),
     }.items():
-      report = shard_transforms.monitoring.wire_report(
+      report = st.monitoring.wire_report(
           lambda u, tx=tx: tx.update(u, tx.init(u))[0],
           grads,
           axis_sizes={AXIS: 8},

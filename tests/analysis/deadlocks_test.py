@@ -9,7 +9,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import guard
@@ -33,7 +33,7 @@ pmean = functools.partial(lax.pmean, axis_name=AXIS)
 gather = functools.partial(lax.all_gather, axis_name=AXIS)
 index = functools.partial(lax.axis_index, AXIS)
 sgd = optax.sgd(0.1)
-update_in_slices = shard_transforms.shard_update(optax.adam(0.1), AXIS)
+update_in_slices = st.shard_update(optax.adam(0.1), AXIS)
 
 
 def mean_of(inner, **kwargs):
@@ -43,7 +43,7 @@ def mean_of(inner, **kwargs):
 def warnings(fn, *shared, mode=UNCHECKED):
   """Returns the warnings on `fn(*shared, x)` of a shard with examples `x`."""
   mapped = modes.map_shards(mode, lambda shared, x: fn(*shared, x))
-  return shard_transforms.monitoring.wire_report(mapped, shared, OWN).warnings
+  return st.monitoring.wire_report(mapped, shared, OWN).warnings
 
 
 def step(tx, **extra_args):
@@ -52,7 +52,7 @@ def step(tx, **extra_args):
     def loss(params, x):
       return jnp.mean((x @ params - 1) ** 2)
 
-    grads = shard_transforms.value_and_grad(loss, AXIS)(params, x)[1]
+    grads = st.value_and_grad(loss, AXIS)(params, x)[1]
     updates, state = tx.update(grads, state, params, **extra_args)
     return optax.apply_updates(params, updates), state
 
@@ -70,8 +70,8 @@ def report_on_step(mode, tx, **extra_args):
       mapped, params = jax.pmap(fn, AXIS, in_axes=(None, 0, 0)), PARAMS
   else:
     mesh = modes.mesh()
-    specs = shard_transforms.state_specs(tx, PARAMS, mesh)
-    params, state = PARAMS, shard_transforms.init_state(tx, PARAMS, mesh)
+    specs = st.state_specs(tx, PARAMS, mesh)
+    params, state = PARAMS, st.init_state(tx, PARAMS, mesh)
     x = jax.ShapeDtypeStruct((40, 3), jnp.float32)
     mapped = jax.shard_map(
         fn,
@@ -80,7 +80,7 @@ def report_on_step(mode, tx, **extra_args):
         out_specs=(P(), specs),
         check_vma=mode == 'shard_map',
     )
-  return shard_transforms.monitoring.wire_report(mapped, params, state, x)
+  return st.monitoring.wire_report(mapped, params, state, x)
 
 
 def if_positive(send, other=lambda x: x):
@@ -106,7 +106,7 @@ def permute(x):
 
 
 def own_part(x):
-  parts = shard_transforms.per_shard(jnp.stack([x] * 8), AXIS)
+  parts = st.per_shard(jnp.stack([x] * 8), AXIS)
   return lax.all_to_all(parts, AXIS, 0, 0)[0]
 
 
@@ -126,7 +126,7 @@ def second_turn(x):
     kept, _ = carry
     return (x, if_positive(permute)(kept)), None
 
-  ones = shard_transforms.per_shard(jnp.ones(3, jnp.float32), AXIS)
+  ones = st.per_shard(jnp.ones(3, jnp.float32), AXIS)
   return lax.scan(turn, (ones, ones), x)[0]
 
 
@@ -279,9 +279,7 @@ class ProgramTest(parameterized.TestCase):
       counters = jax.ShapeDtypeStruct((8,), jnp.int32)
       mapped = modes.map_shards(mode, fn)
 
-      report = shard_transforms.monitoring.wire_report(
-          mapped, 0.0, (counters, OWN)
-      )
+      report = st.monitoring.wire_report(mapped, 0.0, (counters, OWN))
 
       self.assertNotEmpty(report.collectives)
       self.assertEmpty(report.warnings)
@@ -290,9 +288,7 @@ class ProgramTest(parameterized.TestCase):
     mapped = modes.map_shards('pmap', lambda _, x: if_positive(psum)(x), 1)
     x = jax.ShapeDtypeStruct((1, 5), jnp.float32)
 
-    self.assertEmpty(
-        shard_transforms.monitoring.wire_report(mapped, 0.0, x).warnings
-    )
+    self.assertEmpty(st.monitoring.wire_report(mapped, 0.0, x).warnings)
 
 
 def _on_mesh(fn, *specs, out_specs=P()):
@@ -308,7 +304,7 @@ class AxesTest(parameterized.TestCase):
 
   def found(self, fn):
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    return shard_transforms.monitoring.wire_report(fn, x).warnings
+    return st.monitoring.wire_report(fn, x).warnings
 
   @cases.parameters(
       (P('host'), 'core', None),
@@ -464,7 +460,7 @@ class TransformationTest(parameterized.TestCase):
     def fn(params, x):
       return jax.grad(lambda params: jnp.sum(mapped(params, x)))(params)
 
-    report = shard_transforms.monitoring.wire_report(fn, PARAMS, OWN)
+    report = st.monitoring.wire_report(fn, PARAMS, OWN)
 
     self.assertNotEmpty(report.collectives)
     self.assertEmpty(report.warnings)

@@ -9,7 +9,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 
 VECTOR = jax.ShapeDtypeStruct((5,), jnp.float32)
 BATCHES = jax.ShapeDtypeStruct((4, 5), jnp.float32)
@@ -19,9 +19,7 @@ pmean = functools.partial(lax.pmean, axis_name='data')
 
 
 def _warnings(fn, *args):
-  return shard_transforms.monitoring.wire_report(
-      fn, *args, axis_sizes={'data': 8}
-  ).warnings
+  return st.monitoring.wire_report(fn, *args, axis_sizes={'data': 8}).warnings
 
 
 def _in_cond(x):
@@ -68,9 +66,9 @@ class ReducedTwiceTest(parameterized.TestCase):
 
   @cases.parameters('mean', 'sum')
   def test_is_found_where_the_library_cannot(self, kind):
-    factory = getattr(shard_transforms, f'cross_shard_{kind}')
+    factory = getattr(st, f'cross_shard_{kind}')
     inner = optax.chain(factory('data'), optax.sgd(0.1))
-    tx = shard_transforms.drop_stale(0, inner)
+    tx = st.drop_stale(0, inner)
 
     def step(grads):
       grads = jax.tree.map(pmean, grads)
@@ -89,13 +87,13 @@ class ReducedTwiceTest(parameterized.TestCase):
         step, mesh=modes.mesh(), in_specs=(P(), P('data')), out_specs=P()
     )
     x = jax.ShapeDtypeStruct((40,), jnp.float32)
-    report = shard_transforms.monitoring.wire_report(mapped, VECTOR, x)
+    report = st.monitoring.wire_report(mapped, VECTOR, x)
 
     self.assertLen(report.warnings, 1)
     self.assertIn("over 'data' what has been summed", report.warnings[0])
 
   def test_names_the_axes_that_are_reduced_twice(self):
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         lambda x: lax.psum(lax.psum(x, ('host', 'data')), ('data', 'core')),
         VECTOR,
         axis_sizes={'host': 2, 'data': 2, 'core': 2},
@@ -108,7 +106,7 @@ class ReducedTwiceTest(parameterized.TestCase):
     def fn(x):
       return lax.psum(lax.psum(lax.psum(x, 'host'), 'core'), 'host')
 
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         fn, VECTOR, axis_sizes={'host': 2, 'core': 2}
     )
 
@@ -153,7 +151,7 @@ class ReducedTwiceTest(parameterized.TestCase):
       lambda x: lax.while_loop(lambda c: c[0] < 1, psum, psum(x)),
   )
   def test_is_not_found_in_what_is_right(self, fn):
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         fn, VECTOR, axis_sizes={'data': 4, 'model': 2}
     )
 

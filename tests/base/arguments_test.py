@@ -4,38 +4,38 @@ import jax.numpy as jnp
 import numpy as np
 
 import cases
-import shard_transforms
+import shard_transforms as st
 
 NAN = float('nan')
 INF = float('inf')
 
 
 def _cross_shard_mean(x, weight):
-  tx = shard_transforms.cross_shard_mean('data')
+  tx = st.cross_shard_mean('data')
   return tx.update(x, tx.init(x), weight=weight)[0]
 
 
 def _shard_mean(x, weight):
-  return shard_transforms.shard_mean(x, 'data', weight=weight)
+  return st.shard_mean(x, 'data', weight=weight)
 
 
 def _tower_reduce(x, weight):
-  inner = shard_transforms.cross_shard_mean('data')
-  tx = shard_transforms.tower_reduce(2, inner, axis_name='data')
+  inner = st.cross_shard_mean('data')
+  tx = st.tower_reduce(2, inner, axis_name='data')
   _, state = tx.update(x, tx.init(x), weight=weight)
   return tx.update(x, state, weight=weight)[0]
 
 
 def _reduce_towers(x, weight):
-  inner = shard_transforms.cross_shard_mean('data')
-  tx = shard_transforms.reduce_towers(2, inner)
+  inner = st.cross_shard_mean('data')
+  tx = st.reduce_towers(2, inner)
   stacked = weight if weight is None else jnp.stack([weight, weight])
   return tx.update(jnp.stack([x, x]), tx.init(x), weight=stacked)[0]
 
 
 def _drop_stale(x, weight):
-  inner = shard_transforms.cross_shard_mean('data')
-  tx = shard_transforms.drop_stale(1, inner, axis_name='data')
+  inner = st.cross_shard_mean('data')
+  tx = st.drop_stale(1, inner, axis_name='data')
   return tx.update(x, tx.init(x), local_step=0, weight=weight)[0]
 
 
@@ -70,10 +70,10 @@ class IntegerTest(parameterized.TestCase):
 
   def test_takes_integers_of_any_kind_and_nothing_else(self):
     for kind in int, np.int64, np.uint8, np.array:
-      shard_transforms.tower_reduce(kind(2))
+      st.tower_reduce(kind(2))
     for value in 1.5, '2', None, True, np.True_, [2]:
       with self.assertRaisesRegex(TypeError, '`num_towers` must be an integer'):
-        shard_transforms.tower_reduce(value)
+        st.tower_reduce(value)
 
 
 class WeightTest(parameterized.TestCase):
@@ -125,7 +125,7 @@ class LocalStepTest(parameterized.TestCase):
 
   @cases.parameters(*BAD_STEPS)
   def test_refuses_what_is_no_local_step(self, error, words, local_steps):
-    tx = shard_transforms.drop_stale(2)
+    tx = st.drop_stale(2)
     state = tx.init(jnp.ones(2))
 
     for step in local_steps:
@@ -137,18 +137,18 @@ class RealTest(parameterized.TestCase):
 
   def test_takes_what_is_traced(self):
     def build(x):
-      shard_transforms.compensate_delay(x, decay=x, eps=x)
+      st.compensate_delay(x, decay=x, eps=x)
       return x
 
     jax.eval_shape(build, -1.0)
-    shard_transforms.compensate_delay(np.float32(0), decay=0)
+    st.compensate_delay(np.float32(0), decay=0)
 
 
 class WrappingTest(parameterized.TestCase):
 
   def test_one_tower_does_not_forget_a_window(self):
-    state = shard_transforms.tower_reduce(2).init(jnp.zeros(2))
-    tx = shard_transforms.tower_reduce(1)
+    state = st.tower_reduce(2).init(jnp.zeros(2))
+    tx = st.tower_reduce(1)
 
     with self.assertRaisesRegex(ValueError, 'made for as many towers'):
       tx.update(jnp.ones(2), state)

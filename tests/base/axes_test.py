@@ -9,24 +9,22 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms._src.base import axes as axes_lib
 
 FACTORIES = {
-    'cross_shard_mean': shard_transforms.cross_shard_mean,
-    'cross_shard_sum': shard_transforms.cross_shard_sum,
-    'shard_mean': lambda axis_name: shard_transforms.shard_mean(1.0, axis_name),
-    'per_shard': lambda axis_name: shard_transforms.per_shard(1.0, axis_name),
-    'value_and_grad': lambda axis_name: shard_transforms.value_and_grad(
-        jnp.sum, axis_name
-    ),
+    'cross_shard_mean': st.cross_shard_mean,
+    'cross_shard_sum': st.cross_shard_sum,
+    'shard_mean': lambda axis_name: st.shard_mean(1.0, axis_name),
+    'per_shard': lambda axis_name: st.per_shard(1.0, axis_name),
+    'value_and_grad': lambda axis_name: st.value_and_grad(jnp.sum, axis_name),
 }
 # `None` is a value of their `axis_name`.
 GATES = {
-    'tower_reduce': lambda axis_name: shard_transforms.tower_reduce(
+    'tower_reduce': lambda axis_name: st.tower_reduce(
         2, optax.sgd(1.0), axis_name=axis_name
     ),
-    'drop_stale': lambda axis_name: shard_transforms.drop_stale(
+    'drop_stale': lambda axis_name: st.drop_stale(
         2, optax.sgd(1.0), axis_name=axis_name
     ),
 }
@@ -57,7 +55,7 @@ class AxisNameTest(parameterized.TestCase):
   def test_takes_a_name_and_sequences_of_names(self):
     def means(x):
       names = 'data', ('data',), ['data']
-      return [shard_transforms.shard_mean(x, name) for name in names]
+      return [st.shard_mean(x, name) for name in names]
 
     found = jax.vmap(means, axis_name='data')(jnp.array([1.0, 4.0, 7.0]))
 
@@ -85,7 +83,7 @@ class BoundAxisTest(parameterized.TestCase):
 
   def test_leaves_axes_that_are_not_mapped_out_of_the_error(self):
     mapped = jax.shard_map(
-        lambda x: shard_transforms.shard_mean(x, 'core'),
+        lambda x: st.shard_mean(x, 'core'),
         mesh=_mesh_2x4(),
         in_specs=P('host'),
         out_specs=P('host'),
@@ -108,7 +106,7 @@ class PerShardTest(parameterized.TestCase):
     }
 
     def mark(shared, _):
-      return shard_transforms.per_shard(shared, modes.AXIS)
+      return st.per_shard(shared, modes.AXIS)
 
     marked = modes.map_shards('shard_map', mark)(params, jnp.zeros(8))
 
@@ -121,8 +119,8 @@ class PerShardTest(parameterized.TestCase):
   @cases.parameters('vmap', 'shard_map')
   def test_makes_gradients_per_shard_and_marks_once(self, mode):
     def gradient(w, x):
-      w = shard_transforms.per_shard(w, modes.AXIS)
-      again = shard_transforms.per_shard(w, modes.AXIS)
+      w = st.per_shard(w, modes.AXIS)
+      again = st.per_shard(w, modes.AXIS)
       self.assertIs(again, w)
       return jax.grad(lambda w: jnp.sum(w * x))(again)
 
@@ -142,10 +140,10 @@ class PerShardTest(parameterized.TestCase):
           'complex': lax.psum(x * 1j, ('host', 'core')),
           'empty': lax.psum(x[:0], ('host', 'core')),
       }
-      marked = shard_transforms.per_shard(params, ['host', 'core'])
+      marked = st.per_shard(params, ['host', 'core'])
       for leaf in marked.values():
         self.assertEqual(axes_lib.varying_axes(leaf), {'host', 'core'})
-      one = shard_transforms.per_shard(params, 'core')
+      one = st.per_shard(params, 'core')
       self.assertEqual(axes_lib.varying_axes(one['neither']), {'core'})
       return marked
 
@@ -160,7 +158,7 @@ class PerShardTest(parameterized.TestCase):
   def test_undoes_a_delayed_sum_of_reduced_parameters(self):
     def gradient(w, x):
       w = lax.pcast(w, modes.AXIS, to='reduced')
-      w = shard_transforms.per_shard(w, modes.AXIS)
+      w = st.per_shard(w, modes.AXIS)
       return jax.grad(lambda w: w * x)(w)
 
     x = np.arange(8, dtype=np.float32)

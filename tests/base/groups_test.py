@@ -8,12 +8,9 @@ import optax
 import cases
 import modes
 import one_device
-import shard_transforms
+import shard_transforms as st
 
-FACTORIES = {
-    'mean': shard_transforms.cross_shard_mean,
-    'sum': shard_transforms.cross_shard_sum,
-}
+FACTORIES = {'mean': st.cross_shard_mean, 'sum': st.cross_shard_sum}
 
 # Of 8 shards, by what is special about each.
 PARTITIONS = {
@@ -32,7 +29,7 @@ WEIGHTS = np.array([3, 1, 0, 5, 0, 2, 0, 4], np.float32)
 
 def _sum_by_group(groups, num_shards=8):
   """Returns the sums of 0, 1, 2 ... over the groups."""
-  tx = shard_transforms.cross_shard_sum('data', groups=groups)
+  tx = st.cross_shard_sum('data', groups=groups)
 
   def reduce(x):
     return tx.update(x, tx.init(x))[0]
@@ -78,8 +75,7 @@ class PartitionTest(parameterized.TestCase):
 
   def test_refuses_groups_over_two_axes(self):
     with self.assertRaisesRegex(
-        ValueError,
-        r"`groups` must come with one axis, got \('host', 'core'\)",
+        ValueError, r"`groups` must come with one axis, got \('host', 'core'\)"
     ):
       FACTORIES['mean'](('host', 'core'), groups=[[0, 1]])
 
@@ -111,7 +107,7 @@ def _reduced(mode, weighted):
 
   def shard(params, own):
     x, weight = own
-    grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+    grad = st.value_and_grad(_loss, modes.AXIS)
     _, grads = grad(params, x)
     weight = weight if weighted else None
 

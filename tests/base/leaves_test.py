@@ -7,7 +7,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 
 FLOAT0 = jax.dtypes.float0
 NARROW = ('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
@@ -26,18 +26,18 @@ def _update(tx, updates, params=None, **extra_args):
 def _callers():
   inner = optax.identity()
   return {
-      'cross_shard_mean': (shard_transforms.cross_shard_mean('data'), {}),
-      'cross_shard_sum': (shard_transforms.cross_shard_sum('data'), {}),
-      'tower_reduce': (shard_transforms.tower_reduce(3, inner), {}),
-      'reduce_towers': (shard_transforms.reduce_towers(2, inner), {}),
-      'drop_stale': (shard_transforms.drop_stale(0, inner), {'local_step': 0}),
+      'cross_shard_mean': (st.cross_shard_mean('data'), {}),
+      'cross_shard_sum': (st.cross_shard_sum('data'), {}),
+      'tower_reduce': (st.tower_reduce(3, inner), {}),
+      'reduce_towers': (st.reduce_towers(2, inner), {}),
+      'drop_stale': (st.drop_stale(0, inner), {'local_step': 0}),
   }
 
 
 class InexactTest(parameterized.TestCase):
 
   def test_names_the_root_and_its_kind(self):
-    tx = shard_transforms.cross_shard_mean('data')
+    tx = st.cross_shard_mean('data')
 
     with self.assertRaisesRegex(TypeError, r'got int32\[\] at the root'):
       _update(tx, np.int32(1), params=0.0)
@@ -71,11 +71,11 @@ class InexactTest(parameterized.TestCase):
     )
 
   def test_passes_the_gradients_of_integers(self):
-    mean = shard_transforms.cross_shard_mean(modes.AXIS)
-    tx = shard_transforms.tower_reduce(1, mean, axis_name=modes.AXIS)
+    mean = st.cross_shard_mean(modes.AXIS)
+    tx = st.tower_reduce(1, mean, axis_name=modes.AXIS)
 
     def shard(params, x):
-      grad = shard_transforms.value_and_grad(
+      grad = st.value_and_grad(
           lambda p: jnp.sum(p['w'] * x), modes.AXIS, allow_int=True
       )
       grads = grad(params)[1] | {'constant': np.zeros(4, FLOAT0)}
@@ -93,7 +93,7 @@ class InexactTest(parameterized.TestCase):
 class AccumulatorTest(parameterized.TestCase):
 
   def test_sums_are_kept_in_float32_or_complex(self):
-    tx = shard_transforms.tower_reduce(3, optax.identity())
+    tx = st.tower_reduce(3, optax.identity())
     params = {dtype: jnp.ones(5, dtype) for dtype in (*NARROW, 'float32')} | {
         'complex': jnp.ones(5, jnp.complex64),
         'steps': jnp.ones(4, 'int32'),
@@ -130,7 +130,7 @@ class AccumulatorTest(parameterized.TestCase):
     kinds = 'mean', 'sum'
 
     def in_turn(kind):
-      tx = shard_transforms.tower_reduce(3, identity, reduction=kind)
+      tx = st.tower_reduce(3, identity, reduction=kind)
       state = tx.init(jax.tree.map(lambda x: x[0], each))
       for i in range(3):
         tower = jax.tree.map(lambda x, i=i: x[i], three)
@@ -138,7 +138,7 @@ class AccumulatorTest(parameterized.TestCase):
       return found
 
     def stacked(kind):
-      tx = shard_transforms.reduce_towers(3, identity, reduction=kind)
+      tx = st.reduce_towers(3, identity, reduction=kind)
       weights = None if weight is None else np.ones(3)
       return tx.update(three, tx.init(None), weight=weights)[0]
 
@@ -146,8 +146,8 @@ class AccumulatorTest(parameterized.TestCase):
       over_shards = [
           tx.update(own, tx.init(own), weight=weight)[0]
           for tx in (
-              shard_transforms.cross_shard_mean(modes.AXIS),
-              shard_transforms.cross_shard_sum(modes.AXIS),
+              st.cross_shard_mean(modes.AXIS),
+              st.cross_shard_sum(modes.AXIS),
           )
       ]
       return over_shards, [fn(k) for fn in (in_turn, stacked) for k in kinds]

@@ -8,15 +8,15 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import aggregators
 from shard_transforms import compression
 from shard_transforms import reproducible
 
 PARAMS = [jnp.zeros(100, jnp.float32)] * 5
 TRANSFORMATIONS = {
-    'cross_shard_mean': shard_transforms.cross_shard_mean(modes.AXIS),
-    'shard_update': shard_transforms.shard_update(optax.sgd(0.1), modes.AXIS),
+    'cross_shard_mean': st.cross_shard_mean(modes.AXIS),
+    'shard_update': st.shard_update(optax.sgd(0.1), modes.AXIS),
     'coordinate_median': aggregators.coordinate_median(modes.AXIS),
     'trimmed_mean': aggregators.trimmed_mean(modes.AXIS, 1),
     'majority_vote': aggregators.majority_vote(modes.AXIS),

@@ -1,3 +1,5 @@
+import functools
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
@@ -6,8 +8,9 @@ import optax
 
 import cases
 import compressions
+import harness
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import compression
 
 AXIS = modes.AXIS
@@ -20,10 +23,6 @@ def build(compressor, **options):
 
 
 ALL = {name: build(x) for name, x in compressions.COMPRESSORS.items()}
-
-
-def on_shards(tree):
-  return jax.tree.map(lambda x: np.stack([x] * 8), tree)
 
 
 class NothingLostTest(parameterized.TestCase):
@@ -40,18 +39,15 @@ class NothingLostTest(parameterized.TestCase):
           means = np.asarray(data[leaf], np.float64).mean(0)
           # A sum of results in bfloat16 shows how these are rounded.
           tolerance = 1e-5 if leaf == 'w' else 1e-2
-          compressions.assert_nothing_lost(
-              updates, state, means, leaf, tolerance
-          )
+          given = state, means, leaf, tolerance
+          compressions.assert_nothing_lost(updates, *given)
           self.assertEqual(updates[leaf].dtype, data[leaf].dtype)
           bits = updates[leaf].view(np.uint8)
           np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
 
   def test_exact_compressors_lose_nothing_to_the_bit(self):
-    exact = {
-        'top_k': ALL['top_k'],
-        'float32': build(compression.cast('float32')),
-    }
+    exact = {'top_k': ALL['top_k']}
+    exact['float32'] = build(compression.cast('float32'))
     params = {'w': zeros(7, 19)}
     rng = np.random.default_rng(0)
     data = {'w': rng.integers(-99, 99, (8, 15, 7, 19)).astype(np.float32)}
@@ -84,14 +80,10 @@ class NothingLostTest(parameterized.TestCase):
     clean = np.where(weight[..., None, None] > 0, data['w'], 0)
     for leaf in data.values():
       leaf[weight == 0] = np.nan
-    some = {
-        'sign': compression.scaled_sign(8),
-        'random': compression.quantize(4, block=8, stochastic=True),
-    }
-    some = {
-        name: compression.compressed_mean(modes.HOSTS[::-1], x, min_elements=64)
-        for name, x in some.items()
-    }
+    random = compression.quantize(4, block=8, stochastic=True)
+    mean = functools.partial(compression.compressed_mean, modes.HOSTS[::-1])
+    some = {'sign': compression.scaled_sign(8), 'random': random}
+    some = {name: mean(x, min_elements=64) for name, x in some.items()}
 
     found = compressions.run(some, 'hosts', data, params, weight)
 
@@ -133,11 +125,14 @@ class OptionsTest(parameterized.TestCase):
     data['w'][:, 5] = data['w'][:, 4]
     sign = compression.scaled_sign(16)
     transformations = {
-        'mean': shard_transforms.cross_shard_mean(AXIS),
+        'mean': st.cross_shard_mean(AXIS),
         'sign': ALL['sign'],
         'int4': ALL['int4'],
         'warmup': build(sign, warmup_steps=3),
         'no feedback': build(sign, feedback=None),
+        'random': build(
+            compressions.COMPRESSORS['int8_stochastic'], feedback=None
+        ),
     }
 
     found = compressions.run(transformations, 'shard_map', data, params)
@@ -158,6 +153,9 @@ class OptionsTest(parameterized.TestCase):
     updates, state = found['no feedback']
     self.assertEmpty(jax.tree.leaves((state.residual, state.server_residual)))
     np.testing.assert_array_equal(updates['w'][:, 5], updates['w'][:, 4])
+    # Each step draws its own random numbers.
+    drawn, _ = found['random']
+    self.assertTrue((drawn['w'][:, 5] != drawn['w'][:, 4]).any())
 
 
 class ResizeTest(parameterized.TestCase):
@@ -165,13 +163,13 @@ class ResizeTest(parameterized.TestCase):
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = optax.chain(build(compression.scaled_sign(16)))
     params = {'w': zeros(7, 19), 'b': zeros(5)}
-    state = shard_transforms.init_state(tx, params, modes.mesh(8))
+    state = st.init_state(tx, params, modes.mesh(8))
     results, means = 0, []
 
     for seed, num_shards in enumerate((8, 3, 1)):
       mesh = modes.mesh(num_shards)
       data = compressions.make_data(num_shards, 5, params, seed)
-      state = shard_transforms.resize_state(state, tx, params, mesh)
+      state = st.resize_state(state, tx, params, mesh)
       updates, state = compressions.go_on(tx, params, mesh, state, data)
       results += np.asarray(updates['w'], np.float64).sum(0)
       means.append(np.asarray(data['w'], np.float64).mean(0))
@@ -187,24 +185,13 @@ class ResizeTest(parameterized.TestCase):
   def test_refuses_the_state_of_another_number_of_shards_or_kind(self):
     tx = build(compression.scaled_sign(16))
     params = {'w': zeros(7, 19)}
-    state = shard_transforms.init_state(tx, params, modes.mesh(4))
-    half = jax.tree.map(lambda x: np.concatenate([x, x]), state.residual)
-    state = state._replace(
-        residual=half,
-        server_residual=jax.tree.map(
-            lambda x: np.concatenate([x, x]), state.server_residual
-        ),
-        update_norm={'w': np.zeros(8, np.float32)},
-    )
+    state = st.init_state(tx, params, modes.mesh(4))
+    twice = jax.tree.map(lambda x: np.concatenate([x, x]), state[1:])
+    state = compression.CompressedMeanState(state.step, *twice)
+    data = compressions.make_data(8, 1, params)
 
     with self.assertRaisesRegex(ValueError, 'made for 8 shards.*resize_state'):
-      compressions.go_on(
-          tx,
-          params,
-          modes.mesh(8),
-          state,
-          compressions.make_data(8, 1, params),
-      )
+      compressions.go_on(tx, params, modes.mesh(8), state, data)
     with self.assertRaisesRegex(TypeError, 'must be a `CompressedMeanState`'):
       tx.update(params, optax.EmptyState())
 
@@ -219,10 +206,8 @@ class FormulaTest(parameterized.TestCase):
 
     def fn(_, own):
       u, *held = own
-      residual, server, norm = jax.tree.map(lambda x: x[None], (*held, u[0]))
-      state = compression.CompressedMeanState(
-          jnp.int32(0), residual, server, norm
-      )
+      held = jax.tree.map(lambda x: x[None], (*held, u[0]))
+      state = compression.CompressedMeanState(jnp.int32(0), *held)
       return tx.update(u, state)
 
     mean, state = modes.map_shards('shard_map', fn, 2)(0.0, (u, e, server))
@@ -230,25 +215,15 @@ class FormulaTest(parameterized.TestCase):
     # Sent are [4, 0 | 0, 2] and [2, 0 | 0, 8]; the owners have [4, 2] of the
     # mean [3, 0] and [1, 2], and [-3, 5] of [0, 5] and [-3, 0].
     np.testing.assert_array_equal(mean, [[4, 0, 0, 5]] * 2)
-    np.testing.assert_array_equal(
-        state.residual[:, 0], [[0, 2, -1, 0], [0, 1, 4, 0]]
-    )
-    np.testing.assert_array_equal(
-        state.server_residual[:, 0], [[0, 2], [-3, 0]]
-    )
-    np.testing.assert_allclose(
-        state.update_norm[:, 0], np.linalg.norm(u, axis=1), rtol=1e-6
-    )
+    own, server, norms = (x[:, 0] for x in state[1:])
+    np.testing.assert_array_equal(own, [[0, 2, -1, 0], [0, 1, 4, 0]])
+    np.testing.assert_array_equal(server, [[0, 2], [-3, 0]])
+    np.testing.assert_allclose(norms, np.linalg.norm(u, axis=1), rtol=1e-6)
 
 
 SIGN = compression.scaled_sign(16)
 ERRORS = (
-    (
-        SIGN,
-        dict(feedback='all'),
-        ValueError,
-        "`feedback` must be 'residual' or",
-    ),
+    (SIGN, dict(feedback='all'), ValueError, "`feedback` must be 'residual' o"),
     (SIGN, dict(min_elements=0), ValueError, '`min_elements` must be at least'),
     (SIGN, dict(warmup_steps=-1), ValueError, '`warmup_steps` must be at leas'),
     ('sign', {}, TypeError, '`compressor` of `compressed_mean` must be a `Com'),
@@ -281,4 +256,4 @@ class ErrorTest(parameterized.TestCase):
 
     mapped = jax.vmap(shard, (None, 0), axis_name=AXIS)
     with self.assertRaisesRegex(error, words):
-      jax.eval_shape(mapped, params, on_shards(params))
+      jax.eval_shape(mapped, params, harness.on_each_shard(params))

@@ -5,7 +5,7 @@ import numpy as np
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import compression
 from shard_transforms import monitoring
 
@@ -35,7 +35,7 @@ class StateTest(parameterized.TestCase):
         AXIS, compression.scaled_sign(), min_elements=1
     )
     params = {'a': jnp.zeros(2), 'b': jnp.zeros((1, 3)), 'c': jnp.int32(0)}
-    state = shard_transforms.init_state(tx, params, modes.mesh(4))
+    state = st.init_state(tx, params, modes.mesh(4))
 
     monitoring.check_health(state)
     # Nothing has been sent yet.
@@ -53,7 +53,7 @@ class StateTest(parameterized.TestCase):
       (compression.power_sgd(AXIS, 1),),
   )
   def test_metrics_tell_the_steps(self, tx):
-    state = shard_transforms.init_state(tx, jnp.zeros(2), modes.mesh(8))
+    state = st.init_state(tx, jnp.zeros(2), modes.mesh(8))
 
     found = monitoring.metrics(state._replace(step=jnp.int32(3)))
 

@@ -11,7 +11,7 @@ import numpy as np
 import cases
 import compressions
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import compression
 
 AXIS = modes.AXIS
@@ -185,7 +185,7 @@ class PowerSGDTest(parameterized.TestCase):
     params = {'w': zeros(12, 20), 'b': zeros(20)}
     data = compressions.make_data(8, 3, params)
     transformations = {
-        'mean': shard_transforms.cross_shard_mean(AXIS),
+        'mean': st.cross_shard_mean(AXIS),
         'warmup': compression.power_sgd(AXIS, 2, warmup_steps=3),
         'rank': compression.power_sgd(AXIS, 12, min_ratio=1),
     }
@@ -220,13 +220,13 @@ class PowerSGDTest(parameterized.TestCase):
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = compression.power_sgd(AXIS, 2)
     params = {'w': zeros(12, 20), 'b': zeros(20)}
-    state = shard_transforms.init_state(tx, params, modes.mesh(8))
+    state = st.init_state(tx, params, modes.mesh(8))
     results, means = 0, 0
 
     for seed, num_shards in enumerate((8, 3, 1)):
       mesh = modes.mesh(num_shards)
       data = compressions.make_data(num_shards, 4, params, seed)
-      state = shard_transforms.resize_state(state, tx, params, mesh)
+      state = st.resize_state(state, tx, params, mesh)
       updates, state = compressions.go_on(tx, params, mesh, state, data)
       results += np.asarray(updates['w'], np.float64).sum(0)
       means += np.asarray(data['w'], np.float64).mean(0).sum(0)

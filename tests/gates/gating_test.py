@@ -12,34 +12,23 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms._src.base import axes as axes_lib
 
 AXIS = modes.AXIS
+KINDS = AxisType.Auto, AxisType.Explicit
 # Around an inner transformation, over the axis.
 WEIGHING = {
-    'drop_stale': functools.partial(
-        shard_transforms.drop_stale, 9, axis_name=AXIS
-    ),
-    'guard': functools.partial(
-        shard_transforms.guard, axis_name=AXIS, on_bad='exclude'
-    ),
-    'one_tower': functools.partial(
-        shard_transforms.tower_reduce, 1, axis_name=AXIS
-    ),
-    'scale_by_staleness': functools.partial(
-        shard_transforms.scale_by_staleness, 'inverse', axis_name=AXIS
-    ),
-    'tower_reduce': functools.partial(
-        shard_transforms.tower_reduce, 2, axis_name=AXIS
-    ),
+    'drop_stale': functools.partial(st.drop_stale, 9, axis_name=AXIS),
+    'guard': functools.partial(st.guard, axis_name=AXIS, on_bad='exclude'),
+    'tower_reduce': functools.partial(st.tower_reduce, 2, axis_name=AXIS),
 }
 # Without an axis.
 GATES = {
-    'drop_stale': lambda inner: shard_transforms.drop_stale(0, inner),
-    'tower_reduce': lambda inner: shard_transforms.tower_reduce(2, inner),
+    'drop_stale': lambda inner: st.drop_stale(0, inner),
+    'tower_reduce': lambda inner: st.tower_reduce(2, inner),
 }
-ALL_GATES = {**GATES, 'guard': shard_transforms.guard}
+ALL_GATES = {**GATES, 'guard': st.guard}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -95,13 +84,13 @@ class GateTest(parameterized.TestCase):
     params = jnp.ones(3)
     state = tx.init(params)
     wide = {'f': np.float64, 'i': np.int64}
-    inner_state = jax.tree.map(
-        lambda x: np.asarray(x).astype(wide[x.dtype.kind]), state.inner_state
+    given = state._replace(
+        inner_state=jax.tree.map(
+            lambda x: np.asarray(x, wide[x.dtype.kind]), state.inner_state
+        )
     )
 
-    found = tx.update(
-        params, state._replace(inner_state=inner_state), local_step=0
-    )
+    found = tx.update(params, given, local_step=0)
 
     expected = tx.update(params, state, local_step=0)
     chex.assert_trees_all_equal(found, expected, strict=True)
@@ -118,25 +107,19 @@ class GateTest(parameterized.TestCase):
 
   def test_gives_zeros_like_the_inner_updates_when_closed(self):
     params = {'w': np.ones((3, 5), 'f'), 'h': np.ones(4, 'bfloat16'), 'n': None}
-    to_half = optax.stateless(
-        lambda updates, _: optax.tree.cast(updates, jnp.float16)
-    )
+    to_half = optax.stateless(lambda u, _: optax.tree.cast(u, jnp.float16))
 
     found = _pass_or_stop(to_half, params)
 
-    zeros = {
-        'w': np.zeros((3, 5), 'float16'),
-        'h': np.zeros(4, 'float16'),
-        'n': None,
-    }
-    ones = jax.tree.map(np.ones_like, zeros)
+    ones = jax.tree.map(lambda x: np.ones(x.shape, 'float16'), params)
+    zeros = jax.tree.map(np.zeros_like, ones)
     for name, ((stopped, _), (passed, _)) in found.items():
       with self.subTest(name):
         chex.assert_trees_all_equal(stopped, zeros, strict=True)
         chex.assert_trees_all_equal(passed, ones, strict=True)
 
   def test_a_window_sends_nothing_outside_of_its_branch(self):
-    mean = shard_transforms.cross_shard_mean(AXIS)
+    mean = st.cross_shard_mean(AXIS)
 
     are_conditional, program = self.traced(GATES['tower_reduce'](mean))
 
@@ -146,12 +129,12 @@ class GateTest(parameterized.TestCase):
 
   @cases.parameters('drop_stale', 'guard', 'nested')
   def test_gates_select_without_a_branch(self, name):
-    mean = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
-    guarded = shard_transforms.guard(mean, AXIS, on_bad='exclude')
+    mean = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(0.1))
+    guarded = st.guard(mean, AXIS, on_bad='exclude')
     tx = {
-        'drop_stale': shard_transforms.drop_stale(0, mean, axis_name=AXIS),
+        'drop_stale': st.drop_stale(0, mean, axis_name=AXIS),
         'guard': guarded,
-        'nested': shard_transforms.drop_stale(0, guarded, axis_name=AXIS),
+        'nested': st.drop_stale(0, guarded, axis_name=AXIS),
     }[name]
 
     are_conditional, program = self.traced(tx)
@@ -164,16 +147,14 @@ class GateTest(parameterized.TestCase):
     """Returns whether each collective is in a branch, and the program."""
 
     def shard(step, x):
-      like = shard_transforms.per_shard(jnp.zeros(3), AXIS)
-      is_window = isinstance(
-          jax.eval_shape(tx.init, like), shard_transforms.TowerReduceState
-      )
+      like = st.per_shard(jnp.zeros(3), AXIS)
+      is_window = isinstance(jax.eval_shape(tx.init, like), st.TowerReduceState)
       state = tx.init(like if is_window else jnp.zeros(3))
       return tx.update(x, state, local_step=step)[0]
 
     mapped = modes.map_shards('shard_map', shard)
     given = jnp.int32(0), jnp.ones((8, 3))
-    report = shard_transforms.monitoring.wire_report(mapped, *given)
+    report = st.monitoring.wire_report(mapped, *given)
     program = str(jax.make_jaxpr(mapped)(*given))
     return [sent.conditional for sent in report.collectives], program
 
@@ -181,37 +162,29 @@ class GateTest(parameterized.TestCase):
   def test_what_only_inner_makes_the_same_is_typed_as_varying(self, gate):
     # The state differs between shards until `inner` has run once.
     average = optax.GradientTransformation(
-        lambda params: params,
-        lambda updates, _, params=None: (
-            updates,
-            lax.pmean(updates, modes.AXIS),
-        ),
+        lambda params: params, lambda u, _, params: (u, lax.pmean(u, AXIS))
     )
     tx = GATES[gate](average)
 
     def shard(params, x):
-      own = shard_transforms.per_shard(params, modes.AXIS)
+      own = st.per_shard(params, AXIS)
       _, state = tx.update(x, tx.init(own), local_step=0)
-      self.assertEqual(axes_lib.varying_axes(state.inner_state), {modes.AXIS})
+      self.assertEqual(axes_lib.varying_axes(state.inner_state), {AXIS})
       return x
 
     mapped = modes.map_shards('shard_map', shard)
     jax.eval_shape(mapped, jnp.ones(3), jnp.ones((8, 3)))
 
-  @cases.parameters(
-      ('drop_stale', AxisType.Auto), ('tower_reduce', AxisType.Explicit)
-  )
+  @cases.parameters(('drop_stale', KINDS[0]), ('tower_reduce', KINDS[1]))
   def test_works_where_a_mesh_axis_is_not_mapped(self, gate, kind):
     mesh = jax.make_mesh((2, 4), ('data', 'model'), (kind,) * 2)
-    mean = shard_transforms.cross_shard_mean('data')
+    mean = st.cross_shard_mean('data')
     tx = GATES[gate](optax.chain(mean, optax.trace(0.5)))
 
     def shard(params, x):
-      grad = shard_transforms.value_and_grad(
-          lambda w: jnp.sum(w * x[0]), 'data'
-      )
+      grad = st.value_and_grad(lambda w: jnp.sum(w * x[0]), 'data')
       _, grads = grad(params)
-      own = shard_transforms.per_shard(params, 'data')
+      own = st.per_shard(params, 'data')
       state = tx.init(own if gate == 'tower_reduce' else params)
       state = state._replace(inner_state=tx.init(params).inner_state)
       late = -1 if gate == 'drop_stale' else 0
@@ -219,22 +192,16 @@ class GateTest(parameterized.TestCase):
       passed, _ = tx.update(grads, state, local_step=0)
       return stopped, passed
 
-    mapped = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=(P(), P('data')),
-        out_specs=P(),
-        axis_names={'data'},
-    )
+    specs = dict(in_specs=(P(), P('data')), out_specs=P())
+    mapped = jax.shard_map(shard, mesh=mesh, axis_names={'data'}, **specs)
 
     def put(x, *spec):
       return jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
 
     x = np.arange(16, dtype=np.float32).reshape(2, 8)
+    given = put(np.ones(8, np.float32), 'model'), put(x, 'data', 'model')
 
-    stopped, passed = jax.jit(mapped)(
-        put(np.ones(8, np.float32), 'model'), put(x, 'data', 'model')
-    )
+    stopped, passed = jax.jit(mapped)(*given)
 
     np.testing.assert_array_equal(stopped, np.zeros(8))
     np.testing.assert_array_equal(passed, x.mean(0))
@@ -261,40 +228,26 @@ class StateTest(parameterized.TestCase):
 
   @cases.parameters(
       (
-          'drop_stale',
-          {'mu': jnp.ones(3, 'bfloat16')},
+          *('drop_stale', {'mu': jnp.ones(3, 'bfloat16')}),
           r'bfloat16\[3\] instead of float\d+\[3\]',
       ),
+      ('one tower', {'mu': jnp.ones(4)}, r"\d\[4\] instead .* at .*\['mu'\]"),
       (
-          'one tower',
-          {'mu': jnp.ones(4)},
-          r"float\d+\[4\] instead of .* at .*\['mu'\]",
-      ),
-      (
-          'drop_stale',
-          {'mu': jnp.ones(3), 'n': jnp.ones(())},
+          *('drop_stale', {'mu': jnp.ones(3), 'n': jnp.ones(())}),
           r'float\d+\[\] instead of int32',
       ),
-      (
-          'tower_reduce',
-          {'nu': jnp.ones(3)},
-          'tree of its .*nu.* of .*mu.*`optax.masked`',
-      ),
+      ('tower_reduce', {'nu': jnp.ones(3)}, 'tree .*nu.* of .*mu.*`.*masked`'),
   )
   def test_refuses_an_inner_that_changes_its_state(self, gate, after, words):
     inner = optax.GradientTransformation(
         lambda params: {'mu': params, 'n': jnp.int32(0)},
-        lambda updates, state, params=None: (
-            updates,
-            {'n': state['n']} | after,
-        ),
+        lambda u, state, params=None: (u, {'n': state['n']} | after),
     )
 
-    one_tower = functools.partial(shard_transforms.tower_reduce, 1)
+    one_tower = functools.partial(st.tower_reduce, 1)
     tx = {**ALL_GATES, 'one tower': one_tower}[gate](inner)
-    with self.assertRaisesRegex(
-        ValueError, f'The inner transformation must keep the .*{words}'
-    ):
+    message = f'The inner transformation must keep the .*{words}'
+    with self.assertRaisesRegex(ValueError, message):
       tx.update(jnp.ones(3), tx.init(jnp.ones(3)), local_step=0)
 
 
@@ -330,11 +283,9 @@ class MixedPrecisionTest(parameterized.TestCase):
     chex.assert_trees_all_equal_dtypes(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=rtol)
 
-  @cases.parameters(
-      (shard_transforms.drop_stale(0, optax.adam(0.1)),),
-      (shard_transforms.guard(optax.adam(0.1)),),
-  )
-  def test_trains_with_the_dtypes_of_the_inner_state(self, tx):
+  @cases.parameters('drop_stale', 'guard')
+  def test_trains_with_the_dtypes_of_the_inner_state(self, gate):
+    tx = ALL_GATES[gate](optax.adam(0.1))
     bad = np.full(3, np.nan, np.float32)
     grads = [bad, self.grads[0], bad, self.grads[2]]
 
@@ -343,15 +294,15 @@ class MixedPrecisionTest(parameterized.TestCase):
     self.assert_trains_alike(params, state.inner_state, self.grads[::2])
 
   def test_towers_train_with_the_dtypes_of_the_inner_state(self):
-    tx = shard_transforms.tower_reduce(2, optax.adam(0.1))
+    tx = st.tower_reduce(2, optax.adam(0.1))
 
     params, state = self.train(tx, np.repeat(self.grads, 2, axis=0))
 
     self.assert_trains_alike(params, state.inner_state, self.grads)
 
   def test_local_updates_train_with_the_dtypes_of_the_inner_state(self):
-    outer = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(1.0))
-    tx = shard_transforms.local_updates(optax.adam(0.1), outer, AXIS, every=2)
+    outer = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(1.0))
+    tx = st.local_updates(optax.adam(0.1), outer, AXIS, every=2)
     tx = optax.with_extra_args_support(tx)
 
     mapped = jax.jit(jax.vmap(lambda x: self.train(tx, x), axis_name=AXIS))
@@ -384,13 +335,11 @@ class DerivativeTest(parameterized.TestCase):
     np.testing.assert_allclose(found[0], [0.5, 0.5], rtol=1e-4)
 
   def test_towers_are_differentiated(self):
-    mean = shard_transforms.cross_shard_mean('data')
+    mean = st.cross_shard_mean('data')
     inner = optax.chain(mean, optax.sgd(0.5))
-    tx = shard_transforms.tower_reduce(2, inner, axis_name='data')
+    tx = st.tower_reduce(2, inner, axis_name='data')
 
-    @functools.partial(
-        jax.vmap, axis_size=1, axis_name='data', in_axes=None, out_axes=0
-    )
+    @functools.partial(jax.vmap, axis_size=1, axis_name='data', in_axes=None)
     def shard(grads):
       params = jnp.ones(2)
       state = tx.init(params)
@@ -411,7 +360,7 @@ class DerivativeTest(parameterized.TestCase):
     np.testing.assert_array_equal(grad, [-0.5, 0.0])
 
   def test_towers_leak_no_tracer(self):
-    tx = shard_transforms.tower_reduce(2, optax.sgd(0.5), axis_name='data')
+    tx = st.tower_reduce(2, optax.sgd(0.5), axis_name='data')
     step = jax.vmap(lambda x: tx.update(x, tx.init(x), x)[0], axis_name='data')
 
     with jax.checking_leaks():
@@ -431,7 +380,7 @@ class DerivativeTest(parameterized.TestCase):
 
     @jax.jit
     def after_two(grad, param, scale):
-      tx = shard_transforms.tower_reduce(2, scaled(scale))
+      tx = st.tower_reduce(2, scaled(scale))
       state = tx.init(param)
       for _ in range(2):
         updates, state = tx.update(grad, state, param, scale=scale)
@@ -445,9 +394,8 @@ class DerivativeTest(parameterized.TestCase):
     self.assertEqual(found, (5 * 7 + 10, 1 + 3 * 7 + 10, 3 * 5))
     names = str(jax.make_jaxpr(after_two)(*given))
     # JAX could not differentiate a loop by what it closes over.
-    self.assertEqual(
-        (' while[' in names, ' cond[' in names), (not closes_over, closes_over)
-    )
+    loops, branches = ' while[' in names, ' cond[' in names
+    self.assertEqual((loops, branches), (not closes_over, closes_over))
 
 
 def _objective(params):
@@ -475,13 +423,13 @@ class LineSearchTest(parameterized.TestCase):
     search = optax.chain(
         optax.sgd(2.0), optax.scale_by_backtracking_linesearch(3)
     )
-    late = shard_transforms.drop_stale(0, search)
+    late = st.drop_stale(0, search)
     weight, step = {'weight': 1.0}, {'local_step': 0}
     rows = {
-        'any keywords': (shard_transforms.guard(search), weight),
+        'any keywords': (st.guard(search), weight),
         'a batch': (late, weight | step | {'batch': jnp.ones(2)}),
-        'a weight': (shard_transforms.tower_reduce(1, search), weight),
-        'params': (shard_transforms.tower_reduce(1, late), weight | step),
+        'a weight': (st.tower_reduce(1, search), weight),
+        'params': (st.tower_reduce(1, late), weight | step),
     }
 
     def update(tx, **given):
@@ -501,7 +449,7 @@ class LineSearchTest(parameterized.TestCase):
       np.testing.assert_allclose(x, expected, rtol=1e-6, err_msg=name)
 
   def test_an_argument_that_nothing_takes_is_refused(self):
-    tx = shard_transforms.guard(optax.lbfgs())
+    tx = st.guard(optax.lbfgs())
 
     def update():
       state = tx.init(self.params)
@@ -537,12 +485,10 @@ class WeightTest(parameterized.TestCase):
 
     def run(tx, params, x):
       updates = jax.tree.map(lambda p: x * p, params)
-      updates = shard_transforms.per_shard(updates, AXIS)
-      state = tx.init(params)
+      updates = st.per_shard(updates, AXIS)
+      state, given = tx.init(params), {'local_step': 0, 'weight': 1.0}
       for _ in range(2):
-        found, state = tx.update(
-            updates, state, params, local_step=0, weight=1.0
-        )
+        found, state = tx.update(updates, state, params, **given)
       return found
 
     def fn(params, x):
@@ -553,7 +499,7 @@ class WeightTest(parameterized.TestCase):
     return modes.map_shards(mode, fn)(params, np.arange(8, dtype='f'))
 
   def test_parameters_may_have_what_is_no_array(self):
-    mean = shard_transforms.cross_shard_mean(AXIS)
+    mean = st.cross_shard_mean(AXIS)
 
     @jax.jit
     @functools.partial(jax.vmap, axis_name=AXIS)
@@ -576,7 +522,7 @@ class WeightTest(parameterized.TestCase):
 
   @cases.parameters('drop_stale', 'tower_reduce')
   def test_refuses_what_does_not_hand_the_weight_on(self, gate):
-    mean = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
+    mean = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(0.1))
     inner = optax.contrib.split_real_and_imaginary(mean)
 
     with self.assertRaisesRegex(ValueError, 'forwards extra arguments'):
@@ -584,41 +530,33 @@ class WeightTest(parameterized.TestCase):
 
   @cases.parameters('jit', 'guard', 'partition', 'cond', 'scan')
   def test_refuses_a_reduction_by_hand_within(self, within):
-    by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
+    pmean = functools.partial(lax.pmean, axis_name=AXIS)
+    by_hand = optax.stateless(lambda updates, _: pmean(updates))
 
     def update(updates, state, params=None, **extra_args):
       del params, extra_args
       if within == 'jit':
-        updates = jax.jit(lambda u, _: lax.pmean(u, AXIS))(updates, 0)
+        updates = jax.jit(lambda u, _: pmean(u))(updates, 0)
       elif within == 'cond':
-        updates = lax.cond(
-            True, lambda u: lax.pmean(u, AXIS), lambda u: u, updates
-        )
+        updates = lax.cond(True, pmean, lambda u: u, updates)
       else:
-
-        def turn(u, _):
-          return (lax.pmean(u, AXIS), None)
-
-        updates, _ = lax.scan(turn, updates, length=2)
+        updates, _ = lax.scan(lambda u, _: (pmean(u), None), updates, length=2)
       return updates, state
 
-    mean = shard_transforms.cross_shard_mean(AXIS)
+    mean = st.cross_shard_mean(AXIS)
+    labels = {'w': 'hand', 'v': 'own'}
     inner = {
-        'guard': lambda: shard_transforms.guard(by_hand, AXIS),
-        'partition': lambda: optax.partition(
-            {'own': mean, 'hand': by_hand}, {'w': 'hand', 'v': 'own'}
-        ),
-    }.get(
-        within, lambda: optax.GradientTransformationExtraArgs(mean.init, update)
-    )
-    params = {'w': jnp.ones(3), 'v': jnp.ones(3)}
+        'guard': st.guard(by_hand, AXIS),
+        'partition': optax.partition({'own': mean, 'hand': by_hand}, labels),
+    }.get(within, optax.GradientTransformationExtraArgs(mean.init, update))
+    params = dict.fromkeys(labels, jnp.ones(3))
 
     with self.assertRaisesRegex(ValueError, 'must use .* `weight`'):
-      self.update(['guard'], [inner()], params=params)
+      self.update(['guard'], [inner], params=params)
 
   def test_what_is_no_number_may_go_through(self):
-    mean = shard_transforms.cross_shard_mean(AXIS)
-    tx = shard_transforms.drop_stale(1, mean, axis_name=AXIS)
+    mean = st.cross_shard_mean(AXIS)
+    tx = st.drop_stale(1, mean, axis_name=AXIS)
 
     def fn(x):
       updates = {'w': x, 'steps': np.zeros(3, jax.dtypes.float0)}
@@ -629,7 +567,7 @@ class WeightTest(parameterized.TestCase):
     np.testing.assert_array_equal(mapped(np.float32([0, 1, 2])), [1.0] * 3)
 
   def test_finds_the_weight_or_nothing_that_needs_it(self):
-    mean = shard_transforms.cross_shard_mean(AXIS)
+    mean = st.cross_shard_mean(AXIS)
 
     def scaled(updates, state, params=None, **extra_args):
       # A sum of what is the same on all shards.
@@ -646,10 +584,8 @@ class WeightTest(parameterized.TestCase):
         optax.GradientTransformationExtraArgs(mean.init, update)
         for update in (scaled, compiled)
     ]
-    gates = 'guard', 'tower_reduce'
-    for mode, inner, want in zip(
-        ('vmap', 'shard_map'), inners, (3 * 3.5, 3.5), strict=True
-    ):
+    gates, names = ('guard', 'tower_reduce'), ('vmap', 'shard_map')
+    for mode, inner, want in zip(names, inners, (3 * 3.5, 3.5), strict=True):
       found = self.update(gates, [inner, optax.set_to_zero()], mode)
       for updates, x in zip(found, [want, 0] * 2, strict=True):
         np.testing.assert_allclose(updates['w'], np.full((8, 3), x))

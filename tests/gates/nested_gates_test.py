@@ -1,6 +1,7 @@
 """Each fact is checked once in a nest of gates, and none is forgotten."""
 
 import functools
+from unittest import mock
 
 from absl.testing import parameterized
 import jax
@@ -11,20 +12,19 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
+from shard_transforms._src.base import arguments
 
 AXIS = modes.AXIS
 GATES = {
-    'drop_stale': functools.partial(shard_transforms.drop_stale, 9),
-    'guard': shard_transforms.guard,
-    'one_tower': functools.partial(shard_transforms.tower_reduce, 1),
-    'scale_by_staleness': functools.partial(
-        shard_transforms.scale_by_staleness, 'inverse'
-    ),
-    'tower_reduce': functools.partial(shard_transforms.tower_reduce, 2),
+    'drop_stale': functools.partial(st.drop_stale, 9),
+    'guard': st.guard,
+    'one_tower': functools.partial(st.tower_reduce, 1),
+    'scale_by_staleness': functools.partial(st.scale_by_staleness, 'inverse'),
+    'tower_reduce': functools.partial(st.tower_reduce, 2),
 }
 NAMES = {name: name for name in GATES} | {'one_tower': 'tower_reduce'}
-MEAN = shard_transforms.cross_shard_mean(AXIS)
+MEAN = st.cross_shard_mean(AXIS)
 BY_HAND = optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
 # Each gate is twice outside and twice inside of another.
 GIVEN = tuple(GATES)
@@ -85,9 +85,8 @@ class WeightTest(parameterized.TestCase):
           for nest in NESTS
       ]
 
-    for (*nest, link), found in zip(
-        NESTS, updates(jnp.arange(8.0)), strict=True
-    ):
+    given = updates(jnp.arange(8.0))
+    for (*nest, link), found in zip(NESTS, given, strict=True):
       # Of shards with the gradients and weights 0, ..., 7.
       expected = np.full((8, 3), (2 if link else 1) * 140 / 28)
       np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=nest)
@@ -106,9 +105,8 @@ class WeightTest(parameterized.TestCase):
         continue
 
       told = NAMES[outer if words == (1,) else inner]
-      with self.assertRaisesRegex(
-          ValueError, f'must use .*weight`.*tell `{told}` with `assume_weighted'
-      ):
+      message = f'must use .*weight`.*tell `{told}` with `assume_weighted'
+      with self.assertRaisesRegex(ValueError, message):
         trace(tx)
     trace(nested(outer, inner, link, BY_HAND, words=(0, 1)))
 
@@ -133,10 +131,9 @@ class WeightTest(parameterized.TestCase):
       ('drop_stale', 'tower_reduce', False),
       ('guard', 'one_tower', False),
   )
-  def test_updates_that_are_not_summed_are_not_dropped(
-      self, outer, inner, is_refused
-  ):
-    tx = nested(outer, inner, False, optax.sgd(1.0))
+  def test_updates_that_are_not_summed_are_not_dropped(self, *pair):
+    *pair, is_refused = pair
+    tx = nested(*pair, False, optax.sgd(1.0))
 
     if is_refused:
       with self.assertRaisesRegex(ValueError, 'by hand, or none, counts excl'):
@@ -174,7 +171,7 @@ class RefusalTest(parameterized.TestCase):
       return updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-    tx = shard_transforms.guard(shard_transforms.tower_reduce(1, inner))
+    tx = st.guard(st.tower_reduce(1, inner))
     state = tx.init(jnp.zeros(3))
 
     jax.make_jaxpr(lambda w: tx.update(jnp.ones(3), state, weight=w))(1.0)
@@ -193,9 +190,8 @@ class RefusalTest(parameterized.TestCase):
     self.assertEqual(given(np.nan), 0)
 
   @cases.parameters(NESTS[1::2])
-  def test_refuses_an_axis_of_the_inner_gate_that_is_not_bound(
-      self, outer, inner, _
-  ):
+  def test_refuses_an_axis_of_the_inner_gate_that_is_not_bound(self, *nest):
+    outer, inner, _ = nest
     tx = GATES[inner](inner=MEAN, axis_name=(AXIS, 'other'))
     tx = gate(outer, optax.chain(optax.scale(2.0), tx))
 
@@ -220,3 +216,15 @@ class OnceTest(parameterized.TestCase):
     trace(tx)
 
     self.assertLen(calls, 1)
+
+  def test_an_inner_gate_need_not_check_what_an_outer_one_has(self):
+    tx = gate('drop_stale', gate('guard', gate('one_tower', MEAN), False))
+
+    check = mock.patch.object(
+        arguments, 'check_update', wraps=arguments.check_update
+    )
+    with check as checked:
+      trace(tx)
+
+    callers = [call.args[-1] for call in checked.call_args_list]
+    self.assertEqual(callers, ['drop_stale'])

@@ -9,7 +9,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import cross_shard_mean
 from shard_transforms import local_params
 from shard_transforms import local_updates
@@ -41,7 +41,7 @@ class LocalParamsTest(parameterized.TestCase):
         'partition': optax.partition(
             {'x': _tx(), 'y': _tx()}, {'a': 'x', 'b': 'y', 'n': 'x'}
         ),
-        'towers': shard_transforms.tower_reduce(1, _tx(), axis_name=AXIS),
+        'towers': st.tower_reduce(1, _tx(), axis_name=AXIS),
     }
     params = {'a': jnp.zeros(2), 'b': jnp.zeros(()), 'n': jnp.arange(3)}
 
@@ -67,7 +67,7 @@ class LocalParamsTest(parameterized.TestCase):
 
   def test_refuses_another_state(self):
     params = np.zeros(3, np.float32)
-    whole = shard_transforms.init_state(_tx(), params, modes.mesh())
+    whole = st.init_state(_tx(), params, modes.mesh())
 
     def of_others(params, _):
       return local_params({'b': params}, _tx().init({'a': params}))
@@ -88,7 +88,7 @@ class LocalParamsTest(parameterized.TestCase):
 class HealthTest(parameterized.TestCase):
 
   def test_is_healthy_as_long_as_a_shard_is_finite(self):
-    state = shard_transforms.init_state(
+    state = st.init_state(
         _tx(), {'a': jnp.zeros(2), 'b': jnp.zeros(())}, modes.mesh()
     )
     sick = {k: x.at[1:].set(jnp.nan) for k, x in state.own_params.items()}
@@ -112,7 +112,7 @@ class ResizeTest(parameterized.TestCase):
     tx = _tx()
     params = jnp.linspace(-1, 1, 5)
     meshes = [modes.mesh(size) for size in sizes]
-    state = shard_transforms.init_state(tx, params, meshes[0])
+    state = st.init_state(tx, params, meshes[0])
     rng = np.random.default_rng(0)
     for _ in range(step):
       grads = np.float32(rng.normal(size=(8, 5)))
@@ -120,7 +120,7 @@ class ResizeTest(parameterized.TestCase):
     before = jax.device_get(state)
 
     for mesh in meshes[1:]:
-      state = shard_transforms.resize_state(state, tx, params, mesh)
+      state = st.resize_state(state, tx, params, mesh)
 
     after = jax.device_get(state)
     mean = before.own_params.astype(np.float64).mean(0)
@@ -140,13 +140,13 @@ class ResizeTest(parameterized.TestCase):
   def test_weighs_shards_of_a_round_and_leaves_out_those_that_are_lost(self):
     tx = _tx()
     params = np.zeros(2, np.float32)
-    state = shard_transforms.init_state(tx, params, modes.mesh())
+    state = st.init_state(tx, params, modes.mesh())
     own = np.arange(16, dtype=np.float32).reshape(8, 2)
     own[7] = np.nan
     weights = np.float32([[1], [0], [3], [0], [0], [0], [0], [9]])
     state = state._replace(own_params=own, total_weight=weights)
 
-    state = shard_transforms.resize_state(state, tx, params, modes.mesh(3))
+    state = st.resize_state(state, tx, params, modes.mesh(3))
 
     want = (own[0] + 3 * own[2]) / 4
     np.testing.assert_allclose(state.own_params, [want] * 3)
@@ -159,13 +159,13 @@ class ResizeTest(parameterized.TestCase):
     meshes = [modes.mesh(size) for size in sizes]
     params = np.linspace(-1, 1, 5, dtype=np.float32)
     steps = [_step(tx, mesh, params) for mesh in meshes]
-    state = shard_transforms.init_state(tx, params, meshes[0])
+    state = st.init_state(tx, params, meshes[0])
     rng = np.random.default_rng(0)
     own, total = np.zeros((sizes[0], 5)), np.zeros((sizes[0], 1))
 
     for i, size in enumerate((sizes[0], sizes[0], sizes[1])):
       if i == 2:
-        state = shard_transforms.resize_state(state, tx, params, meshes[1])
+        state = st.resize_state(state, tx, params, meshes[1])
         own = np.full((size, 5), (own * total).sum(0) / total.sum())
         total = np.full((size, 1), total.sum() / size)
         np.testing.assert_allclose(state.total_weight, total, rtol=1e-6)
@@ -181,7 +181,7 @@ class ResizeTest(parameterized.TestCase):
 
 def _step(tx, mesh, like):
   """Returns a step of all shards, for a state as `init_state` makes it."""
-  specs = shard_transforms.state_specs(tx, like, mesh)
+  specs = st.state_specs(tx, like, mesh)
 
   def step(params, state, grads, weight=None):
     grads, weight = jax.tree.map(lambda x: x[0], (grads, weight))

@@ -18,7 +18,7 @@ import optax
 import cases
 import local_methods
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import aggregators
 from shard_transforms import compression
 from shard_transforms import cross_shard_mean
@@ -123,9 +123,8 @@ class MethodTest(parameterized.TestCase):
     self.assertLen(methods, 6)
     found = _run([method.build() for method in methods.values()])
 
-    for (name, method), (anchor, own, _) in zip(
-        methods.items(), found, strict=True
-    ):
+    for name, (anchor, own, _) in zip(methods, found, strict=True):
+      method = methods[name]
       with self.subTest(name):
         want_anchor, want_own = method.model(CENTRES.swapaxes(0, 1))
         np.testing.assert_allclose(anchor, [want_anchor] * SHARDS, atol=1e-6)
@@ -136,9 +135,8 @@ class MethodTest(parameterized.TestCase):
           # Shards have the bits of the anchor where a round has ended.
           is_end = np.ptp(want_own, axis=1).max(axis=-1) == 0
           self.assertTrue(is_end.any())
-          np.testing.assert_array_equal(
-              own[:, is_end].view(np.uint32), bits[:, is_end]
-          )
+          own = own[:, is_end].view(np.uint32)
+          np.testing.assert_array_equal(own, bits[:, is_end])
 
   def test_gives_the_histories_of_torchft(self):
     recorded = json.loads(TORCHFT.read_text(encoding='utf-8'))['cases']
@@ -163,9 +161,8 @@ class MethodTest(parameterized.TestCase):
         np.testing.assert_array_equal(own, [history] * SHARDS)
         for step, layers in case['global_parameter_history'].items():
           if step != '0':
-            np.testing.assert_array_equal(
-                anchor[:, int(step) - 1], [layers] * SHARDS
-            )
+            found = anchor[:, int(step) - 1]
+            np.testing.assert_array_equal(found, [layers] * SHARDS)
 
   def test_rounds_of_one_step_and_rates_that_change(self):
     def inject(schedule):
@@ -174,12 +171,8 @@ class MethodTest(parameterized.TestCase):
     outer = _mean(inject(lambda meeting: 1 - 0.25 * meeting))
     changing = _local(outer, inner=inject(lambda step: 0.4 / (1 + step)))
     # All fragments share the steps of a round of fewer steps.
-    one, two, changed = _run(
-        [
-            *(_local(every=1, fragments=n) for n in (1, 2)),
-            changing,
-        ]
-    )
+    txs = [_local(every=1, fragments=n) for n in (1, 2)]
+    one, two, changed = _run([*txs, changing])
 
     params, anchor = START, START
     x = np.stack([START] * SHARDS)
@@ -212,9 +205,8 @@ class MethodTest(parameterized.TestCase):
     tx = _local(_mean(optax.sgd(1.0, 0.9)), fragments=2)
     params = {k: np.ones(n, np.float32) for k, n in dict(a=5, b=4, c=3).items()}
 
-    state = jax.eval_shape(
-        jax.vmap(tx.init, axis_size=1, in_axes=None, axis_name=AXIS), params
-    )
+    init = jax.vmap(tx.init, axis_size=1, in_axes=None, axis_name=AXIS)
+    state = jax.eval_shape(init, params)
 
     parts = [optax.tree_utils.tree_get(x, 'trace') for x in state.outer_state]
     names = [{k for k, x in t.items() if hasattr(x, 'shape')} for t in parts]
@@ -243,9 +235,8 @@ class WeightTest(parameterized.TestCase):
 
   def test_weighs_shards_by_the_tokens_of_the_round(self):
     count = optax.scale_by_schedule(lambda _: 1.0)
-    tx = _local(
-        _mean(optax.sgd(1.0, 0.5)), 3, optax.chain(optax.sgd(0.3), count)
-    )
+    inner = optax.chain(optax.sgd(0.3), count)
+    tx = _local(_mean(optax.sgd(1.0, 0.5)), 3, inner)
     tokens = np.random.default_rng(1).integers(0, 4, (SHARDS, STEPS))
     tokens[2, :3] = 0
     tokens[:, 6:9] = 0
@@ -285,9 +276,8 @@ class WeightTest(parameterized.TestCase):
     outer = optax.GradientTransformationExtraArgs(lambda _: (), update)
     weights = np.ones((SHARDS, STEPS), np.float32)
 
-    with self.assertRaisesRegex(
-        ValueError, '`local_updates` with `assume_weighted=True`'
-    ):
+    message = '`local_updates` with `assume_weighted=True`'
+    with self.assertRaisesRegex(ValueError, message):
       _run([_local(outer)], weights=weights)
     txs = _local(outer, assume_weighted=True), _local()
     (found, *_), (want, *_) = _run(txs, weights=weights)
@@ -395,7 +385,7 @@ class ReportTest(parameterized.TestCase):
     tx = _local(every=6)
 
     def by_hand(params, own):
-      return jax.grad(_loss)(shard_transforms.per_shard(params, AXIS), own)
+      return jax.grad(_loss)(st.per_shard(params, AXIS), own)
 
     def by_name(params, own):
       return value_and_grad(_loss, AXIS)(params, own)[1]
@@ -443,14 +433,10 @@ class SurroundingsTest(parameterized.TestCase):
 
   def test_keeps_the_momentum_in_slices_and_sends_compressed(self):
     momentum = optax.sgd(0.7, 0.9, nesterov=True)
-    compressed = compression.compressed_mean(
-        AXIS, compression.cast('bfloat16'), min_elements=1
-    )
-    outers = (
-        _mean(momentum),
-        shard_update(momentum, AXIS),
-        optax.chain(compressed, momentum),
-    )
+    half = compression.cast('bfloat16')
+    half = compression.compressed_mean(AXIS, half, min_elements=1)
+    outers = [_mean(momentum), shard_update(momentum, AXIS)]
+    outers += [optax.chain(half, momentum)]
     found = _run([_local(x, fragments=2) for x in outers], CENTRES[:, :6])
 
     whole, sliced, half = (anchor for anchor, *_ in found)
@@ -533,15 +519,8 @@ class SurroundingsTest(parameterized.TestCase):
 def _on_mesh(fn, other, in_specs, out_specs, check=True):
   auto = (jax.sharding.AxisType.Auto,) * 2
   mesh = jax.make_mesh((4, 2), (AXIS, other), auto)
-  return mesh, jax.jit(
-      jax.shard_map(
-          fn,
-          mesh=mesh,
-          in_specs=in_specs(mesh),
-          out_specs=out_specs(mesh),
-          check_vma=check,
-      )
-  )
+  specs = dict(in_specs=in_specs(mesh), out_specs=out_specs(mesh))
+  return mesh, jax.jit(jax.shard_map(fn, mesh=mesh, check_vma=check, **specs))
 
 
 class MeshTest(parameterized.TestCase):
@@ -651,38 +630,17 @@ OTHER_KINDS = PARAMS | {'b': np.ones(3, jnp.bfloat16)}
 MOMENTUM = _local(_mean(optax.sgd(1.0, 0.9)))
 UPDATES = (
     (
-        lambda state, params, own: MOMENTUM.update(
-            jax.grad(
-                lambda p: sum(map(jnp.vdot, *map(jax.tree.leaves, (p, own))))
-            )(params),
-            state,
-            params,
-        ),
-        ValueError,
-        r"got \['a'\] .* already reduced.*`.*local_params\(params",
+        lambda s, p, own: (jax.grad(optax.tree.vdot)(p, own), s, p),
+        *(ValueError, r"got \['a'\] .* already reduced.*`.*local_params\(par"),
     ),
+    (lambda s, p, own: (own, s), ValueError, 'the parameters, got None'),
     (
-        lambda state, params, own: MOMENTUM.update(own, state),
-        ValueError,
-        'must be the parameters, got None',
-    ),
-    (
-        lambda state, params, own: MOMENTUM.update(
-            own, state, local_params(params, state)
-        ),
+        lambda s, p, own: (own, s, local_params(p, s)),
         ValueError,
         r"same on all shards, got \['a'\].*along \['data'\].*local_par",
     ),
-    (
-        lambda state, params, own: MOMENTUM.update(own, state, OTHER_KINDS),
-        ValueError,
-        '`params` .* its state was made',
-    ),
-    (
-        lambda state, params, own: MOMENTUM.update(own, (), params),
-        TypeError,
-        'must be a `LocalUpdatesState`',
-    ),
+    (lambda s, p, own: (own, s, OTHER_KINDS), ValueError, 'its state was made'),
+    (lambda s, p, own: (own, (), p), TypeError, 'be a `LocalUpdatesState`'),
 )
 
 
@@ -723,9 +681,12 @@ class RefusalTest(parameterized.TestCase):
         _traced(lambda params, _, tx=tx: tx.init({**params, 'c': jnp.ones(4)}))
 
   @cases.parameters(*UPDATES)
-  def test_refuses_a_bad_call(self, update, error, words):
+  def test_refuses_a_bad_call(self, given, error, words):
+    def update(params, own):
+      return MOMENTUM.update(*given(MOMENTUM.init(params), params, own))
+
     with self.assertRaisesRegex(error, words):
-      _traced(lambda p, own: update(MOMENTUM.init(p), p, own))
+      _traced(update)
 
   def test_refuses_the_state_of_other_fragments(self):
     txs = [

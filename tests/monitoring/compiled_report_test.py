@@ -14,7 +14,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import compression
 from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
@@ -45,7 +45,7 @@ TRANSFORMS = {
         tower_reduce(4, guard(CHAIN, axis_name=AXIS), axis_name=AXIS),
         axis_name=AXIS,
     ),
-    'local_updates': shard_transforms.local_updates(ADAM, MEAN, AXIS, every=3),
+    'local_updates': st.local_updates(ADAM, MEAN, AXIS, every=3),
     'power_sgd': compression.power_sgd(AXIS, 2),
 }
 
@@ -62,8 +62,8 @@ def step_of(name):
   """Returns a step of a transformation, and what to give it."""
   tx = TRANSFORMS[name]
   mesh = modes.mesh()
-  state = shard_transforms.init_state(tx, PARAMS, mesh)
-  specs = shard_transforms.state_specs(tx, PARAMS, mesh)
+  state = st.init_state(tx, PARAMS, mesh)
+  specs = st.state_specs(tx, PARAMS, mesh)
   per_shard = 'groups' in name
 
   def step(params, state, grads, weight):
@@ -205,8 +205,7 @@ class ControlFlowTest(parameterized.TestCase):
     compiled = wire_report(step, ROWS, compiled=True)
 
     self.assertCountEqual(
-        [without_source(c) for c in compiled.collectives],
-        traced.collectives,
+        [without_source(c) for c in compiled.collectives], traced.collectives
     )
 
   # As which part of the carry the decision is kept does not matter.
@@ -241,7 +240,7 @@ class ControlFlowTest(parameterized.TestCase):
     (collective,) = report.collectives
     self.assertEqual(
         without_source(collective),
-        shard_transforms.monitoring.Collective(
+        st.monitoring.Collective(
             'psum', 'float32', 16 * 32 * 4, ('data',), 4, scope='layer'
         ),
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import monitoring
 
 AXIS = modes.AXIS
@@ -55,7 +55,7 @@ def flipped(grads, fault):
 
 
 def gradient(params, x, fault):
-  value, grads = shard_transforms.value_and_grad(loss_fn, AXIS)(params, x)
+  value, grads = st.value_and_grad(loss_fn, AXIS)(params, x)
   return value, flipped(grads, fault)
 
 

@@ -48,22 +48,19 @@ class DigestTest(parameterized.TestCase):
       ({'c': np.zeros(0)},),
   )
   def test_changes_with_bits_dtypes_shapes_and_names(self, change):
-    self.assertNotEqual(
-        monitoring.digest(TREE | change), monitoring.digest(TREE)
-    )
+    changed = monitoring.digest(TREE | change)
+    self.assertNotEqual(changed, monitoring.digest(TREE))
 
   def test_does_not_depend_on_the_layout(self):
     x = np.arange(6.0).reshape(2, 3)
+    other = np.asfortranarray(x)
 
-    self.assertEqual(
-        monitoring.digest(x), monitoring.digest(np.asfortranarray(x))
-    )
+    self.assertEqual(monitoring.digest(x), monitoring.digest(other))
 
   @cases.parameters(len, jax.ShapeDtypeStruct((2,), jnp.float32))
   def test_refuses_what_is_no_array(self, leaf):
-    with self.assertRaisesRegex(
-        TypeError, r"`tree` of `digest` must hold arrays .* at \['w'\]"
-    ):
+    message = r"`tree` of `digest` must hold arrays .* at \['w'\]"
+    with self.assertRaisesRegex(TypeError, message):
       monitoring.digest({'w': leaf})
 
 

@@ -7,8 +7,9 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import cases
+import harness
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms.monitoring import shard_divergence
 from shard_transforms.monitoring import track_divergence
 
@@ -26,10 +27,6 @@ DTYPES = (
     'float8_e4m3fn',
     'int4',
 )
-
-
-def copies(tree):
-  return jax.tree.map(lambda x: np.stack([x] * SHARDS), tree)
 
 
 def tree_of(seed=0):
@@ -55,7 +52,7 @@ class DivergenceTest(parameterized.TestCase):
 
   @cases.parameters('vmap', 'shard_map')
   def test_every_shard_learns_that_one_bit_of_one_differs(self, mode):
-    own = copies(tree_of())
+    own = harness.on_each_shard(tree_of())
     # A NaN is itself.
     own['w'][:, 1, 1:3] = np.nan, np.inf
     fn = modes.map_shards(mode, lambda _, own: shard_divergence(own, AXIS))
@@ -72,9 +69,8 @@ class DivergenceTest(parameterized.TestCase):
     flipped = [flip(x, e, b) for e in range(x.size) for b in range(32)]
     of_pair = jax.vmap(lambda x: shard_divergence(x, AXIS), axis_name=AXIS)
 
-    told = jax.jit(jax.vmap(of_pair))(
-        np.stack([np.stack([x, y]) for y in flipped])
-    )
+    pairs = np.stack([np.stack([x, y]) for y in flipped])
+    told = jax.jit(jax.vmap(of_pair))(pairs)
 
     self.assertEqual(told.shape, (15 * 32, 2))
     self.assertTrue(np.all(told > 0))
@@ -117,7 +113,7 @@ class DivergenceTest(parameterized.TestCase):
     self.assertTrue(np.all(jax.jit(jax.vmap(of_pair))(np.float32(pairs)) > 0))
 
   def test_sends_sixteen_bytes(self):
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         lambda x: shard_divergence(x, AXIS),
         jnp.zeros(1000),
         axis_sizes={AXIS: SHARDS},
@@ -140,21 +136,17 @@ class TrackTest(parameterized.TestCase):
       return lax.scan(step, tx.init(own[0]), own)[1]
 
     # From the fifth update on, one shard holds another number.
-    own = np.ones((SHARDS, 8, 2), np.float32)
+    own = np.ones((SHARDS, 10, 2), np.float32)
     own[3, 4:, 1] = 2
-    updates, state = jax.device_get(
-        modes.map_shards('shard_map', fn)(np.float32([5, 6]), own)
-    )
+    mapped = modes.map_shards('shard_map', fn)
+    updates, state = jax.device_get(mapped(np.float32([5, 6]), own))
 
     np.testing.assert_array_equal(updates[3, 7], [5.0, 6.0])
-    np.testing.assert_array_equal(
-        state.divergence[3] > 0, [False] * 6 + [True] * 2
-    )
-    np.testing.assert_array_equal(state.diverged_count[3], [0] * 6 + [1] * 2)
-    np.testing.assert_array_equal(
-        state.first_diverged_step[3], [-1] * 6 + [6] * 2
-    )
-    np.testing.assert_array_equal(state.num_updates[0], range(1, 9))
+    state = state._replace(divergence=state.divergence > 0)
+    steps = [*range(1, 11)], [False] * 6 + [True] * 4
+    steps += [0] * 6 + [1] * 3 + [2], [-1] * 6 + [6] * 4
+    for name, found, expected in zip(state._fields, state, steps, strict=True):
+      np.testing.assert_array_equal(found[3], expected, err_msg=name)
 
   def test_compares_updates_where_there_are_no_parameters(self):
     tx = track_divergence(AXIS)
@@ -178,16 +170,10 @@ class TrackTest(parameterized.TestCase):
 
     x = np.zeros((8, 4), np.float32)
     x[5, 2] = 1
-    sharding = NamedSharding(mesh, P('model', AXIS))
-    counts = jax.jit(
-        jax.shard_map(
-            fn,
-            mesh=mesh,
-            in_specs=P('model', AXIS),
-            out_specs=P('model', AXIS),
-            check_vma=check_vma,
-        )
-    )(jax.device_put(x, sharding))
+    spec = P('model', AXIS)
+    specs = dict(in_specs=spec, out_specs=spec, check_vma=check_vma)
+    mapped = jax.jit(jax.shard_map(fn, mesh=mesh, **specs))
+    counts = mapped(jax.device_put(x, NamedSharding(mesh, spec)))
 
     np.testing.assert_array_equal(counts, np.ones((2, 4)))
 
@@ -196,14 +182,9 @@ def with_a_flipped_bit(x, device=5):
   """Returns an array of which one device holds another number."""
   held = [np.array(shard.data) for shard in x.addressable_shards]
   held[device].view(np.uint32).flat[3] ^= 1
-  return jax.make_array_from_single_device_arrays(
-      x.shape,
-      x.sharding,
-      [
-          jax.device_put(own, shard.device)
-          for own, shard in zip(held, x.addressable_shards, strict=True)
-      ],
-  )
+  devices = [shard.device for shard in x.addressable_shards]
+  parts = list(map(jax.device_put, held, devices))
+  return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 class ExplicitTest(parameterized.TestCase):
@@ -213,16 +194,14 @@ class ExplicitTest(parameterized.TestCase):
     mesh = jax.make_mesh((4, 2), ('data', 'model'), kinds)
     w = np.arange(32, dtype=np.float32).reshape(8, 4)
     w = jax.device_put(w, NamedSharding(mesh, P(None, 'model')))
-    check = jax.shard_map(
-        lambda w: shard_divergence(w, 'data'),
-        mesh=mesh,
-        in_specs=P(),
-        out_specs=P(),
-        axis_names={'data'},
-    )
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P(), out_specs=P(), axis_names={'data'})
+    def check(w):
+      return shard_divergence(w, 'data')
 
     for held, differs in ((w, False), (with_a_flipped_bit(w), True)):
-      self.assertEqual(jax.jit(check)(held) > 0, differs)
+      self.assertEqual(check(held) > 0, differs)
 
 
 class ErrorTest(parameterized.TestCase):

@@ -9,21 +9,18 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import guard
 from shard_transforms import tower_reduce
 
 AXIS = modes.AXIS
-SGD = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
+SGD = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(0.1))
 GUARD = guard(optax.sgd(0.1))
+SPIKES = st.SpikeRule(max_norm=9)
 GUARDS = {
     'around': guard(SGD, AXIS),
-    'inside': optax.chain(
-        shard_transforms.cross_shard_mean(AXIS), guard(optax.sgd(0.1))
-    ),
-    'only the inner': guard(
-        guard(SGD, AXIS, spikes=shard_transforms.SpikeRule(max_norm=9)), AXIS
-    ),
+    'inside': optax.chain(st.cross_shard_mean(AXIS), guard(optax.sgd(0.1))),
+    'only the inner': guard(guard(SGD, AXIS, spikes=SPIKES), AXIS),
     'around towers': guard(tower_reduce(2, SGD, axis_name=AXIS), AXIS),
     'with its rate': optax.inject_hyperparams(
         lambda rate: optax.chain(guard(SGD, AXIS), optax.scale(rate))
@@ -43,11 +40,11 @@ class UnlessSkippedTest(parameterized.TestCase):
       grads = jax.tree.map(lambda w: w * jnp.mean(x), {'w': jnp.ones(3)})
       _, state = tx.update(grads, state, local_step=0)
       after = {
-          'mean': before['mean'] + shard_transforms.shard_mean(x, AXIS),
+          'mean': before['mean'] + st.shard_mean(x, AXIS),
           'steps': before['steps'] + 1,
           'key': jax.random.split(before['key'])[0],
       }
-      kept = shard_transforms.unless_skipped(state, after, before)
+      kept = st.unless_skipped(state, after, before)
       return (state, kept), kept['steps']
 
     def shard(params, own):
@@ -74,9 +71,9 @@ class UnlessSkippedTest(parameterized.TestCase):
   @cases.parameters(
       (optax.sgd(0.1), 'must have the state of a `guard` .* got'),
       (tower_reduce(2, GUARD), 'decides in each step'),
-      (shard_transforms.drop_stale(1, GUARD), 'decides in each step'),
+      (st.drop_stale(1, GUARD), 'decides in each step'),
       (
-          shard_transforms.local_updates(optax.sgd(0.1), GUARD, AXIS, every=2),
+          st.local_updates(optax.sgd(0.1), GUARD, AXIS, every=2),
           'decides in each step',
       ),
       (optax.MultiSteps(GUARD, 2), 'decides in each step'),
@@ -86,13 +83,11 @@ class UnlessSkippedTest(parameterized.TestCase):
     state = init(jnp.zeros(1))
 
     with self.assertRaisesRegex(ValueError, f'`unless_skipped` .*{message}'):
-      shard_transforms.unless_skipped(state, jnp.ones(2), jnp.zeros(2))
+      st.unless_skipped(state, jnp.ones(2), jnp.zeros(2))
 
   @cases.parameters(((2, 2), 'float32'), ((2,), 'bfloat16'))
   def test_refuses_another_tree(self, shape, dtype):
     state = GUARD.init(jnp.zeros(2))
 
     with self.assertRaisesRegex(ValueError, 'shapes and dtypes, got'):
-      shard_transforms.unless_skipped(
-          state, jnp.ones(2), jnp.ones(shape, dtype)
-      )
+      st.unless_skipped(state, jnp.ones(2), jnp.ones(shape, dtype))

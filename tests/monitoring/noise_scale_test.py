@@ -9,7 +9,7 @@ import optax
 import cases
 import lying_shards
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import monitoring
 
 AXIS = modes.AXIS
@@ -63,7 +63,7 @@ class NoiseScaleTest(parameterized.TestCase):
 
   def test_the_towers_of_a_shard_are_one_batch(self):
     updates = simulated(np.full((4, 3), 16))[:100]
-    tx = shard_transforms.tower_reduce(
+    tx = st.tower_reduce(
         3, monitoring.track_noise_scale(AXIS, decay=0.0), axis_name=AXIS
     )
 
@@ -101,7 +101,7 @@ class NoiseScaleTest(parameterized.TestCase):
         # The third has no weight but on one shard.
         is_second = jax.lax.axis_index(AXIS) == 2
         weight = jnp.where(is_second | (step != 2), 1.0, 0.0)
-        update = shard_transforms.per_shard(own[step], AXIS)
+        update = st.per_shard(own[step], AXIS)
         _, state = tx.update(update, state, params, weight=weight)
         states.append(state)
       return states
@@ -133,14 +133,14 @@ class NoiseScaleTest(parameterized.TestCase):
           lambda u: tx.update(u, tx.init(u))[0], grads, axis_sizes={AXIS: 8}
       ).total_bytes
 
-    mean = shard_transforms.cross_shard_mean(AXIS)
+    mean = st.cross_shard_mean(AXIS)
     self.assertEqual(
         sent(monitoring.track_noise_scale(AXIS)), sent(mean) + 12 * 2 * 7 / 8
     )
 
   def test_updates_are_those_of_the_reduction_to_the_bit(self):
-    mean = shard_transforms.cross_shard_mean(AXIS)
-    median = shard_transforms.aggregators.coordinate_median(AXIS)
+    mean = st.cross_shard_mean(AXIS)
+    median = st.aggregators.coordinate_median(AXIS)
     track = monitoring.track_noise_scale
     updates = {**lying_shards.tree(), 'half': np.ones([8, 3], jnp.bfloat16)}
 
@@ -148,7 +148,7 @@ class NoiseScaleTest(parameterized.TestCase):
       def run(tx):
         return tx.update(own[0], tx.init(params), params, weight=own[1])[0]
 
-      own = shard_transforms.per_shard(own, AXIS)
+      own = st.per_shard(own, AXIS)
       pairs = [
           (track(AXIS), mean),
           (track(AXIS, mean), mean),

@@ -8,12 +8,12 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import monitoring
 
 AXIS = modes.AXIS
 SHARDS = 4
-MEAN = shard_transforms.cross_shard_mean(AXIS)
+MEAN = st.cross_shard_mean(AXIS)
 CLIP = optax.clip_by_global_norm(1.0)
 ADAM = optax.adam(0.1, eps=1e-3)
 
@@ -48,7 +48,7 @@ def own_statistics_loss(params, batch):
 
 
 def shared_statistics_loss(params, batch):
-  squares = shard_transforms.shard_mean(
+  squares = st.shard_mean(
       jnp.mean(batch['x'] ** 2, axis=0, keepdims=True), AXIS
   )
   return errors(params, batch['x'] / (jnp.sqrt(squares) + 1e-3)).mean()
@@ -95,9 +95,9 @@ def run_of(mode, loss, tx, weight_of=None):
 
   def step(params, batch):
     weight = None if weight_of is None else weight_of(batch)
-    value, grads = shard_transforms.value_and_grad(loss, AXIS)(params, batch)
+    value, grads = st.value_and_grad(loss, AXIS)(params, batch)
     updates, _ = tx.update(grads, tx.init(params), params, weight=weight)
-    mean = shard_transforms.shard_mean((value, grads), AXIS, weight=weight)
+    mean = st.shard_mean((value, grads), AXIS, weight=weight)
     statistics = {'largest': lax.pmax(batch['x'].max(), AXIS)}
     return {
         'statistics': statistics,
@@ -124,8 +124,8 @@ SOUND = {
     'key of row': (key_of_row_loss, optax.chain(MEAN, ADAM)),
     'weight': (masked_loss, optax.chain(MEAN, ADAM), real_rows),
     'noise of one key': (mean_loss, optax.chain(MEAN, noisy(lambda x: x))),
-    'sharded': (mean_loss, shard_transforms.shard_update(ADAM, AXIS)),
-    'sum': (summed_loss, shard_transforms.cross_shard_sum(AXIS)),
+    'sharded': (mean_loss, st.shard_update(ADAM, AXIS)),
+    'sum': (summed_loss, st.cross_shard_sum(AXIS)),
 }
 # The first part that differs, and a cause.
 WRONG = {

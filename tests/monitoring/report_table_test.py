@@ -3,9 +3,9 @@ import dataclasses
 from absl.testing import parameterized
 
 import cases
-import shard_transforms
+import shard_transforms as st
 
-SUM = shard_transforms.monitoring.Collective(
+SUM = st.monitoring.Collective(
     'psum', 'float32', payload_bytes=4000, axes=('data',), num_shards=8
 )
 
@@ -52,14 +52,11 @@ class CollectiveTest(parameterized.TestCase):
 class WireReportTest(parameterized.TestCase):
 
   def test_prints_a_table(self):
-    report = shard_transforms.monitoring.WireReport(
+    report = st.monitoring.WireReport(
         (
             dataclasses.replace(SUM, scope='mean', conditional=True),
             dataclasses.replace(
-                SUM,
-                primitive='all_gather',
-                axes=('a', 'b'),
-                in_while=True,
+                SUM, primitive='all_gather', axes=('a', 'b'), in_while=True
             ),
             # Rows that are alike print as one.
             *(
@@ -90,7 +87,7 @@ class MergedTest(parameterized.TestCase):
         SUM,
         SUM,
     )
-    report = shard_transforms.monitoring.WireReport(parts, ('wrong',))
+    report = st.monitoring.WireReport(parts, ('wrong',))
 
     merged = report.merged
 

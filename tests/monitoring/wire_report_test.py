@@ -13,7 +13,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import shard_update
@@ -88,7 +88,7 @@ def halve(updates, params=None):
 
 
 def weighted_mean(tree, weight):
-  return shard_transforms.shard_mean(tree, AXIS, weight=weight)
+  return st.shard_mean(tree, AXIS, weight=weight)
 
 
 def whole_step(x, tokens):
@@ -100,7 +100,7 @@ def whole_step(x, tokens):
     return jnp.mean((x @ params['w'] + params['b'][None]) ** 2)
 
   params = {'w': jnp.zeros((3, 5), x.dtype), 'b': jnp.zeros(5, x.dtype)}
-  value, grads = shard_transforms.value_and_grad(loss, AXIS)(params, x)
+  value, grads = st.value_and_grad(loss, AXIS)(params, x)
   updates, _ = tx.update(
       grads, tx.init(params), params, local_step=0, weight=tokens
   )
@@ -165,7 +165,7 @@ LIBRARY = {
         *((R(8) + R(GRADS_BYTES + 4), 0), 4),
     ),
     'reduce_towers of mean': (
-        *(update_with(shard_transforms.reduce_towers(3, MEAN)), (TOWERS,)),
+        *(update_with(st.reduce_towers(3, MEAN)), (TOWERS,)),
         *((R(GRADS_BYTES), 0), 2),
     ),
     # Always: the decision, the loss and its weight. Once a window: gradients.
@@ -499,7 +499,7 @@ class WireReportTest(parameterized.TestCase):
 
   @cases.parameters('pmap', 'shard_map_unchecked', 'axis_sizes')
   def test_warns_of_what_hangs_where_it_is_known_what_differs(self, way):
-    inner = optax.chain(shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.1))
+    inner = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(0.1))
     tx = optax.apply_if_finite(inner, 5)
 
     report = report_on(way, update_with(tx), VECTOR)

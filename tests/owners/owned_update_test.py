@@ -17,7 +17,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import cross_shard_mean
 from shard_transforms import init_state
 from shard_transforms import monitoring
@@ -179,15 +179,15 @@ class Case(NamedTuple):
 
 
 def clip_then_lars(shapes, wrap=lambda tx: tx):
-  clip = shard_transforms.clip_by_global_norm
+  clip = st.clip_by_global_norm
   sliced = optax.chain(clip(0.1, AXIS, sharded=P(AXIS)), optax.lars(0.1))
   alone = optax.chain(clip(0.1), optax.lars(0.1))
   return Case(wrap(owned(sliced)), wrap(whole(alone)), shapes)
 
 
 def in_towers_of_a_guard(reduced):
-  guarded = shard_transforms.guard(reduced, AXIS)
-  return shard_transforms.tower_reduce(2, guarded, axis_name=AXIS)
+  guarded = st.guard(reduced, AXIS)
+  return st.tower_reduce(2, guarded, axis_name=AXIS)
 
 
 def muon_of_decoder():
@@ -204,10 +204,7 @@ GROUPS = [[0, 2], [1, 3]]
 CASES = {name: Case.of(inner) for name, inner in INNERS.items()} | {
     'sums of groups': Case(
         owned(optax.lars(0.1), reduction='sum', groups=GROUPS),
-        optax.chain(
-            shard_transforms.cross_shard_sum(AXIS, groups=GROUPS),
-            optax.lars(0.1),
-        ),
+        optax.chain(st.cross_shard_sum(AXIS, groups=GROUPS), optax.lars(0.1)),
         apart=True,
     ),
     'norm of whole leaves': clip_then_lars(SHAPES, in_towers_of_a_guard),
@@ -233,7 +230,7 @@ def train(named, mode='shard_map', num_shards=SHARDS):
 
     start = params, tx.init(params)
     if case.apart:
-      start = shard_transforms.per_shard(start, AXIS)
+      start = st.per_shard(start, AXIS)
     return lax.scan(step, start, data)[0][0]
 
   def fn(params, data):
@@ -433,7 +430,7 @@ class StateTest(parameterized.TestCase):
     self.assertEqual(place.shape, (4, 6))
     self.assertEqual(mu['scalar'].shape, ())
     self.assertEqual(optax.tree_utils.tree_get(state, 'count').shape, ())
-    specs = shard_transforms.state_specs(tx, params, mesh)
+    specs = st.state_specs(tx, params, mesh)
     self.assertEqual(optax.tree_utils.tree_get(specs, 'count'), P())
     self.assertEqual({*specs.inner_state.rows.values()}, {P(AXIS)})
     mapped = optax.tree_utils.tree_map_params(tx, lambda x: x, state)
@@ -487,10 +484,10 @@ class StateTest(parameterized.TestCase):
     tx = owned(inner, **kwargs)
 
     def step(state, grads):
-      grads = shard_transforms.per_shard(grads, AXIS)
+      grads = st.per_shard(grads, AXIS)
       return tx.update(grads, state, params)[0]
 
-    specs = shard_transforms.state_specs(made, before, mesh)
+    specs = st.state_specs(made, before, mesh)
     with self.assertRaisesRegex(ValueError, message):
       trace(step, state, params, in_specs=(specs, P()))
 
@@ -515,7 +512,7 @@ class StateTest(parameterized.TestCase):
     state = owners.OwnedUpdateState(optax.TraceState(zeros))
 
     def step(state):
-      grads = shard_transforms.per_shard(zeros, AXIS)
+      grads = st.per_shard(zeros, AXIS)
       return owned(inner).update(grads, state)[0]
 
     with self.assertRaisesRegex(ValueError, 'State of .* got TraceState'):
@@ -535,10 +532,10 @@ class ProgramTest(parameterized.TestCase):
         (AxisType.Auto,) * len(sizes),
         devices=jax.devices()[: np.prod(sizes)],
     )
-    specs = shard_transforms.state_specs(tx, params, mesh)
+    specs = st.state_specs(tx, params, mesh)
 
     def step(params, state):
-      grads = shard_transforms.per_shard(params, axes)
+      grads = st.per_shard(params, axes)
       return tx.update(grads, state, params)
 
     mapped = jax.shard_map(
@@ -641,7 +638,7 @@ def in_a_branch(updates):
 def updated(inner, params, own=0.0, **extra_args):
   """Returns the first updates, at parameters that a number is added to."""
   tx = owned(inner)
-  grads = shard_transforms.per_shard(params, AXIS)
+  grads = st.per_shard(params, AXIS)
   at = jax.tree.map(lambda p: p + own, params)
   return tx.update(grads, tx.init(params), at, **extra_args)[0]
 
@@ -736,7 +733,7 @@ class RefusalTest(parameterized.TestCase):
     tx = owned(optax.lars(0.1))
 
     def step(params):
-      grads = shard_transforms.per_shard(params, (AXIS, 'model'))
+      grads = st.per_shard(params, (AXIS, 'model'))
       return tx.update(grads, tx.init(params), params)[0]
 
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
@@ -779,7 +776,7 @@ class RefusalTest(parameterized.TestCase):
   @cases.parameters(
       (owned, r'must keep the types .* got the tree'),
       (
-          functools.partial(shard_transforms.shard_update, axis_name=AXIS),
+          functools.partial(st.shard_update, axis_name=AXIS),
           r'must treat each element .* it changes the tree',
       ),
   )
@@ -791,7 +788,7 @@ class RefusalTest(parameterized.TestCase):
     init_state(tx, pair, modes.mesh())
 
     def step(pair):
-      grads = shard_transforms.per_shard(pair.fast, AXIS)
+      grads = st.per_shard(pair.fast, AXIS)
       return tx.update(grads, tx.init(pair), pair)[0]
 
     with self.assertRaisesRegex(ValueError, message):

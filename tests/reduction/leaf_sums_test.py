@@ -12,16 +12,14 @@ import numpy as np
 import cases
 import modes
 import reductions
-import shard_transforms
+import shard_transforms as st
 from shard_transforms._src.base import axes as axes_lib
 
 
 class NumberOfCollectivesTest(parameterized.TestCase):
 
   def test_leaves_are_not_packed_under_vmap(self):
-    mapped = reductions.map_reductions(
-        'vmap', shard_transforms.cross_shard_mean(modes.AXIS)
-    )
+    mapped = reductions.map_reductions('vmap', st.cross_shard_mean(modes.AXIS))
 
     jaxpr = jax.make_jaxpr(mapped)(
         *reductions.with_data(np.ones((3, 5)), np.ones(7))
@@ -37,7 +35,7 @@ class NumberOfCollectivesTest(parameterized.TestCase):
   def test_only_dtypes_that_are_not_summed_alike_travel_apart(
       self, groups, expected
   ):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
+    tx = st.cross_shard_mean(modes.AXIS, groups=groups)
 
     sent = reductions.count_sent(
         reductions.map_reductions('shard_map', tx),
@@ -59,8 +57,7 @@ class PackingTest(parameterized.TestCase):
 
   def assert_same_bits(self, partitions):
     txs = [
-        shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
-        for groups in partitions
+        st.cross_shard_mean(modes.AXIS, groups=groups) for groups in partitions
     ]
     # Of all ranks, none like its neighbour, and more than one buffer holds.
     shapes = [(), (1,), (3, 5), (7,), (2, 1, 4)] * 7
@@ -96,7 +93,7 @@ class PackingTest(parameterized.TestCase):
   ):
     leaf = np.broadcast_to(np.float32(1), shape)
     mapped = reductions.map_reductions(
-        'shard_map', shard_transforms.cross_shard_mean(modes.AXIS)
+        'shard_map', st.cross_shard_mean(modes.AXIS)
     )
 
     with mock.patch.object(
@@ -117,10 +114,10 @@ class PartlyMappedMeshTest(parameterized.TestCase):
     return jax.make_mesh(shape, ('data', 'model'), (kind,) * 2, devices=devices)
 
   def _mapped(self, mesh, dtype='float32', axis_names=('data',)):
-    tx = shard_transforms.cross_shard_mean('data')
+    tx = st.cross_shard_mean('data')
 
     def shard(params, x):
-      grad = shard_transforms.value_and_grad(_loss_of_two, 'data')
+      grad = st.value_and_grad(_loss_of_two, 'data')
       _, grads = grad(params, x[0])
       return tx.update(grads, tx.init(params))[0]
 
@@ -179,7 +176,7 @@ class PartlyMappedMeshTest(parameterized.TestCase):
   @cases.parameters(AxisType.Auto, AxisType.Explicit)
   def test_groups_keep_the_sharding_of_other_axes(self, kind):
     mesh = self._mesh(kind)
-    tx = shard_transforms.cross_shard_mean('data', groups=((1, 0),))
+    tx = st.cross_shard_mean('data', groups=((1, 0),))
     mapped = jax.shard_map(
         lambda x: tx.update(x, tx.init(x))[0],
         mesh=mesh,
@@ -206,7 +203,7 @@ class TypeTest(parameterized.TestCase):
 
   @cases.parameters((None,), (reductions.GROUPS,))
   def test_says_whether_shards_differ(self, groups):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, groups=groups)
+    tx = st.cross_shard_mean(modes.AXIS, groups=groups)
 
     def shard(params, data):
       updates = reductions.reduce(tx, params, data)
@@ -226,7 +223,7 @@ class SeveralMapsTest(parameterized.TestCase):
   def test_leaves_that_vary_over_other_axes_travel_apart(self):
     auto = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ('data', 'model'), auto)
-    tx = shard_transforms.cross_shard_mean('data')
+    tx = st.cross_shard_mean('data')
 
     def shard(x):
       # One of them is the same along `model`; in a buffer with the other it
@@ -258,7 +255,7 @@ class SeveralMapsTest(parameterized.TestCase):
     self.assertEqual(reductions.count_sent(mapped, x), {'psum': 3})
 
   def _vmap_in_shard_map(self, axis_name, check_vma):
-    tx = shard_transforms.cross_shard_mean(axis_name)
+    tx = st.cross_shard_mean(axis_name)
     reduce = jax.vmap(
         lambda x: tx.update(x, tx.init(x))[0], axis_name='example'
     )

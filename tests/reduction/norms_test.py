@@ -9,7 +9,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import global_norm
 from shard_transforms._src.reduction import norms
 from sliced_trees import MIXES
@@ -78,7 +78,7 @@ class GlobalNormTest(parameterized.TestCase):
     sizes = {'a': 6, 'b': 7, 'c': 8}
     tree = {name: jnp.ones(n, jnp.float32) for name, n in sizes.items()}
 
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         lambda tree: global_norm(
             tree, AXIS, sharded={'a': P(AXIS), 'b': P(AXIS), 'c': P()}
         ),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms._src.base import thresholds
 
 GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -61,7 +61,7 @@ def count_sent(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
 
 def reduce(tx: Any, params: Any, data: Any, weight: Any = None) -> Any:
   """Returns the reduction of a shard's own gradient."""
-  grad = shard_transforms.value_and_grad(loss, modes.AXIS)
+  grad = st.value_and_grad(loss, modes.AXIS)
   _, grads = grad(params, data)
   return tx.update(grads, tx.init(params), params, weight=weight)[0]
 

@@ -6,7 +6,7 @@ import numpy as np
 import cases
 import modes
 import reductions
-import shard_transforms
+import shard_transforms as st
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 
@@ -22,7 +22,7 @@ def whole_and_sharded(kind='mean', **options):
 
 
 def grads_of(params, data):
-  grad = shard_transforms.value_and_grad(reductions.loss, modes.AXIS)
+  grad = st.value_and_grad(reductions.loss, modes.AXIS)
   return grad(params, data)[1]
 
 

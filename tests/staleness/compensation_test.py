@@ -8,7 +8,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import compensate_delay
 from shard_transforms import cross_shard_mean
 
@@ -28,7 +28,7 @@ def _loss(params, x):
 
 
 def _grads(params, x):
-  return shard_transforms.value_and_grad(_loss, AXIS)(params, x)[1]
+  return st.value_and_grad(_loss, AXIS)(params, x)[1]
 
 
 def _compensate(adaptive, **kwargs):
@@ -205,13 +205,11 @@ class StateTest(parameterized.TestCase):
   def test_is_never_less_on_other_shards(self, before, after, rows):
     tx = _compensate(True, axis_name=AXIS)
     params = np.zeros(3, np.float32)
-    state = shard_transforms.init_state(tx, params, modes.mesh(before))
+    state = st.init_state(tx, params, modes.mesh(before))
     mean_square = np.tile(np.arange(before, dtype='float32')[:, None], (1, 3))
     state = state._replace(mean_square=mean_square)
 
-    resized = shard_transforms.resize_state(
-        state, tx, params, modes.mesh(after)
-    )
+    resized = st.resize_state(state, tx, params, modes.mesh(after))
 
     np.testing.assert_array_equal(
         resized.mean_square, np.tile(np.array(rows)[:, None], (1, 3))

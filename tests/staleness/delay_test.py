@@ -8,7 +8,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import cross_shard_mean
 from shard_transforms import delay_updates
 
@@ -24,7 +24,7 @@ def _loss(params, x):
 
 
 def _grads(params, x):
-  return shard_transforms.value_and_grad(_loss, AXIS)(params, x)[1]
+  return st.value_and_grad(_loss, AXIS)(params, x)[1]
 
 
 def _params():
@@ -147,20 +147,19 @@ class GatesTest(parameterized.TestCase):
 class StateTest(parameterized.TestCase):
 
   @cases.parameters(
-      ('mean', 4, [0.5, 2.5, 4.5, 6.5]),
-      ('sum', 4, [1, 5, 9, 13]),
+      ('mean', 4, [0.5, 2.5, 4.5, 6.5]), ('sum', 4, [1, 5, 9, 13])
   )
   def test_what_is_pending_stays_with_fewer_shards(self, how, after, rows):
     tx = delay_updates(1, axis_name=AXIS)
     params = np.zeros(3, np.float32)
-    state = shard_transforms.init_state(tx, params, modes.mesh())
+    state = st.init_state(tx, params, modes.mesh())
     pending = np.arange(8, dtype=np.float32)[:, None, None]
     pending = pending * np.array([1.0, 10.0], np.float32)[None, :, None]
     state = state._replace(
         slot=np.int32(1), pending=np.tile(pending, (1, 1, 3))
     )
 
-    resized = shard_transforms.resize_state(
+    resized = st.resize_state(
         state, tx, params, modes.mesh(after), reduction=how
     )
 
@@ -171,14 +170,12 @@ class StateTest(parameterized.TestCase):
   @cases.parameters(None, 'weighted')
   def test_is_resized_only_if_it_is_known_how(self, how):
     tx = delay_updates(1, axis_name=AXIS)
-    state = shard_transforms.init_state(tx, jnp.zeros(3), modes.mesh())
+    state = st.init_state(tx, jnp.zeros(3), modes.mesh())
 
     with self.assertRaisesRegex(
         ValueError, r"`reduction` must be 'mean' or 'sum'.* at \.pending"
     ):
-      shard_transforms.resize_state(
-          state, tx, jnp.zeros(3), modes.mesh(4), reduction=how
-      )
+      st.resize_state(state, tx, jnp.zeros(3), modes.mesh(4), reduction=how)
 
 
 class RefusalTest(parameterized.TestCase):

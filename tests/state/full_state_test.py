@@ -16,6 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import cases
+from harness import assert_same
 import modes
 from shard_transforms import compression
 from shard_transforms import full_state
@@ -61,39 +62,13 @@ COPY = optax.GradientTransformation(
 )
 
 
-def numbered(state, params):
-  """Returns a state of `trace`, in which leaves are numbered from 1."""
-  treedef = jax.tree.structure(params)
-  trace = treedef.unflatten(
-      np.full(jnp.shape(x), i, np.float32)
-      for i, x in enumerate(jax.tree.leaves(params), 1)
-  )
-  return state._replace(inner_state=optax.TraceState(trace))
-
-
 def saved_by_orbax(state, like):
   """Returns what orbax restores like `like` of a state that it has saved."""
-  with (
-      tempfile.TemporaryDirectory() as folder,
-      ocp.StandardCheckpointer() as saver,
-  ):
-    saver.save(f'{folder}/state', state)
+  folder = tempfile.TemporaryDirectory()
+  with folder as path, ocp.StandardCheckpointer() as saver:
+    saver.save(f'{path}/state', state)
     saver.wait_until_finished()
-    return saver.restore(f'{folder}/state', like)
-
-
-def assert_same(actual, expected):
-  """Asserts the same tree, bits, dtypes and shardings."""
-  chex.assert_trees_all_equal_structs(actual, expected)
-  chex.assert_trees_all_equal(
-      jax.device_get(actual), jax.device_get(expected), strict=True
-  )
-  specs = [jax.tree.map(lambda x: x.sharding, x) for x in (actual, expected)]
-  assert jax.tree.all(
-      jax.tree.map(
-          lambda x, y, leaf: x.is_equivalent_to(y, leaf.ndim), *specs, expected
-      )
-  )
+    return saver.restore(f'{path}/state', like)
 
 
 class FullTest(parameterized.TestCase):
@@ -107,11 +82,8 @@ class FullTest(parameterized.TestCase):
     full = full_state(state, tx, params_of(), mesh)
     target = full_state(init_state(tx, shapes, mesh), tx, shapes, mesh)
 
-    chex.assert_trees_all_equal(
-        jax.device_get(full.inner_state),
-        jax.device_get(COPY.init(params_of())),
-        strict=True,
-    )
+    found = jax.device_get((full.inner_state, COPY.init(params_of())))
+    chex.assert_trees_all_equal(*found, strict=True)
     kinds = jax.tree.map(ocp.utils.to_shape_dtype_struct, full)
     self.assertEqual(target, kinds)
     for given, after in (full, mesh), (jax.device_get(full), modes.mesh(3)):
@@ -127,9 +99,8 @@ class FullTest(parameterized.TestCase):
     join = jax.jit(lambda state: full_state(state, tx, params, mesh))
 
     memory = join.lower(state).compile().memory_analysis()
-    self.assertLess(
-        memory.temp_size_in_bytes, sum(x.nbytes for x in params.values()) / 2
-    )
+    num_bytes = sum(x.nbytes for x in params.values())
+    self.assertLess(memory.temp_size_in_bytes, num_bytes / 2)
 
   @cases.parameters(*WRAPPERS)
   def test_over_several_axes(self, name):
@@ -179,10 +150,8 @@ class FullTest(parameterized.TestCase):
     full = full_state(state, tx, params, mesh)
     resized = resize_state(state, tx, params, mesh)
 
-    spoil = jax.jit(
-        lambda s: jax.tree.map(lambda x: x * 2 + 1, s), donate_argnums=0
-    )
-    jax.block_until_ready(spoil(state))
+    spoil = functools.partial(jax.tree.map, lambda x: x * 2 + 1)
+    jax.block_until_ready(jax.jit(spoil, donate_argnums=0)(state))
 
     again = full_state(resized, tx, params, mesh)
     for count, copy in full[0].inner_state, full[1], again[0].inner_state:
@@ -190,9 +159,8 @@ class FullTest(parameterized.TestCase):
       np.testing.assert_array_equal(copy['scalar'], 0.5)
 
   def test_has_the_keys_of_random_numbers(self):
-    inner = optax.chain(
-        optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.trace(0.9)
-    )
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
+    inner = optax.chain(noise, optax.trace(0.9))
     tx, params = owners.owned_update(inner, AXIS), {'a': ones((4, 3))}
     state = init_state(tx, params, modes.mesh())
 
@@ -200,11 +168,9 @@ class FullTest(parameterized.TestCase):
     resized = resize_state(state, tx, params, modes.mesh(4))
     placed = place_state(full, tx, params, modes.mesh(4))
 
-    expected = init_state(tx, params, modes.mesh(4))
+    expected = jax.tree.map(_bits, init_state(tx, params, modes.mesh(4)))
     for found in (resized, placed):
-      chex.assert_trees_all_equal(
-          jax.tree.map(_bits, found), jax.tree.map(_bits, expected)
-      )
+      chex.assert_trees_all_equal(jax.tree.map(_bits, found), expected)
 
   @cases.parameters(*WRAPPERS)
   def test_a_label_without_parameters_is_resized(self, name):
@@ -243,10 +209,7 @@ class FullTest(parameterized.TestCase):
 
   def test_joins_the_slices_of_residuals(self):
     tx = compression.compressed_mean(AXIS, compression.quantize(8))
-    params = {
-        'w': ones((200, 300)),
-        'b': ones(300),
-    }
+    params = {'w': ones((200, 300)), 'b': ones(300)}
     state = init_state(tx, params, modes.mesh())
 
     full = full_state(state, tx, params, modes.mesh())
@@ -273,8 +236,9 @@ class CheckpointTest(parameterized.TestCase):
     tx = WRAPPERS[name](optax.trace(0.9))
     params = {name: ones(shape) for name, shape in OWNED.items()}
     before, after = modes.mesh(), modes.mesh(3)
-    state = init_state(tx, params, before)
-    expected = numbered(state, params)
+    trace = {k: x * i for i, (k, x) in enumerate(params.items(), 1)}
+    expected = init_state(tx, params, before)
+    expected = expected._replace(inner_state=optax.TraceState(trace))
     state = place_state(expected, tx, params, before)
 
     like = full_state(init_state(tx, params, after), tx, params, after)
@@ -298,17 +262,14 @@ class CheckpointTest(parameterized.TestCase):
     restored = saved_by_orbax(state, like)
 
     assert_same(restored, init_state(tx, params, after))
-    chex.assert_trees_all_equal(
-        jax.device_get(restored.inner_state[1]), params, strict=True
-    )
+    restored = jax.device_get(restored.inner_state[1])
+    chex.assert_trees_all_equal(restored, params, strict=True)
 
   @cases.parameters((4, None), (8, lambda params: {n: ord(n) for n in params}))
   def test_rows_are_never_restored_for_other_owners(self, num_shards, cost):
     params = {name: ones(shape) for name, shape in OWNED.items()}
-    old, new = (
-        owners.owned_update(optax.trace(0.9), AXIS, cost=cost)
-        for cost in (None, cost)
-    )
+    owned = WRAPPERS['owners']
+    old, new = (owned(optax.trace(0.9), cost=x) for x in (None, cost))
     state = init_state(old, params, modes.mesh())
     like = init_state(new, params, modes.mesh(num_shards))
     like = jax.tree.map(np.zeros_like, like)
@@ -348,13 +309,13 @@ def convert(
   fn(state, other or tx, params if others is None else others, here, **options)
 
 
+PLACED = {'fn': place_state}
+
+
 def traced(shape, dtype=np.float32):
   """Puts a leaf into a full state."""
   trace = optax.TraceState({'w': np.zeros(shape, dtype)})
-  return {
-      'fn': place_state,
-      'change': lambda state: state._replace(inner_state=trace),
-  }
+  return PLACED | {'change': lambda state: state._replace(inner_state=trace)}
 
 
 def owned(shape, change):
@@ -367,11 +328,15 @@ def owned(shape, change):
   return {'params': params, 'tx': TRACE['owners'], 'change': changed}
 
 
-MODEL, LARGE, SMALL = (
-    P('model'),
-    {'w': zeros((64, 100))},
-    {'w': zeros((60, 90))},
-)
+MODEL = P('model')
+LARGE, SMALL = {'w': zeros((64, 100))}, {'w': zeros((60, 90))}
+
+
+def on_model(shape, sizes):
+  params = {name: zeros(shape) for name in 'vw'}
+  return {'params': params, 'mesh': (sizes, (AXIS, 'model')), 'specs': MODEL}
+
+
 MADE_BY = '`state` must be made by .*'
 # The parts, [3], are padded at their ends, and all of it looks like [6].
 PARTS = {
@@ -381,76 +346,55 @@ PARTS = {
 }
 # What both wrappers refuse: changes of a call, an error and words.
 BOTH = (
-    ({'fn': place_state}, ValueError, r'got .* at \.inner_state.* instead of'),
+    (PLACED, ValueError, r'got .* at \.inner_state.* instead of'),
     (traced((2, 8)), ValueError, r'\(2, 8\) at .*\(4, 4\)\. It must be what'),
     (traced((4, 4), 'f8'), TypeError, 'float64 instead of float32'),
     ({'others': {'w': zeros((4, 99))}}, ValueError, MADE_BY + r'\.inner_state'),
     ({'others': {'v': zeros((4, 4))}}, ValueError, MADE_BY + r'\.inner_state'),
+    # Its parts, [3, 5], are padded.
     (
-        # Its parts, [3, 5], are padded.
-        {
-            'params': {name: zeros((6, 5)) for name in 'vw'},
-            'mesh': ((4, 2), (AXIS, 'model')),
-            'specs': MODEL,
-            'in_specs': MODEL,
-        },
-        ValueError,
-        '`in_specs` must not shard',
+        on_model((6, 5), (4, 2)) | {'in_specs': MODEL},
+        *(ValueError, '`in_specs` must not shard'),
     ),
-    (
-        {
-            'params': {name: zeros((4, 5)) for name in 'vw'},
-            'mesh': ((2, 4), (AXIS, 'model')),
-            'specs': MODEL,
-        },
-        ValueError,
-        'made',
-    ),
+    (on_model((4, 5), (2, 4)), ValueError, 'made'),
 )
+RAW = {'change': lambda state: state._asdict()}
+RESIZED = PARTS | {'fn': resize_state}
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 # What one of them refuses.
 EACH = (
     (
-        {
-            'tx': reproducible.towers(2, optax.trace(0.9), AXIS),
-            'fn': place_state,
-            'other': SLICED,
-        },
+        PLACED
+        | {'tx': reproducible.towers(2, optax.trace(0.9), AXIS)}
+        | {'other': SLICED},
         'got the tree .*TowersState.* instead',
     ),
     (
-        {
-            'tx': shard_update(
-                optax.trace(0.9), AXIS, groups=[[0, 1, 2, 3], [4, 5, 6, 7]]
-            )
-        },
+        {'tx': shard_update(optax.trace(0.9), AXIS, groups=HALVES)},
         '`groups` divide has no full form',
     ),
     (
-        {
-            'tx': tower_reduce(2, SLICED, axis_name=AXIS),
-            'fn': place_state,
-            'others': {'v': zeros((4, 5))},
-        },
+        PLACED
+        | {'tx': tower_reduce(2, SLICED, axis_name=AXIS)}
+        | {'others': {'v': zeros((4, 5))}},
         r'got the tree .* at \.total',
     ),
     # The raw tree of a checkpoint.
-    ({'change': lambda s: s._asdict()}, 'got the tree .* instead of'),
-    (
-        {'tx': optax.trace(0.9), 'change': lambda s: s._asdict()},
-        'got the tree .* instead of',
-    ),
+    (RAW, 'got the tree .* instead of'),
+    ({'tx': optax.trace(0.9)} | RAW, 'got the tree .* instead of'),
     (owned((4, 4), lambda row: row[:, :3]), 'the row .* whose owners keep 16'),
     (owned((8, 2), lambda row: row.mT), 'the row .* whose owners keep 16'),
-    (
-        {'params': LARGE, 'others': SMALL, 'change': jax.device_get},
-        'made',
-    ),
+    ({'params': LARGE, 'others': SMALL, 'change': jax.device_get}, 'made'),
     ({'params': LARGE, 'others': SMALL}, 'made'),
     ({'params': LARGE, 'others': SMALL, 'fn': resize_state}, 'made'),
-    (PARTS, '`in_specs` must be those'),
-    (PARTS | {'fn': resize_state}, '`in_specs` must be those'),
     (
-        PARTS | {'fn': resize_state, 'after': ((2, 4), ('other', AXIS))},
+        {'after': ((4,), (AXIS,)), 'params': ones(10)},
+        '`in_specs` must be those',
+    ),
+    (PARTS, '`in_specs` must be those'),
+    (RESIZED, '`in_specs` must be those'),
+    (
+        RESIZED | {'after': ((2, 4), ('other', AXIS))},
         '`in_specs` must be those',
     ),
 )

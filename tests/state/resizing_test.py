@@ -19,8 +19,9 @@ import pytest
 
 import cases
 import declared_state
+from harness import assert_same
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import guard
@@ -32,7 +33,7 @@ from shard_transforms._src.state import row_resizing
 from shard_transforms.state_rules import Rule
 
 AXIS = modes.AXIS
-SPIKES = shard_transforms.SpikeRule(max_stds=3, window=2)
+SPIKES = st.SpikeRule(max_stds=3, window=2)
 # Rows of a call are divided evenly among 8 or 4 shards.
 CALLS, ROWS, TOWERS = 6, 24, 3
 
@@ -57,22 +58,6 @@ def spiked(state, last_spike):
   )
 
 
-def assert_same(actual, expected):
-  """Asserts the same tree, kinds, bits and shardings."""
-  chex.assert_trees_all_equal_structs(actual, expected)
-  chex.assert_trees_all_equal(
-      jax.device_get(actual), jax.device_get(expected), strict=True
-  )
-  places = [jax.tree.map(on_devices, tree) for tree in (actual, expected)]
-  assert places[0] == places[1], places
-
-
-def on_devices(leaf):
-  """Returns which part of a leaf each device has."""
-  parts = leaf.sharding.devices_indices_map(leaf.shape)
-  return sorted((d.id, str(part)) for d, part in parts.items())
-
-
 def copying():
   """Returns a transformation whose state are the parameters."""
   return optax.GradientTransformation(
@@ -89,13 +74,10 @@ def replaced(state, **fields):
     sharding = getattr(like, 'sharding', None)
     return jax.device_put(x, sharding) if sharding else x
 
-  old = {field: getattr(state, field) for field in fields}
-  return state._replace(
-      **{
-          field: jax.tree.map(place, old[field], value)
-          for field, value in fields.items()
-      }
-  )
+  for name, value in fields.items():
+    placed = jax.tree.map(place, getattr(state, name), value)
+    state = state._replace(**{name: placed})
+  return state
 
 
 def state_of(tx, params, num_shards):
@@ -104,20 +86,14 @@ def state_of(tx, params, num_shards):
 
 def saved(tx, params, num_shards, **fields):
   """Returns a state as from a checkpoint, of zeros and of these fields."""
-  params = jax.eval_shape(lambda: params)
-  state = jax.tree.map(
-      lambda x: np.zeros(x.shape, x.dtype), state_of(tx, params, num_shards)
-  )
-  return replaced(state, **fields) if fields else state
+  state = state_of(tx, jax.eval_shape(lambda: params), num_shards)
+  state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
+  return replaced(state, **fields)
 
 
 def two_axes(shape):
-  return jax.make_mesh(
-      shape,
-      (AXIS, 'model'),
-      (AxisType.Auto,) * 2,
-      devices=jax.devices()[: np.prod(shape)],
-  )
+  devices, kinds = jax.devices()[: np.prod(shape)], (AxisType.Auto,) * 2
+  return jax.make_mesh(shape, (AXIS, 'model'), kinds, devices=devices)
 
 
 class TrainingTest(parameterized.TestCase):
@@ -152,8 +128,9 @@ class TrainingTest(parameterized.TestCase):
   def assert_goes_on(self, tx, valid):
     # Small integers, of single rows [calls, rows, ...].
     rng = np.random.default_rng(0)
+    shape = CALLS, ROWS
     rows = jax.tree.map(
-        lambda p: rng.integers(-9, 10, (CALLS, ROWS, *p.shape)), self.PARAMS
+        lambda p: rng.integers(-9, 10, shape + p.shape), self.PARAMS
     )
 
     def weighted(x, valid):
@@ -162,9 +139,7 @@ class TrainingTest(parameterized.TestCase):
 
     @functools.cache
     def step_on(num_shards):
-      specs = shard_transforms.state_specs(
-          tx, self.PARAMS, modes.mesh(num_shards)
-      )
+      specs = st.state_specs(tx, self.PARAMS, modes.mesh(num_shards))
 
       def step(params, state, own, call):
         grads, weight = jax.tree.map(lambda x: x[0], own)
@@ -238,6 +213,8 @@ class CutTest(parameterized.TestCase):
 
     assert_same(resized, state_of(tx, params, 3))
     assert_same(of_numpy, resized)
+    with self.assertRaisesRegex(TypeError, '`mesh` must be a `jax.sharding'):
+      resize_state(state, tx, params, AXIS)
 
   @cases.parameters(
       (8, [(4, 4)], [(16,)], r'\(.*\) at .*\[0\], which does not go into'),
@@ -250,22 +227,15 @@ class CutTest(parameterized.TestCase):
     tx = shard_update(copying(), AXIS)
     state = jax.device_get(state_of(tx, list(map(np.zeros, shapes)), before))
 
-    with self.assertRaisesRegex(
-        ValueError,
-        f'`state` must be made by .* these parameters, got .*{words}',
-    ):
+    message = f'`state` must be made by .* these parameters, got .*{words}'
+    with self.assertRaisesRegex(ValueError, message):
       resize_state(state, tx, list(map(np.zeros, others)), modes.mesh(4))
 
   @cases.parameters(
       # The slices have the same shapes.
       ((4, 2), (2, 4), (8, 6), None),
       # The parts of the parameter are padded.
-      (
-          (1, 2),
-          (4, 2),
-          (6, 5),
-          r'`in_specs` must not shard .* for \.inner_state',
-      ),
+      ((1, 2), (4, 2), (6, 5), r'`in_specs` must not .* for \.inner_state'),
   )
   def test_slices_of_sharded_parameters(self, before, after, shape, words):
     tx = shard_update(copying(), AXIS)
@@ -288,7 +258,7 @@ GATES = {
     'none': lambda tx: tx,
     'guard': lambda tx: guard(tx, AXIS, on_bad='exclude'),
     'drop_stale': lambda tx: drop_stale(2, tx, axis_name=AXIS),
-    'scale_by_staleness': lambda tx: shard_transforms.scale_by_staleness(
+    'scale_by_staleness': lambda tx: st.scale_by_staleness(
         'inverse', tx, axis_name=AXIS
     ),
 }
@@ -298,50 +268,36 @@ class WindowTest(parameterized.TestCase):
   """What `tower_reduce` has collected, and what `guard` has seen."""
 
   @cases.parameters(
-      (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
-      (3, 5, [[0], [1], [2], [], []]),
+      (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]), (3, 5, [[0], [1], [2], [], []])
   )
   def test_shards_are_merged(self, before, after, parts):
-    tx = tower_reduce(
-        4, guard(averaged(optax.identity()), AXIS), axis_name=AXIS
-    )
+    inner = guard(averaged(optax.identity()), AXIS)
+    tx = tower_reduce(4, inner, axis_name=AXIS)
     params = jnp.zeros((2, 3))
     rng = np.random.default_rng(0)
     total = rng.integers(-9, 9, (before, 2, 3)).astype(np.float32)
     weight = np.arange(before, dtype=np.float32)
     step = rng.integers(0, 99, before)
     bad = rng.integers(-1, 9, before)
-    state = state_of(tx, params, before)
-    state = replaced(
-        state,
-        tower=2,
-        total=total,
-        total_weight=weight,
-        oldest_local_step=step,
-        inner_state=replaced(state.inner_state, last_bad_step=bad),
-    )
 
+    def state_with(num_shards, last_bad_step, *fields):
+      state = state_of(tx, params, num_shards)
+      inner = replaced(state.inner_state, last_bad_step=last_bad_step)
+      names = 'total', 'total_weight', 'oldest_local_step'
+      fields = dict(zip(names, fields, strict=True))
+      return replaced(state, tower=2, **fields, inner_state=inner)
+
+    state = state_with(before, bad, total, weight, step)
     resized = resize_state(state, tx, params, modes.mesh(after))
 
-    def merged(combine, values, empty=0):
-      none = np.full(values.shape[1:], empty)
-      return np.stack(
-          [combine(values[p], axis=0) if p else none for p in parts]
-      )
+    def merged(combine, x, empty=0):
+      none = np.full(x.shape[1:], empty)
+      return np.stack([combine(x[p], axis=0) if p else none for p in parts])
 
-    expected = state_of(tx, params, after)
-    expected = replaced(
-        expected,
-        tower=2,
-        total=merged(np.sum, total),
-        total_weight=merged(np.sum, weight),
-        oldest_local_step=merged(np.min, step, np.iinfo(np.int32).max),
-        inner_state=replaced(
-            expected.inner_state,
-            last_bad_step=merged(np.max, bad, -1),
-        ),
-    )
-    assert_same(resized, expected)
+    sums = merged(np.sum, total), merged(np.sum, weight)
+    oldest = merged(np.min, step, np.iinfo(np.int32).max)
+    bad = merged(np.max, bad, -1)
+    assert_same(resized, state_with(after, bad, *sums, oldest))
 
   @cases.parameters(
       ('mean', [0, 1, 2, 3, 4, 5, 6, 7], [0.5, 2.5, 4.5, 6.5], 3),
@@ -353,23 +309,14 @@ class WindowTest(parameterized.TestCase):
       (None, [0] * 8, [0] * 4, 0),
       (None, [1, 2, 3], [1, 2, 3], 3),
   )
-  def test_window_without_weights_is_merged(
-      self, reduction, before, after, weights
-  ):
+  def test_window_without_weights_is_merged(self, how, before, after, weights):
     tx = tower_reduce(4, averaged(optax.identity()), axis_name=AXIS)
-    tower = 3 if any(before) else 0
-    state = saved(
-        tx,
-        np.float32(0),
-        len(before),
-        tower=tower,
-        total=before,
-        total_weight=np.full(len(before), tower),
-    )
+    tower, params = 3 if any(before) else 0, np.float32(0)
+    given = dict(total=before, total_weight=np.full(len(before), tower))
+    state = saved(tx, params, len(before), tower=tower, **given)
 
-    resized = resize_state(
-        state, tx, np.float32(0), modes.mesh(len(after)), reduction=reduction
-    )
+    mesh = modes.mesh(len(after))
+    resized = resize_state(state, tx, params, mesh, reduction=how)
 
     self.assertEqual(resized.tower, tower)
     np.testing.assert_array_equal(resized.total, after)
@@ -385,7 +332,7 @@ class WindowTest(parameterized.TestCase):
       ('mean', 'guard', 'mean', 2),
   )
   def test_a_weighted_window_ends_with_the_same_mean(
-      self, kind, gate, reduction, after
+      self, kind, gate, how, after
   ):
     inner = averaged(optax.identity())
     tx = tower_reduce(2, inner, axis_name=AXIS, reduction=kind)
@@ -397,19 +344,17 @@ class WindowTest(parameterized.TestCase):
     if gate != 'none':
       state = saved(tx, ZEROS, 4, inner_state=state)
 
-    resized = resize_state(
-        state, tx, ZEROS, modes.mesh(after), reduction=reduction
-    )
+    mesh = modes.mesh(after)
+    resized = resize_state(state, tx, ZEROS, mesh, reduction=how)
 
-    specs = shard_transforms.state_specs(tx, ZEROS, modes.mesh(after))
+    specs = st.state_specs(tx, ZEROS, mesh)
 
     def last(state, weight):
-      zeros = shard_transforms.per_shard(ZEROS, AXIS)
+      zeros = st.per_shard(ZEROS, AXIS)
       return tx.update(zeros, state, weight=weight[0], local_step=0)[0]
 
-    last = jax.shard_map(
-        last, mesh=modes.mesh(after), in_specs=(specs, P(AXIS)), out_specs=P()
-    )
+    specs = dict(in_specs=(specs, P(AXIS)), out_specs=P())
+    last = jax.shard_map(last, mesh=mesh, **specs)
     given = np.full(after, gate != 'none', np.float32)
     updates = jax.jit(last)(resized, given)
     divisor = 4 if kind == 'sum' else 1 + 2 + 3 + after
@@ -437,13 +382,7 @@ class WindowTest(parameterized.TestCase):
       ('mean', 3, [3] * 8, {}, "or 'weighted', got None.* at .total"),
       ('sum', 1, range(8), {}, 'or is summed, at .total'),
       ('mean', 0, [0] * 8, {'reduction': 'max'}, "`reduction` .*'max'"),
-      (
-          'mean',
-          0,
-          [0] * 8,
-          {'params': np.zeros(3, 'f')},
-          'got the shape .8, 2. at',
-      ),
+      ('mean', 0, [0] * 8, {'params': ZEROS[:1]}, 'got the shape .8, 2. at'),
   )
   def test_refuses_a_window(self, kind, tower, weights, changes, message):
     inner = averaged(optax.identity())
@@ -463,7 +402,7 @@ class KeepState(NamedTuple):
 
 def keep():
   def init_fn(params):
-    return KeepState(shard_transforms.per_shard(params, AXIS)[None])
+    return KeepState(st.per_shard(params, AXIS)[None])
 
   def update_fn(updates, state, params=None):
     del state, params
@@ -486,12 +425,8 @@ class CopyTest(parameterized.TestCase):
 
   @cases.parameters((3, False), (8, False), (8, True))
   def test_each_shard_has_a_key(self, num_shards, is_shared):
-    tx = shard_transforms.local_updates(
-        optax.add_noise(0.1, 0.5, jax.random.key(3)),
-        cross_shard_mean(AXIS),
-        AXIS,
-        every=4,
-    )
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
+    tx = st.local_updates(noise, cross_shard_mean(AXIS), AXIS, every=4)
     state = state_of(tx, jnp.zeros(2), 4)
     before = jnp.stack([jax.random.key(3)] * 4)
     if not is_shared:
@@ -526,10 +461,8 @@ class CopyTest(parameterized.TestCase):
     resized = resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh())
 
     assert_same(resized, state)
-    with self.assertRaisesRegex(
-        ValueError,
-        r'must have a rule.* \(8, 3\) instead of \(4, 3\) at \.kept',
-    ):
+    message = r'must have a rule.* \(8, 3\) instead of \(4, 3\) at \.kept'
+    with self.assertRaisesRegex(ValueError, message):
       resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh(4))
 
   @cases.parameters(
@@ -539,28 +472,23 @@ class CopyTest(parameterized.TestCase):
       # A sum of towers that has no axis of shards.
       (tower_reduce(4), tower_reduce(4), (6,), {}, r'\(3,\) at \.total'),
       (
-          tower_reduce(4),
-          tower_reduce(4),
-          (6,),
-          {'in_specs': P(AXIS)},
+          *(tower_reduce(4), tower_reduce(4), (6,), {'in_specs': P(AXIS)}),
           r'\(3,\) at \.total',
       ),
   )
   def test_refuses_state_of_others(self, tx, other, shape, options, words):
     state = saved(tx, np.zeros(3, np.float32), 8)
 
-    with self.assertRaisesRegex(
-        ValueError, f'`state` .* by this .* these parameters, got .*{words}'
-    ):
+    message = f'`state` .* by this .* these parameters, got .*{words}'
+    with self.assertRaisesRegex(ValueError, message):
       params = np.zeros(shape, np.float32)
       resize_state(state, other, params, modes.mesh(3), **options)
 
   def test_refuses_another_dtype(self):
     state, params = optax.TraceState([np.zeros(3)]), [np.zeros(3, np.float32)]
 
-    with self.assertRaisesRegex(
-        TypeError, r'`state` .* got float64 instead of float32 at \.trace\[0\]'
-    ):
+    message = r'`state` .* got float64 instead of float32 at \.trace\[0\]'
+    with self.assertRaisesRegex(TypeError, message):
       resize_state(state, optax.trace(0.9), params, modes.mesh(4))
 
 
@@ -606,7 +534,7 @@ class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_state_of_several_processes(self):
-    source = pathlib.Path(shard_transforms.__file__).parents[1]
+    source = pathlib.Path(st.__file__).parents[1]
     main = (
         'import sys\nfrom shard_transforms import launch\n'
         'launch.run_processes(2, [sys.executable, "-c", sys.argv[1]])'
@@ -629,11 +557,8 @@ class ProcessesTest(parameterized.TestCase):
     )
 
     self.assertEqual(done.returncode, 0, done.stderr)
-    self.assertRegex(
-        done.stdout,
-        r'`state` of `resize_state` must be on this process, got a part of'
-        r' \.inner_state\.trace',
-    )
+    message = r'must be on this process, got a part of \.inner_state\.trace'
+    self.assertRegex(done.stdout, f'`state` of `resize_state` {message}')
 
 
 class DeclaredStateTest(parameterized.TestCase):
@@ -653,8 +578,7 @@ class DeclaredStateTest(parameterized.TestCase):
   @parameterized.named_parameters(
       ('uneven', 3, [3, 3, 4], [4.5, 4.5, 6], [1, 3, 4], [6, 7, 8]),
       (
-          'more',
-          *(5, [1, 2, 3, 4, 0], [2.5, 5, 7.5, 10, 0]),
+          *('more', 5, [1, 2, 3, 4, 0], [2.5, 5, 7.5, 10, 0]),
           *([1, 2, 3, 4, 100], [5, 6, 7, 8, 8]),
       ),
   )
@@ -701,7 +625,7 @@ class DeclaredStateTest(parameterized.TestCase):
 
     def init(params):
       del params
-      return State(shard_transforms.per_shard(jnp.zeros(1), AXIS))
+      return State(st.per_shard(jnp.zeros(1), AXIS))
 
     tx = optax.GradientTransformation(init, optax.identity().update)
     state = saved(tx, (), 4)
@@ -733,14 +657,10 @@ class RuleTest(parameterized.TestCase):
       (dict(resize='average', row_weights=np.r_[0, 1, 0, 2]), FOUR, [490] * 6),
       (dict(resize='share'), FOUR, [420] * 3),
       (dict(resize='share', row_weights=np.r_[1, 0, 0, 1]), FOUR, [210] * 3),
-      (dict(resize='share'), [1, 2, 2], [1.25] * 4),
+      (dict(resize='share'), [1, 2, 4], [1.75] * 4),
       # Equal rows keep their bits; else the mean is of those that are finite.
       (dict(resize='average'), np.full((3, 2), 0.1), np.full((4, 2), 0.1)),
-      (
-          dict(resize='average'),
-          [[1, np.nan], [2, 4], [4, 8]],
-          [[3, 6]] * 4,
-      ),
+      (dict(resize='average'), [[1, np.nan], [2, 4], [4, 8]], [[3, 6]] * 4),
       (dict(resize='average'), [[np.nan], [np.nan]], [[np.nan]] * 4),
   )
   def test_rows_are_resized(self, rule, old, want):

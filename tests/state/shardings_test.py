@@ -2,6 +2,7 @@ import math
 import warnings
 
 from absl.testing import parameterized
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 
 import cases
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import monitoring
 
 AUTO = jax.sharding.AxisType.Auto
@@ -61,7 +62,7 @@ class StateShardingsTest(parameterized.TestCase):
     mesh = make_mesh()
     param = jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
 
-    shardings = shard_transforms.state_shardings(
+    shardings = st.state_shardings(
         optax.adam(0.1), param, mesh, on_whole='ignore'
     )
 
@@ -72,7 +73,7 @@ class StateShardingsTest(parameterized.TestCase):
     mesh = make_mesh()
 
     with self.assertWarnsRegex(UserWarning, r"v_row\['w'\] float32\[8\]"):
-      shard_transforms.state_shardings(
+      st.state_shardings(
           optax.adafactor(0.1, min_dim_size_to_factor=4),
           {'w': make_params(mesh)['w']},
           mesh,
@@ -85,9 +86,7 @@ class StateShardingsTest(parameterized.TestCase):
         {'w': jnp.ones((512, 128)), 'v': jnp.ones(2048)},
         NamedSharding(mesh, P()),
     )
-    shardings = shard_transforms.state_shardings(
-        tx, params, mesh, on_whole='raise'
-    )
+    shardings = st.state_shardings(tx, params, mesh, on_whole='raise')
 
     init = jax.jit(tx.init, out_shardings=shardings).lower(params).compile()
     state = init(params)
@@ -105,7 +104,7 @@ class StateShardingsTest(parameterized.TestCase):
     mesh = jax.make_mesh((8,), ('data',), (AUTO,))
     tx = optax.adam(0.1)
     params = {'w': jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P()))}
-    shardings = shard_transforms.state_shardings(tx, params, mesh)
+    shardings = st.state_shardings(tx, params, mesh)
     state = jax.jit(tx.init, out_shardings=shardings)(params)
 
     def step(params, state, x):
@@ -124,6 +123,33 @@ class StateShardingsTest(parameterized.TestCase):
     self.assertLen(gathered, 1)
 
   @cases.parameters(
+      (optax.contrib.muon(0.1),),
+      (optax.adafactor(0.1, min_dim_size_to_factor=4),),
+  )
+  def test_trains_as_with_a_replicated_state(self, tx):
+    mesh = make_mesh()
+    params = make_params(mesh)
+    shardings = st.state_shardings(tx, params, mesh, on_whole='ignore')
+
+    def step(params, state):
+      grads = jax.tree.map(jnp.cos, params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    def trained(params, shardings=None):
+      state = jax.jit(tx.init, out_shardings=shardings)(params)
+      places = shardings and (
+          jax.tree.map(lambda p: p.sharding, params),
+          shardings,
+      )
+      for _ in range(3):
+        params, state = jax.jit(step, out_shardings=places)(params, state)
+      return jax.device_get((params, state))
+
+    found, expected = trained(params, shardings), trained(make_params())
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+  @cases.parameters(
       ((8, 12, 16), 2, P('data', None, None)),
       ((6, 12, 16), 2, P(None, None, None)),
       ((6, 12, 16), 1, P(None, 'data', None)),
@@ -134,7 +160,7 @@ class StateShardingsTest(parameterized.TestCase):
   def test_keeps_the_last_dimensions_whole(self, shape, whole_dims, expected):
     params = {'w': jnp.ones(shape), 'other': jnp.ones(8)}
 
-    shardings = shard_transforms.state_shardings(
+    shardings = st.state_shardings(
         optax.trace(0.9),
         params,
         make_mesh(),
@@ -158,7 +184,7 @@ class StateShardingsTest(parameterized.TestCase):
       stacked = params | {'w': np.ones(shape, 'f')}
       with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter('always')
-        shard_transforms.state_shardings(muon, stacked, make_mesh(), **kwargs)
+        st.state_shardings(muon, stacked, make_mesh(), **kwargs)
       return ' '.join(str(warning.message) for warning in found)
 
     self.assertRegex(
@@ -173,7 +199,7 @@ class StateShardingsTest(parameterized.TestCase):
     params = {'w': jnp.ones((8, 12, 16)), 'v': jnp.ones((8, 20))}
 
     found = [
-        shard_transforms.state_shardings(
+        st.state_shardings(
             optax.contrib.muon(0.1, muon_weight_dimension_numbers=labels),
             params,
             make_mesh(),
@@ -195,9 +221,7 @@ class StateShardingsTest(parameterized.TestCase):
     )
 
     found, expected = (
-        shard_transforms.state_shardings(
-            optax.adam(0.1), given, mesh, on_whole='ignore'
-        )
+        st.state_shardings(optax.adam(0.1), given, mesh, on_whole='ignore')
         for given in (abstract, params)
     )
 
@@ -210,9 +234,9 @@ class StateShardingsTest(parameterized.TestCase):
     with self.assertWarnsRegex(
         UserWarning, r"2 leaves, 24 of .* bytes, .*\[0\].mu\['b'\] float32\[3\]"
     ):
-      shard_transforms.state_shardings(*args)
+      st.state_shardings(*args)
     with self.assertRaisesRegex(ValueError, r"over 'data', got 2 leaves"):
-      shard_transforms.state_shardings(*args, on_whole='raise')
+      st.state_shardings(*args, on_whole='raise')
 
   @cases.parameters(
       # Both dimensions are used, and neither can be divided any further.
@@ -228,9 +252,9 @@ class StateShardingsTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         ValueError, r"divided over 'data', got 2 .* Choose another `shard_over`"
     ):
-      shard_transforms.state_shardings(*args)
+      st.state_shardings(*args)
 
-    shardings = shard_transforms.state_shardings(*args, on_whole='ignore')
+    shardings = st.state_shardings(*args, on_whole='ignore')
     padded = spec if len(spec) else P(None, None)
     self.assertEqual(shardings[0].mu['w'].spec, padded)
 
@@ -247,7 +271,7 @@ class StateShardingsTest(parameterized.TestCase):
           'axis of type `Auto`, got',
       ),
       (
-          {'tx': shard_transforms.tower_reduce(2, axis_name='data')},
+          {'tx': st.tower_reduce(2, axis_name='data')},
           NameError,
           "needs the mapped axis 'data'",
       ),
@@ -258,4 +282,4 @@ class StateShardingsTest(parameterized.TestCase):
     given |= {k: x() if callable(x) else x for k, x in change.items()}
 
     with self.assertRaisesRegex(error, message):
-      shard_transforms.state_shardings(**given)
+      st.state_shardings(**given)

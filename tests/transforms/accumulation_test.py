@@ -43,10 +43,7 @@ class AccumulationTest(parameterized.TestCase):
 
   def assert_close(self, actual, expected, rtol=1e-5):
     chex.assert_trees_all_close(
-        jax.device_get(actual),
-        jax.device_get(expected),
-        rtol=rtol,
-        atol=1e-6,
+        jax.device_get(actual), jax.device_get(expected), rtol=rtol, atol=1e-6
     )
 
   def test_gradients_get_specs_that_mix_axes_in_a_dimension(self):
@@ -86,9 +83,8 @@ class AccumulationTest(parameterized.TestCase):
     grad = jax.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))
     one = jax.vmap(grad, (None, 0))(w, x)
     counted = tokens > 0
-    total = jax.tree.map(
-        lambda x: np.tensordot(tokens[counted], x[counted], 1), one
-    )
+    given = tokens[counted]
+    total = jax.tree.map(lambda x: np.tensordot(given, x[counted], 1), one)
     divisor = tokens.sum() if reduction == 'mean' else 1
     self.assert_close(actual, jax.tree.map(lambda x: x / divisor, total))
     nothing = jax.jit(fn)(w, x.reshape(32, WIDTH), 0 * tokens)
@@ -102,11 +98,7 @@ class AccumulationTest(parameterized.TestCase):
       return jnp.mean(x * w), {'rows': x, 'first': x[0]}
 
     fn = accumulated_value_and_grad(
-        with_aux,
-        'data',
-        None if is_stacked else 2,
-        mesh=mesh,
-        has_aux=True,
+        with_aux, 'data', None if is_stacked else 2, mesh=mesh, has_aux=True
     )
     x = np.arange(16.0, dtype=np.float32)
     given = x.reshape(2, 8) if is_stacked else x
@@ -196,10 +188,7 @@ class RefusalTest(parameterized.TestCase):
       ({'num_towers': 0}, '`num_towers` must be at least 1, got 0'),
       ({'reduction': 'max'}, "`reduction` must be 'mean' or 'sum', got 'max'"),
       ({'has_aux': 1}, '`has_aux` must be a boolean, got 1'),
-      (
-          {'param_specs': 'data'},
-          "`param_specs` of `accumulated_value_and_grad` must be .* got 'data'",
-      ),
+      ({'param_specs': 'data'}, "`param_specs` of .* must be .* got 'data'"),
   )
   def test_refuses_arguments(self, arguments, message):
     with self.assertRaisesRegex((TypeError, ValueError), message):
@@ -213,23 +202,16 @@ class RefusalTest(parameterized.TestCase):
       (2, 3.0, r'must have rows .* \(\) at .* keyword argument'),
       (2, (), 'must be given the rows of a batch after the parameters'),
   )
-  def test_refuses_batches_that_cannot_be_divided(
-      self, num_towers, batch, message
-  ):
+  def test_refuses_batches_that_cannot_be_divided(self, towers, batch, message):
     fn = accumulated_value_and_grad(
-        lambda w, x: w, 'data', num_towers, mesh=make_mesh((8,))
+        lambda w, x: w, 'data', towers, mesh=make_mesh((8,))
     )
 
     with self.assertRaisesRegex(ValueError, message):
       fn(1.0, batch)
 
   @cases.parameters(
-      (
-          'batch',
-          make_mesh((8,)),
-          ValueError,
-          r"axis 'batch', got .*'data'",
-      ),
+      ('batch', make_mesh((8,)), ValueError, r"axis 'batch', got .*'data'"),
       ('data', None, ValueError, r'`with jax.set_mesh\(mesh\)`'),
       ('data', make_mesh((8,), EXPLICIT), ValueError, '`Explicit`, got no'),
       ('data', 'data', TypeError, "`mesh` .* got 'data'"),

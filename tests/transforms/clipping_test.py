@@ -9,7 +9,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import clip_by_global_norm
 from sliced_trees import norm_of
 from sliced_trees import on_mesh
@@ -47,9 +47,8 @@ class ClipTest(parameterized.TestCase):
 
     updates = clip(tree)
 
-    chex.assert_trees_all_close(
-        updates, jax.tree.map(lambda x: x / norm_of(tree), tree), rtol=1e-6
-    )
+    expected = jax.tree.map(lambda x: x / norm_of(tree), tree)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
     self.assertLessEqual(norm_of(updates), 1 + 1e-6)
 
   def test_keeps_dtypes(self):
@@ -110,18 +109,16 @@ class ShardUpdateTest(parameterized.TestCase):
   def test_clips_inside_by_the_norm_of_the_whole(self, num_shards, sharded):
     params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(2), 's': jnp.ones(())}
     clip = clip_by_global_norm(1.0, AXIS, sharded=sharded)
-    tx = shard_transforms.shard_update(
-        optax.chain(clip, optax.adam(0.1, eps=1.0)), AXIS
-    )
+    tx = st.shard_update(optax.chain(clip, optax.adam(0.1, eps=1.0)), AXIS)
     whole = optax.chain(
-        shard_transforms.cross_shard_mean(AXIS),
+        st.cross_shard_mean(AXIS),
         optax.clip_by_global_norm(1.0),
         optax.adam(0.1, eps=1.0),
     )
 
     def fn(params, x):
       grads = jax.tree.map(lambda p: p * x, params)
-      grads = shard_transforms.per_shard(grads, AXIS)
+      grads = st.per_shard(grads, AXIS)
       results = []
       for t in tx, whole:
         _, state = t.update(grads, t.init(params), params)
@@ -139,10 +136,10 @@ class ShardUpdateTest(parameterized.TestCase):
       (lambda: clip_by_global_norm(1.0),),
   )
   def test_refuses_a_norm_that_it_does_not_know(self, inner):
-    tx = shard_transforms.shard_update(inner(), AXIS)
+    tx = st.shard_update(inner(), AXIS)
 
     with self.assertRaisesRegex(ValueError, 'takes several|slice of one shard'):
-      shard_transforms.init_state(tx, jnp.ones(3), modes.mesh())
+      st.init_state(tx, jnp.ones(3), modes.mesh())
 
   @cases.parameters('psum of leaves', 'pmean', 'psum of sums')
   def test_refuses_a_norm_by_hand(self, kind):
@@ -159,50 +156,44 @@ class ShardUpdateTest(parameterized.TestCase):
       norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
       return jax.tree.map(lambda u: u / norm, updates)
 
-    tx = shard_transforms.shard_update(optax.stateless(update), AXIS)
+    tx = st.shard_update(optax.stateless(update), AXIS)
     params = {'w': jnp.ones(5), 's': jnp.ones(())}
 
     def fn(params, x):
       updates = jax.tree.map(lambda p: p * x, params)
-      updates = shard_transforms.per_shard(updates, AXIS)
+      updates = st.per_shard(updates, AXIS)
       return tx.update(updates, tx.init(params), params)[0]
 
     with self.assertRaisesRegex(ValueError, 'must treat each element'):
       jax.eval_shape(modes.map_shards('vmap', fn), params, jnp.ones(SHARDS))
 
   @cases.parameters(True, False)
-  def test_counts_parameters_that_are_sharded_over_another_axis(
-      self, check_vma
-  ):
+  def test_counts_parameters_that_are_sharded_over_other_axes(self, check_vma):
     specs = {'a': P('model'), 'b': P()}
     # Inside, slices over the mapped axis are of what the other has left.
     sharded = {'a': P((AXIS, 'model')), 'b': P(AXIS)}
     clip = clip_by_global_norm(1.0, (AXIS, 'model'), sharded=sharded)
-    tx = shard_transforms.shard_update(optax.chain(clip, optax.sgd(-1.0)), AXIS)
-    tree = {
-        'a': np.arange(1.0, 7, dtype=np.float32),
-        'b': np.ones(3, 'float32'),
-    }
+    tx = st.shard_update(optax.chain(clip, optax.sgd(-1.0)), AXIS)
+    tree = {'a': np.arange(1.0, 7, dtype=np.float32), 'b': np.ones(3, 'f')}
 
     def fn(tree):
-      updates = shard_transforms.per_shard(tree, AXIS)
+      updates = st.per_shard(tree, AXIS)
       return tx.update(updates, tx.init(tree), tree)[0]
 
     updates = on_mesh(fn, specs, check_vma, specs)(tree)
 
-    chex.assert_trees_all_close(
-        updates, jax.tree.map(lambda x: x / norm_of(tree), tree), rtol=1e-6
-    )
+    expected = jax.tree.map(lambda x: x / norm_of(tree), tree)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
   def test_refuses_it_in_groups(self):
-    tx = shard_transforms.shard_update(
+    tx = st.shard_update(
         optax.chain(clip_by_global_norm(1.0, AXIS), optax.sgd(1.0)),
         AXIS,
         groups=[[0, 1, 2, 3], [4, 5, 6, 7]],
     )
 
     def fn(params, x):
-      params = shard_transforms.per_shard(params, AXIS)
+      params = st.per_shard(params, AXIS)
       return tx.update(x, tx.init(params), params)[0]
 
     with self.assertRaisesRegex(ValueError, 'several of them together'):

@@ -1,5 +1,4 @@
 import functools
-import itertools
 
 from absl.testing import parameterized
 import chex
@@ -10,15 +9,13 @@ import numpy as np
 import optax
 
 import cases
+import harness
 import modes
 import one_device
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import reproducible
 
-FACTORIES = {
-    'mean': shard_transforms.cross_shard_mean,
-    'sum': shard_transforms.cross_shard_sum,
-}
+FACTORIES = {'mean': st.cross_shard_mean, 'sum': st.cross_shard_sum}
 TRACKED = 'shard_map'
 
 # Small integers, so that sums are exact and means of 8 shards as well.
@@ -45,7 +42,7 @@ def _loss(params, x):
 
 
 def _gradient(params, x):
-  return shard_transforms.value_and_grad(_loss, modes.AXIS)(params, x)[1]
+  return st.value_and_grad(_loss, modes.AXIS)(params, x)[1]
 
 
 def _like_params(w):
@@ -92,11 +89,10 @@ class CrossShardTest(parameterized.TestCase):
   def test_counts_each_shard_by_its_weight(self, mode):
     weights = [np.array(weight, np.float32) for weight in WEIGHTS.values()]
     # What has no weight contributes nothing.
+    bad = np.float32([NAN, np.inf, -np.inf])
     x = [
-        np.where(w[:, None, None] > 0, DATA, np.float32(bad))
-        for w, bad in zip(
-            weights, itertools.cycle([NAN, np.inf, -np.inf]), strict=False
-        )
+        np.where(w[:, None, None] > 0, DATA, bad[i % 3])
+        for i, w in enumerate(weights)
     ]
 
     results = _reduce(mode, weighted=True)(x, weights)
@@ -135,7 +131,7 @@ class CrossShardTest(parameterized.TestCase):
 class DtypeTest(parameterized.TestCase):
 
   def test_takes_leaves_that_are_no_arrays_of_jax(self):
-    total = shard_transforms.cross_shard_sum(modes.AXIS)
+    total = st.cross_shard_sum(modes.AXIS)
 
     def shard(_, x):
       leaves = {'python': 1.5, 'numpy': np.full(3, 2.0, np.float16), 'x': x}
@@ -155,7 +151,7 @@ class InvariantTest(parameterized.TestCase):
   """Gradients that JAX, or an earlier link, has reduced already."""
 
   def test_leaves_an_averaged_gradient_as_it_is(self):
-    tx = shard_transforms.cross_shard_mean(modes.AXIS, on_invariant='averaged')
+    tx = st.cross_shard_mean(modes.AXIS, on_invariant='averaged')
 
     def shard(params, x):
       # The parameters are replicated: JAX sums their gradient.
@@ -169,22 +165,18 @@ class InvariantTest(parameterized.TestCase):
       expected = _like_params(np.broadcast_to(DATA.mean(0), DATA.shape))
       chex.assert_trees_all_equal(updates, expected, strict=True)
     # The gradients of two parameters by JAX, and a buffer.
-    report = shard_transforms.monitoring.wire_report(mapped, PARAMS, DATA)
+    report = st.monitoring.wire_report(mapped, PARAMS, DATA)
     self.assertLen(report.collectives, 3)
 
   @cases.product(
       make=(
           *FACTORIES.values(),
-          functools.partial(
-              shard_transforms.cross_shard_mean, on_invariant='averaged'
-          ),
+          functools.partial(st.cross_shard_mean, on_invariant='averaged'),
       ),
-      needs_own=((1.0, None), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])),
+      own=((1.0, None), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])),
   )
-  def test_refuses_weights_and_groups_with_a_reduced_gradient(
-      self, make, needs_own
-  ):
-    weight, groups = needs_own
+  def test_refuses_weights_and_groups_with_reduced_gradients(self, make, own):
+    weight, groups = own
     tx = make(modes.AXIS, groups=groups)
 
     def shard(params, x):
@@ -196,17 +188,13 @@ class InvariantTest(parameterized.TestCase):
 
   @cases.parameters('error', 'averaged')
   def test_refuses_a_delayed_sum(self, on_invariant):
-    tx = shard_transforms.cross_shard_mean(
-        modes.AXIS, on_invariant=on_invariant
-    )
+    tx = st.cross_shard_mean(modes.AXIS, on_invariant=on_invariant)
 
     def shard(params, x):
       grads = jax.grad(_loss)(jax.tree.map(_delay_sum, params), x)
       return tx.update(grads, tx.init(params))[0]
 
-    with self.assertRaisesRegex(
-        ValueError, 'typed unreduced: its sum over the shards is pending'
-    ):
+    with self.assertRaisesRegex(ValueError, 'typed unreduced: .* is pending'):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
 
@@ -217,17 +205,14 @@ def _delay_sum(param):
 class SeveralAxesTest(parameterized.TestCase):
   """Shards on a mesh of 2 hosts x 4 cores."""
 
-  @cases.parameters(
-      (True, ('host', 'core')),
-      (False, 'host'),
-  )
+  @cases.parameters((True, ('host', 'core')), (False, 'host'))
   def test_reduces_over_the_axes_that_it_is_given(self, check_vma, axes):
-    tx = shard_transforms.cross_shard_mean(axes)
+    tx = st.cross_shard_mean(axes)
     weight = np.array(WEIGHTS['some_zero'], np.float32)
 
     def shard(params, own):
       x, weight = own
-      grad = shard_transforms.value_and_grad(_loss, ('host', 'core'))
+      grad = st.value_and_grad(_loss, ('host', 'core'))
       return tx.update(grad(params, x)[1], tx.init(params), weight=weight)[0]
 
     updates = modes.map_over_hosts(shard, check_vma)(PARAMS, (DATA, weight))
@@ -237,16 +222,14 @@ class SeveralAxesTest(parameterized.TestCase):
     x = DATA.astype(np.float64).reshape(2, 4, 3, 5)
     total = np.sum(w * x, reduced, keepdims=True)
     total /= np.sum(w, reduced, keepdims=True)
-    expected = np.broadcast_to(total, x.shape).reshape(8, 3, 5)
-    chex.assert_trees_all_close(
-        updates, _like_params(expected), rtol=1e-6, strict=True
-    )
+    expected = _like_params(np.broadcast_to(total, x.shape).reshape(8, 3, 5))
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6, strict=True)
 
   def test_works_under_nested_maps(self):
     axes = 'host', 'core'
     txs = {
         'tree': reproducible.mean(axes),
-        'shard_update': shard_transforms.shard_update(optax.identity(), axes),
+        'shard_update': st.shard_update(optax.identity(), axes),
         **{kind: make(axes) for kind, make in FACTORIES.items()},
     }
 
@@ -264,9 +247,7 @@ class SeveralAxesTest(parameterized.TestCase):
         np.testing.assert_array_equal(found, expected, err_msg=kind)
 
   def test_takes_each_leaf_in_its_own_state(self):
-    tx = shard_transforms.cross_shard_mean(
-        ('host', 'core'), on_invariant='averaged'
-    )
+    tx = st.cross_shard_mean(('host', 'core'), on_invariant='averaged')
 
     def shard(_, x):
       updates = {
@@ -279,27 +260,24 @@ class SeveralAxesTest(parameterized.TestCase):
 
     updates = modes.map_over_hosts(shard)(0.0, DATA)
 
+    expected = np.broadcast_to(DATA.mean(0), DATA.shape)
     for name, update in updates.items():
-      np.testing.assert_array_equal(
-          update, np.broadcast_to(DATA.mean(0), DATA.shape), err_msg=name
-      )
+      np.testing.assert_array_equal(update, expected, err_msg=name)
 
   def test_refuses_a_leaf_that_is_reduced_over_one_of_the_axes(self):
-    tx = shard_transforms.cross_shard_mean(('host', 'core'))
+    tx = st.cross_shard_mean(('host', 'core'))
 
     def shard(_, x):
       updates = {'own': x, 'half': lax.psum(x, 'core')}
       return tx.update(updates, tx.init(updates))[0]
 
-    with self.assertRaisesRegex(
-        ValueError, r"per shard over 'core', got \['half'\]"
-    ):
+    with self.assertRaisesRegex(ValueError, r"over 'core', got \['half'\]"):
       jax.eval_shape(modes.map_over_hosts(shard), 0.0, DATA)
 
 
 def _gradient_of_both(x):
   axes = ('host', 'core')
-  grad = shard_transforms.value_and_grad(lambda w: jnp.sum(w * x), axes)
+  grad = st.value_and_grad(lambda w: jnp.sum(w * x), axes)
   return grad(jnp.ones_like(x))[1]
 
 
@@ -310,7 +288,7 @@ class ShardMeanTest(parameterized.TestCase):
 
     def shard(params, own):
       x, weight = own
-      loss, _ = shard_transforms.value_and_grad(_loss, modes.AXIS)(params, x)
+      loss, _ = st.value_and_grad(_loss, modes.AXIS)(params, x)
       metrics = {
           'loss': loss,
           'hits': jnp.sum(x > 0),
@@ -318,7 +296,7 @@ class ShardMeanTest(parameterized.TestCase):
           'half': x[1].astype(jnp.bfloat16),
           'none': None,
       }
-      return shard_transforms.shard_mean(metrics, modes.AXIS, weight=weight)
+      return st.shard_mean(metrics, modes.AXIS, weight=weight)
 
     means = modes.map_shards('shard_map', shard)(PARAMS, (DATA, weight))
 
@@ -331,30 +309,24 @@ class ShardMeanTest(parameterized.TestCase):
         'half': jnp.asarray(average(DATA[:, 1]), jnp.bfloat16),
         'none': None,
     }
-    expected = jax.tree.map(
-        lambda x: np.broadcast_to(x, (8, *np.shape(x))), expected
-    )
+    expected = harness.on_each_shard(expected)
     chex.assert_trees_all_close(means, expected, rtol=1e-6, strict=True)
 
   def test_refuses_a_metric_that_is_the_same_on_all_shards(self):
     def shard(step, x):
-      return shard_transforms.shard_mean({'x': x, 'step': step}, modes.AXIS)
+      return st.shard_mean({'x': x, 'step': step}, modes.AXIS)
 
-    with self.assertRaisesRegex(
-        ValueError, r"`updates` of `shard_mean` .*\['step'\] \[\], typed invar"
-    ):
+    message = r"`updates` of `shard_mean` .*\['step'\] \[\], typed invariant"
+    with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(modes.map_shards(TRACKED, shard), 1.0, np.ones(8))
 
   def test_leaves_a_metric_that_is_averaged_as_it_is(self):
     def shard(step, x):
       metrics = {'x': x, 'step': step}
-      return shard_transforms.shard_mean(
-          metrics, modes.AXIS, on_invariant='averaged'
-      )
+      return st.shard_mean(metrics, modes.AXIS, on_invariant='averaged')
 
-    means = modes.map_shards('shard_map', shard)(
-        np.float32(7), np.arange(8, dtype=np.float32)
-    )
+    x = np.arange(8, dtype=np.float32)
+    means = modes.map_shards('shard_map', shard)(np.float32(7), x)
 
     expected = {'x': np.full(8, 3.5, 'f'), 'step': np.full(8, 7, 'f')}
     chex.assert_trees_all_equal(means, expected, strict=True)

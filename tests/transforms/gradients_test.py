@@ -1,3 +1,5 @@
+import functools
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -6,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import modes
-import shard_transforms
+import shard_transforms as st
 
 X = np.random.default_rng(0).normal(size=(8, 3, 5)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
@@ -26,12 +28,12 @@ def _own_results(fn):
   return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
 
 
-class ValueAndGradTest(parameterized.TestCase):
+assert_close = functools.partial(
+    chex.assert_trees_all_close, rtol=1e-5, atol=1e-6, strict=True
+)
 
-  def assert_close(self, actual, expected):
-    chex.assert_trees_all_close(
-        actual, expected, rtol=1e-5, atol=1e-6, strict=True
-    )
+
+class ValueAndGradTest(parameterized.TestCase):
 
   def test_differentiates_the_chosen_arguments(self):
     choices = 0, -1, (0,), (2, 0), (-3, 1), [1]
@@ -45,14 +47,14 @@ class ValueAndGradTest(parameterized.TestCase):
 
     def shard(_, own):
       def grad(loss, argnums):
-        return shard_transforms.value_and_grad(loss, modes.AXIS, argnums)
+        return st.value_and_grad(loss, modes.AXIS, argnums)
 
       return grads_of(grad, *own)
 
     results = modes.map_shards('shard_map', shard)(0.0, (X, Y))
 
     alone = jax.jit(lambda x, y: grads_of(jax.value_and_grad, x, y))
-    self.assert_close(results, _own_results(alone))
+    assert_close(results, _own_results(alone))
 
   def test_keeps_what_comes_with_the_loss(self):
     def loss(params, x, y, reduce=lambda own: own):
@@ -64,7 +66,7 @@ class ValueAndGradTest(parameterized.TestCase):
       def reduced(*args):
         return loss(*args, lambda own: lax.pmean(own, modes.AXIS))
 
-      grad = shard_transforms.value_and_grad(reduced, modes.AXIS, has_aux=True)
+      grad = st.value_and_grad(reduced, modes.AXIS, has_aux=True)
       return grad(params, *own)
 
     found = modes.map_shards('shard_map', shard)(PARAMS, (X, Y))
@@ -72,14 +74,14 @@ class ValueAndGradTest(parameterized.TestCase):
     alone = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (value, aux), grads = _own_results(lambda x, y: alone(PARAMS, x, y))
     aux['metric'] = np.full(8, np.mean(value))
-    self.assert_close(found, ((value, aux), grads))
+    assert_close(found, ((value, aux), grads))
 
   def test_integers_have_float0_gradients_if_allowed(self):
     def loss(params, x, y):
       return _loss(params, x, y) + params['steps']
 
     def shard(params, own):
-      grad = shard_transforms.value_and_grad(loss, modes.AXIS, allow_int=True)
+      grad = st.value_and_grad(loss, modes.AXIS, allow_int=True)
       _, grads = grad(params, *own)
       self.assertEqual(grads['steps'].dtype, jax.dtypes.float0)
       return {'w': grads['w'], 'b': grads['b']}
@@ -89,25 +91,23 @@ class ValueAndGradTest(parameterized.TestCase):
     grads = modes.map_shards('shard_map', shard)(params, (X, Y))
 
     alone = jax.jit(jax.grad(_loss))
-    self.assert_close(grads, _own_results(lambda x, y: alone(PARAMS, x, y)))
+    assert_close(grads, _own_results(lambda x, y: alone(PARAMS, x, y)))
 
   def test_refuses_integers_otherwise(self):
-    step = shard_transforms.value_and_grad(lambda n: 2.0 * n, 'data')
+    step = st.value_and_grad(lambda n: 2.0 * n, 'data')
 
     with self.assertRaisesRegex(TypeError, 'real- or complex-valued inputs'):
       jax.vmap(step, axis_name='data')(jnp.arange(3))
 
   def test_says_which_argument_is_missing(self):
-    step = shard_transforms.value_and_grad(jnp.sin, 'data', (0, 1))
+    step = st.value_and_grad(jnp.sin, 'data', (0, 1))
 
-    with self.assertRaisesRegex(
-        TypeError, 'requires at least 2 positional arguments'
-    ):
+    with self.assertRaisesRegex(TypeError, 'at least 2 positional arguments'):
       jax.vmap(step, axis_name='data')(jnp.ones(3))
 
   def test_holomorphic_functions_have_complex_gradients(self):
     def shard(w, x):
-      grad = shard_transforms.value_and_grad(
+      grad = st.value_and_grad(
           lambda w: jnp.sum(w**2 * x), modes.AXIS, holomorphic=True
       )
       return grad(w)
@@ -117,8 +117,8 @@ class ValueAndGradTest(parameterized.TestCase):
 
     value, grads = modes.map_shards('shard_map', shard)(w, x)
 
-    self.assert_close(value, np.sum(w**2 * x, axis=1))
-    self.assert_close(grads, 2 * w * x)
+    assert_close(value, np.sum(w**2 * x, axis=1))
+    assert_close(grads, 2 * w * x)
 
 
 class ReducedLossTest(parameterized.TestCase):
@@ -129,19 +129,18 @@ class ReducedLossTest(parameterized.TestCase):
       return lax.pmax(lax.stop_gradient(own), modes.AXIS), own
 
     def shard(params, own):
-      grad = shard_transforms.value_and_grad(loss, modes.AXIS, has_aux=True)
+      grad = st.value_and_grad(loss, modes.AXIS, has_aux=True)
       return grad(params, *own)[1]
 
-    with self.assertRaisesRegex(
-        ValueError,
-        "The loss of `value_and_grad` must be per shard over 'data', got one"
-        ' that is the same on all shards.*`shard_transforms.shard_mean`',
-    ):
+    message = (
+        "The loss of .* per shard over 'data', got one .* the same .*_mean`"
+    )
+    with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(modes.map_shards('shard_map', shard), PARAMS, (X, Y))
 
   def test_names_the_axis_over_which_the_loss_is_reduced(self):
     for axis in modes.HOSTS:
-      grad = shard_transforms.value_and_grad(
+      grad = st.value_and_grad(
           lambda w, x, axis=axis: lax.psum(jnp.sum(w * x), axis), modes.HOSTS
       )
       mapped = modes.map_over_hosts(grad)
@@ -150,7 +149,7 @@ class ReducedLossTest(parameterized.TestCase):
         jax.eval_shape(mapped, jnp.float32(1), jnp.ones(8))
 
   def test_the_gradient_is_per_shard_over_each_of_several_axes(self):
-    grad = shard_transforms.value_and_grad(jnp.vdot, modes.HOSTS)
+    grad = st.value_and_grad(jnp.vdot, modes.HOSTS)
     x = np.arange(8, dtype=np.float32)
 
     _, grads = modes.map_over_hosts(grad)(np.float32(1), x)

@@ -10,7 +10,7 @@ import optax
 import cases
 import harness
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import SpikeRule
 from shard_transforms import cross_shard_mean
 from shard_transforms import guard
@@ -76,9 +76,8 @@ class SkipTest(parameterized.TestCase):
     self.assertEqual(state.skipped_count[0], 4)
     self.assertEqual(state.consecutive_skipped[0], 2)
     self.assertEqual(state.bad_shard_count[0], 5)
-    np.testing.assert_array_equal(
-        state.last_bad_step[:, 0], [-1, -1, -1, 5, -1, -1, 2, -1]
-    )
+    last = state.last_bad_step[:, 0]
+    np.testing.assert_array_equal(last, [-1, -1, -1, 5, -1, -1, 2, -1])
 
   def test_weights_of_shards_do_not_decide_behind_the_reduction(self):
     x = data()
@@ -137,7 +136,7 @@ class ExcludeTest(parameterized.TestCase):
         return tx.update(x, state, params, **given)[1], None
 
       # Moments of each shard are marked as such.
-      state = tx.init(shard_transforms.per_shard(params, AXIS))
+      state = tx.init(st.per_shard(params, AXIS))
       return lax.scan(step, state, x)[0].inner_state[0].trace
 
     trace = modes.map_shards('shard_map', fn)(jnp.zeros(5), x)
@@ -168,24 +167,16 @@ class DecisionTest(parameterized.TestCase):
     def shard(params, own):
       x, weights = own
       results = []
-      for (on_bad, min_shards, *_), weight in zip(
-          DECISIONS, weights, strict=True
-      ):
-        tx = guard(
-            mean_of(optax.sgd(1.0)),
-            AXIS,
-            on_bad=on_bad,
-            min_shards=min_shards,
-            spikes=spikes,
-        )
+      for (on_bad, least, *_), weight in zip(DECISIONS, weights, strict=True):
+        given = dict(on_bad=on_bad, min_shards=least, spikes=spikes)
+        tx = guard(mean_of(optax.sgd(1.0)), AXIS, **given)
         results.append(tx.update(x, tx.init(params), weight=weight))
       return results
 
     x = np.array([2, NAN, 2, 2], np.float32)
     weights = np.array([weight for *_, weight, _ in DECISIONS], np.float32)
-    results = modes.map_shards('shard_map', shard, 4)(
-        jnp.zeros(()), (x, weights.T)
-    )
+    mapped = modes.map_shards('shard_map', shard, 4)
+    results = mapped(jnp.zeros(()), (x, weights.T))
 
     for case, (updates, state) in zip(DECISIONS, results, strict=True):
       *_, weight, accept = case
@@ -212,9 +203,8 @@ class ModelAxisTest(parameterized.TestCase):
     def step(x):
       return tx.update(x, tx.init(x), x)[0]
 
-    step = jax.shard_map(
-        step, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
-    )
+    specs = dict(in_specs=P(AXIS), out_specs=P())
+    step = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
     with self.assertRaisesRegex(ValueError, r"`sharded` .* over \['model'\]"):
       jax.eval_shape(step, jnp.ones(4))
 
@@ -234,23 +224,15 @@ class ModelAxisTest(parameterized.TestCase):
     specs = {'sliced': P('model'), 'whole': P()}
     sharded = None if check_vma else specs
     # The norm of slices is below the limit, that of the leaf above it.
-    tx = guard(
-        mean_of(optax.sgd(-1.0)),
-        AXIS,
-        on_bad='exclude',
-        spikes=SpikeRule(max_norm=6.0),
-        sharded=sharded,
-    )
+    given = dict(spikes=SpikeRule(max_norm=6.0), sharded=sharded)
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', **given)
 
     def step(x):
       x = jax.tree.map(lambda x: x[0], x)
       updates, state = tx.update(x, tx.init(x), x)
       return updates, state.last_bad_step
 
-    x = {
-        'sliced': np.ones((4, 2), np.float32),
-        'whole': np.zeros((4, 3), np.float32),
-    }
+    x = {'sliced': np.ones((4, 2), 'f'), 'whole': np.zeros((4, 3), 'f')}
     x['sliced'][0] = 5.0
     x['sliced'][1, 1] = np.nan
     x['whole'][3] = 1.0
@@ -268,10 +250,10 @@ class ModelAxisTest(parameterized.TestCase):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), kinds)
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', sharded=P())
 
+    specs = dict(in_specs=P(AXIS), out_specs=P())
+
     @jax.jit
-    @jax.shard_map(
-        mesh=mesh, axis_names={AXIS}, in_specs=P(AXIS), out_specs=P()
-    )
+    @jax.shard_map(mesh=mesh, axis_names={AXIS}, **specs)
     def step(x):
       return tx.update(x[0], tx.init(x[0]))[0]
 
@@ -292,17 +274,15 @@ class WireTest(parameterized.TestCase):
   def test_sends_a_few_numbers_at_once_and_first(self, spikes, payload):
     tx = guard(mean_of(optax.adam(0.1)), AXIS, spikes=spikes)
 
-    report = shard_transforms.monitoring.wire_report(
+    report = st.monitoring.wire_report(
         lambda x: tx.update(x, tx.init(x)),
         jnp.zeros(1000),
         axis_sizes={AXIS: SHARDS},
     )
 
     flag, mean = report.collectives
-    self.assertEqual(flag.scope, 'guard')
-    self.assertEqual(flag.payload_bytes, payload)
-    self.assertFalse(flag.conditional)
-    self.assertFalse(mean.conditional)
+    self.assertEqual((flag.scope, flag.payload_bytes), ('guard', payload))
+    self.assertFalse(flag.conditional or mean.conditional)
 
 
 class RefusalTest(parameterized.TestCase):
@@ -319,15 +299,11 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(0, 9)
   def test_refuses_a_quorum_that_cannot_be(self, min_shards):
+    given = dict(on_bad='exclude', min_shards=min_shards)
     message = '`min_shards`.* must be at (least 1|most .* 8)'
     with self.assertRaisesRegex(ValueError, message):
-      tx = guard(
-          mean_of(optax.sgd(1.0)),
-          AXIS,
-          on_bad='exclude',
-          min_shards=min_shards,
-      )
-      shard_transforms.init_state(tx, jnp.zeros(2), modes.mesh())
+      tx = guard(mean_of(optax.sgd(1.0)), AXIS, **given)
+      st.init_state(tx, jnp.zeros(2), modes.mesh())
 
   def test_refuses_what_differs_between_shards_without_an_axis(self):
     tx = guard(optax.sgd(1.0))
@@ -350,10 +326,8 @@ class RefusalTest(parameterized.TestCase):
     tx = guard(mean_of(optax.sgd(1.0)), AXIS)
 
     def fn(params, x):
-      state = tx.init(params)
-      return tx.update(
-          x, state._replace(last_bad_step=jnp.zeros((), jnp.int32))
-      )
+      state = tx.init(params)._replace(last_bad_step=jnp.int32(0))
+      return tx.update(x, state)
 
     with self.assertRaisesRegex(ValueError, 'State of `guard` .* leading axis'):
       modes.map_shards('shard_map', fn)(jnp.zeros(()), jnp.arange(8.0))

@@ -1,3 +1,5 @@
+import functools
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -9,7 +11,7 @@ import cases
 import harness
 import modes
 import one_device
-import shard_transforms
+import shard_transforms as st
 
 NUM_TOWERS = 3
 
@@ -30,20 +32,16 @@ def _like_params(w):
 
 def _reduce(reduction):
   """Maps reductions of 3 towers of each shard: without weights, and with."""
-  tx = shard_transforms.reduce_towers(
-      NUM_TOWERS,
-      shard_transforms.cross_shard_mean(modes.AXIS),
-      reduction=reduction,
+  tx = st.reduce_towers(
+      NUM_TOWERS, st.cross_shard_mean(modes.AXIS), reduction=reduction
   )
 
   def shard(params, own):
     data, weight = own
-    grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
+    grad = st.value_and_grad(_loss, modes.AXIS)
     _, grads = jax.vmap(grad, in_axes=(None, 0))(params, data)
-    return [
-        tx.update(grads, tx.init(params), params, weight=w)[0]
-        for w in (None, weight)
-    ]
+    update = functools.partial(tx.update, grads, tx.init(params), params)
+    return [update(weight=w)[0] for w in (None, weight)]
 
   mapped = modes.map_shards('shard_map', shard)
   params = {'w': np.ones(5, np.float32), 'm': np.ones((4, 2), np.float32)}
@@ -78,9 +76,7 @@ class ReduceTowersTest(parameterized.TestCase):
 
   @cases.parameters('mean', 'sum')
   def test_hands_on_weight_step_and_other_arguments(self, reduction):
-    tx = shard_transforms.reduce_towers(
-        NUM_TOWERS, harness.recorder(), reduction=reduction
-    )
+    tx = st.reduce_towers(NUM_TOWERS, harness.recorder(), reduction=reduction)
     weights = WEIGHTS.copy()
     weights[3] = 0
     steps = np.random.default_rng(2).integers(-9, 99, (8, 3)).astype(np.int32)
@@ -101,18 +97,16 @@ class ReduceTowersTest(parameterized.TestCase):
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
   def test_one_tower_counts_by_its_weight(self):
-    tx = shard_transforms.reduce_towers(1, optax.identity())
+    tx = st.reduce_towers(1, optax.identity())
 
     for weight in 2, 0:
-      given = {'weight': np.full(1, weight)}
-      updates, _ = tx.update(
-          np.ones((1, 3), np.float32), tx.init(None), **given
-      )
+      x, weights = np.ones((1, 3), np.float32), np.full(1, weight)
+      updates, _ = tx.update(x, tx.init(None), weight=weights)
 
       np.testing.assert_array_equal(updates, np.full(3, weight > 0))
 
   def test_one_local_step_stands_for_all_towers(self):
-    tx = shard_transforms.reduce_towers(2, harness.recorder())
+    tx = st.reduce_towers(2, harness.recorder())
 
     _, recorded = tx.update(jnp.ones((2, 3)), tx.init(None), local_step=7)
 
@@ -122,35 +116,31 @@ class ReduceTowersTest(parameterized.TestCase):
 class WeightTest(parameterized.TestCase):
 
   def test_a_link_of_a_chain_takes_no_weight(self):
-    tx = shard_transforms.reduce_towers(2)
+    tx = st.reduce_towers(2)
 
     with self.assertRaisesRegex(ValueError, 'must come with `inner`'):
       tx.update(np.ones((2, 3), np.float32), tx.init(None), weight=np.ones(2))
 
   def test_refuses_own_weights_for_updates_that_are_already_reduced(self):
-    tx = shard_transforms.reduce_towers(2, optax.identity())
+    tx = st.reduce_towers(2, optax.identity())
 
     def shard(params, weight):
-      grads = jax.vmap(jax.grad(lambda p, w: p * w), in_axes=(None, 0))(
-          params, weight
-      )
+      grads = jax.vmap(jax.grad(jnp.multiply), in_axes=(None, 0))
+      grads = grads(params, weight)
       return tx.update(grads, tx.init(params), weight=weight)[0]
 
-    with self.assertRaisesRegex(
-        ValueError,
-        "`updates` of `reduce_towers` must be per shard over 'data'",
-    ):
-      mapped = modes.map_shards('shard_map', shard)
+    mapped = modes.map_shards('shard_map', shard)
+    message = "`updates` of `reduce_towers` must be per shard over 'data'"
+    with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(mapped, jnp.ones(()), jnp.ones((8, 2)))
 
   def test_takes_common_weights_for_updates_that_are_already_reduced(self):
-    tx = shard_transforms.reduce_towers(2, optax.identity())
+    tx = st.reduce_towers(2, optax.identity())
 
     def shard(towers, _):
       return tx.update(towers, tx.init(towers[0]), weight=np.array([3, 1]))[0]
 
-    updates = modes.map_shards('shard_map', shard)(
-        np.array([2.0, 6.0], np.float32), np.zeros(8)
-    )
+    towers = np.array([2.0, 6.0], np.float32)
+    updates = modes.map_shards('shard_map', shard)(towers, np.zeros(8))
 
     np.testing.assert_array_equal(updates, np.full(8, 3, np.float32))

@@ -10,7 +10,7 @@ import cases
 import harness
 import modes
 import one_device
-import shard_transforms
+import shard_transforms as st
 from shard_transforms import scale_by_staleness
 
 AXIS = modes.AXIS
@@ -28,14 +28,12 @@ STEPS = STEPS.astype(np.int32)
 KINDS = {
     'inverse': (('inverse',), {}, lambda age: 1 / np.maximum(age, 1)),
     'exponential': (
-        ('exponential',),
-        {'rate': RATE},
+        *(('exponential',), {'rate': RATE}),
         lambda age: np.exp(-RATE * age),
     ),
+    # Factors below zero count as zero.
     'function': (
-        (lambda age: 3 - jnp.minimum(age, 4),),
-        {},
-        # Factors below zero count as zero.
+        *((lambda age: 3 - jnp.minimum(age, 4),), {}),
         lambda age: np.maximum(3.0 - age, 0),
     ),
 }
@@ -46,11 +44,11 @@ def _loss(params, x):
 
 
 def _grads(params, x):
-  return shard_transforms.value_and_grad(_loss, AXIS)(params, x)[1]
+  return st.value_and_grad(_loss, AXIS)(params, x)[1]
 
 
 def _mean():
-  return shard_transforms.cross_shard_mean(AXIS)
+  return st.cross_shard_mean(AXIS)
 
 
 def _weighted(kind, inner=None):
@@ -63,9 +61,8 @@ def _expected(kind, data, weights, steps):
   """Returns updates, momenta and global steps."""
   device, global_step = one_device.Device(), 0
   calls = []
-  for x, weight, step in zip(
-      data.swapaxes(0, 1), weights.T, steps.T, strict=True
-  ):
+  by_call = data.swapaxes(0, 1), weights.T, steps.T
+  for x, weight, step in zip(*by_call, strict=True):
     ages = np.maximum(global_step - step.astype(int), 0)
     counted = weight * KINDS[kind][2](ages)
     update = device.step(x, counted)
@@ -73,27 +70,20 @@ def _expected(kind, data, weights, steps):
     calls.append((update, device.momentum, global_step))
   updates, momenta, global_steps = zip(*calls, strict=True)
   on_all = one_device.on_all
-  return (
-      on_all(*updates),
-      on_all(*momenta),
-      on_all(*global_steps, dtype=np.int32),
-  )
+  reduced = on_all(*updates), on_all(*momenta)
+  return *reduced, on_all(*global_steps, dtype=np.int32)
 
 
 def _train(kind, data=DATA, weights=None, steps=STEPS):
+  names = 'local_step', 'weight'
   trained = harness.train(
       _weighted(kind),
       np.zeros(5, np.float32),
       (data, steps) if weights is None else (data, steps, weights),
       'shard_map',
       grad=lambda params, own: _grads(params, own[0]),
-      extra_args=lambda _, own: dict(
-          zip(('local_step', 'weight'), own[1:], strict=False)
-      ),
-      see=lambda state: (
-          optax.tree_utils.tree_get(state, 'trace'),
-          state.global_step,
-      ),
+      extra_args=lambda _, own: dict(zip(names, own[1:], strict=False)),
+      see=lambda s: (optax.tree_utils.tree_get(s, 'trace'), s.global_step),
   )
   return trained.updates, *trained.seen
 
@@ -102,9 +92,8 @@ class WeightTest(parameterized.TestCase):
   """With `inner` and `axis_name`."""
 
   def assert_close(self, calls, expected):
-    chex.assert_trees_all_close(
-        calls, expected, rtol=1e-5, atol=1e-6, strict=True
-    )
+    close = dict(rtol=1e-5, atol=1e-6, strict=True)
+    chex.assert_trees_all_close(calls, expected, **close)
 
   @cases.parameters(*KINDS)
   def test_shards_count_by_their_ages(self, kind):
@@ -151,7 +140,7 @@ class WeightTest(parameterized.TestCase):
 
     def shard(params, own):
       x, local_step = own
-      state = tx.init(shard_transforms.per_shard(params, AXIS))
+      state = tx.init(st.per_shard(params, AXIS))
       state = tx.update(x, state, local_step=local_step)[1]
       return state.inner_state[0].trace
 
@@ -168,15 +157,11 @@ class WeightTest(parameterized.TestCase):
       return tx.update(_grads(params, x), tx.init(params), local_step=0)[0]
 
     mapped = modes.map_shards('shard_map', shard)
-    report = shard_transforms.monitoring.wire_report(
-        mapped, np.zeros(5, np.float32), DATA[:, 0]
-    )
+    report = st.monitoring.wire_report(mapped, np.zeros(5, 'f'), DATA[:, 0])
 
-    payloads = sorted(
-        collective.payload_bytes for collective in report.collectives
-    )
     # The weights, and the mean of five elements with its weight.
-    self.assertEqual(sum(payloads), 4 * (1 + 5 + 1))
+    payload = sum(sent.payload_bytes for sent in report.collectives)
+    self.assertEqual(payload, 4 * (1 + 5 + 1))
 
 
 class UpdateTest(parameterized.TestCase):
@@ -194,9 +179,8 @@ class UpdateTest(parameterized.TestCase):
 
     factors = 1 / np.maximum(np.arange(7) - STEPS.astype(int), 1)
     expected = np.mean(DATA.astype(np.float64) * factors[..., None], axis=0)
-    np.testing.assert_allclose(
-        updates, np.tile(expected, (8, 1, 1)), rtol=1e-5, atol=1e-6
-    )
+    expected = np.tile(expected, (8, 1, 1))
+    np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
 
   def test_what_is_no_factor_gives_zero_of_a_nan(self):
     @jax.jit
@@ -240,10 +224,8 @@ class UpdateTest(parameterized.TestCase):
       mean = _mean().update(_grads(params, x), optax.EmptyState())[0]
       return tx.update(mean, state, local_step=local_step)[0]
 
-    with self.assertRaisesRegex(
-        ValueError,
-        '`updates` of `scale_by_staleness` must be per shard .*already reduced',
-    ):
+    message = '`updates` of .* must be per shard .*already reduced'
+    with self.assertRaisesRegex(ValueError, message):
       mapped = modes.map_shards('shard_map', shard)
       jax.eval_shape(mapped, np.zeros(5, 'float32'), (DATA[:, 0], STEPS[:, 0]))
 
@@ -269,12 +251,7 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       (('linear',), {}, ValueError, "`kind` .* 'exponential' or .*'linear'"),
-      (
-          (0.5,),
-          {},
-          TypeError,
-          '`kind` .*a function of the age, got 0.5.*static',
-      ),
+      ((0.5,), {}, TypeError, '`kind` .* function of the age, got 0.5.*static'),
       (('exponential',), {}, ValueError, '`rate` .*must come with .*None'),
       (('inverse',), {'rate': 1}, ValueError, "`rate` .*got 1 with 'inverse'"),
       (('exponential',), {'rate': 0}, ValueError, '`rate` must be positive'),

@@ -10,7 +10,7 @@ import optax
 
 import cases
 import modes
-import shard_transforms
+import shard_transforms as st
 from shard_transforms.monitoring import hlo_wire_report
 from shard_transforms.monitoring import wire_report
 
@@ -369,7 +369,7 @@ def scanned(tx):
   return steps
 
 
-TOWERS = shard_transforms.tower_reduce(4, ADAM)
+TOWERS = st.tower_reduce(4, ADAM)
 COLLECTING = {
     'MultiSteps': multi_steps(ADAM),
     'apply_every': optax.chain(optax.apply_every(4), ADAM),
