@@ -153,16 +153,13 @@ def assert_trains_as_one_device(
     scale = _SMALL * _root_mean_square(everything)
     for leaf in leaves:
       if not leaf.difference(scale) <= rtol:
-        of_factors = {
-            num_shards: _CAUSES_OF_MORE,
-            1 / num_shards: _CAUSES_OF_LESS,
-        }
-        factors = [x for x in of_factors if leaf.is_times(x, rtol)]
+        known = {num_shards: _CAUSES_OF_MORE, 1 / num_shards: _CAUSES_OF_LESS}
+        factors = [x for x in known if leaf.is_times(x, rtol)]
         lines.append(
             f'\n  {leaf.name}: relative difference {leaf.difference(scale):.2g}'
             + ''.join(f', {x:.3g} times that of one device' for x in factors)
         )
-        causes = causes or (of_factors[factors[0]] if factors else _CAUSES[part])
+        causes = causes or (known[factors[0]] if factors else _CAUSES[part])
   if lines:
     raise AssertionError(
         f'{num_shards} shards must train as one device, but they differ in'

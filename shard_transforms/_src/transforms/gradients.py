@@ -369,13 +369,12 @@ def _check_rows(batch, num_shards, num_towers):
     parts = num_shards if is_stacked else num_shards * num_towers
     rows = shape[is_stacked] if shape else 0
     if not rows or rows % parts:
-      towers = '' if is_stacked else f' times {num_towers} towers'
+      towers = ' in each tower' if is_stacked else f' times {num_towers} towers'
       raise ValueError(
           f'`batch` of `{_CALLER}` must have rows that can be divided by'
           f' {num_shards} shards{towers}, got {rows} in the shape {name}. Pad'
           ' it, and leave the padding out in the loss; pass what has no rows as'
-          ' a keyword argument'
-          + ('; give `num_towers` if towers are not stacked.' * is_stacked or '.')
+          ' a keyword argument; give `num_towers` where they are not stacked.'
       )
   return num_towers
 
