@@ -196,7 +196,7 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       (2, X[:30], r'divided by 8 shards times 2 towers, got .* \(30, 8\) at'),
-      (None, X.reshape(1, 32, 8)[:, :30], r'8 shards in each tower, got .* \(1'),
+      (None, X[None, :30], r'8 shards in each tower, got .* \(1'),
       (None, X[:, 0], r'axes \[towers, rows\], with 32 towers .* \(32,\) at'),
       (None, (X[None], X[None][:0]), r'with 1 towers .* \(0, 32, 8\) at \[0\]'),
       (2, 3.0, r'must have rows .* \(\) at .* keyword argument'),
