@@ -1,4 +1,4 @@
-"""The measured table of gradient accumulation: each row is a program."""
+"""The table of accumulation in `docs/measurements.md`: each row is trained."""
 
 from collections.abc import Callable
 import functools

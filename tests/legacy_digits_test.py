@@ -1,4 +1,4 @@
-"""Runs the ported script as a user does."""
+"""Runs `legacy_digits.py`, the ported script, as a user does."""
 
 import re
 

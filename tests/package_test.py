@@ -465,6 +465,11 @@ class DocumentationTest(parameterized.TestCase):
     for line in (all_tests, *shown):
       self.assertIn(line, bash_lines('CONTRIBUTING.md'))
 
+  def test_each_test_file_says_what_it_promises(self):
+    for path in (ROOT / 'tests').rglob('*_test.py'):
+      tree = ast.parse(path.read_text(encoding='utf-8'))
+      self.assertIsNotNone(ast.get_docstring(tree), path)
+
   @cases.parameters('README.md', 'CONTRIBUTING.md')
   def test_named_files_exist(self, name):
     links = re.findall(r'\]\((?![a-z]+:|#)([^)#\s]+)', read(name))

@@ -1,3 +1,5 @@
+"""The tables of `docs/measurements.md` that `benchmarks/plan.py` prints."""
+
 import collections
 import importlib.util
 import pathlib

@@ -1,4 +1,4 @@
-"""Runs the asynchronous example as a user does."""
+"""Runs `train_async.py`, the asynchronous example, as a user does."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Runs the main job as a user does."""
+"""Runs `train_digits.py`, the main job, as a user does."""
 
 import csv
 import re

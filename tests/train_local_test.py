@@ -1,4 +1,4 @@
-"""Runs the example of local updates as a user does."""
+"""Runs `train_local.py`, the example of local updates, as a user does."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Runs the complete script as two tasks of Slurm, and on workers of Ray."""
+"""Runs `train_on_cluster.py` as two tasks of Slurm, and `train_on_ray.py`."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Runs the example of a model that the compiler shards as a user does."""
+"""Runs `train_transformer.py`, accumulation and Muon, as a user does."""
 
 import re
 

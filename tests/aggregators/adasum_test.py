@@ -1,3 +1,5 @@
+"""`adasum`: its tree of pairs, norms and bytes, and Horovod's own vectors."""
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp

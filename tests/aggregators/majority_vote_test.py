@@ -1,3 +1,5 @@
+"""`majority_vote`: the signs, who has a vote, ties, and a bit an element."""
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp

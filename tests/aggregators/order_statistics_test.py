@@ -1,3 +1,5 @@
+"""`coordinate_median`, `trimmed_mean`: as in NumPy; liars, NaN and weights."""
+
 import itertools
 
 from absl.testing import parameterized

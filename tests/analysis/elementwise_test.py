@@ -1,3 +1,5 @@
+"""Which operations are element-wise; experiments_test has whole optimizers."""
+
 import functools
 
 from absl.testing import parameterized

@@ -1,4 +1,4 @@
-"""What is accepted, by experiment: whole and in slices, it does the same."""
+"""Which optimizers count as element-wise, and do the same on slices."""
 
 import functools
 

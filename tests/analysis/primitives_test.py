@@ -1,3 +1,5 @@
+"""The tables of primitives: JAX has each, and no table contradicts another."""
+
 import sys
 
 from absl.testing import absltest

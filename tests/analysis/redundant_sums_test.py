@@ -1,3 +1,5 @@
+"""Warnings of a sum over shards that is summed again; no false ones."""
+
 import functools
 
 from absl.testing import parameterized

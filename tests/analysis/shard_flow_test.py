@@ -1,3 +1,5 @@
+"""Warnings of a deadlock before the program runs; no false ones."""
+
 import functools
 
 from absl.testing import parameterized

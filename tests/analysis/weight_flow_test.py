@@ -1,4 +1,4 @@
-"""Whole transformations are in gating_test."""
+"""Whether a sum uses the weight; whole transformations are in gating_test."""
 
 from absl.testing import parameterized
 import jax

@@ -1,3 +1,5 @@
+"""The driver's process: its reports, its death, its errors and its files."""
+
 import multiprocessing
 import os
 import pickle

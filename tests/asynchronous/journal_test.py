@@ -1,3 +1,5 @@
+"""The journal's file: cut, flipped or foreign bytes, and a full disk."""
+
 import contextlib
 import os
 

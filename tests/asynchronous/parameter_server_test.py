@@ -1,3 +1,5 @@
+"""The parameter server: its state is that of `drop_stale`; what it keeps."""
+
 import weakref
 
 from absl.testing import parameterized

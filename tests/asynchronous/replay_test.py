@@ -1,3 +1,5 @@
+"""`replay`: the same bits, a part of a run, and what it refuses."""
+
 import dataclasses
 
 import optax

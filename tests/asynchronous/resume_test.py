@@ -1,3 +1,5 @@
+"""A run that was cut off goes on in its folder, and refuses what differs."""
+
 import dataclasses
 import os
 

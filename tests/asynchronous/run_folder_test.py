@@ -1,3 +1,5 @@
+"""A run's checkpoints, manifest and lock; journal_test has the journal."""
+
 import fcntl
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Runs that cannot go on, start with a result, are watched or hold state."""
+"""Runs that go on in another folder by `start`, are watched, or are stopped."""
 
 import dataclasses
 import functools

@@ -1,3 +1,5 @@
+"""`Task`: its functions, failures that workers report, and checksums."""
+
 from absl.testing import parameterized
 import jax.numpy as jnp
 import numpy as np

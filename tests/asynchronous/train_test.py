@@ -1,3 +1,5 @@
+"""`train` against loops by hand, on a full disk, and with bad arguments."""
+
 import dataclasses
 from unittest import mock
 

@@ -1,3 +1,5 @@
+"""Integers, real numbers, weights and local steps: accepted or refused."""
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp

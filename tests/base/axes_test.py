@@ -1,3 +1,5 @@
+"""Axis names and unbound axes, and `per_shard` over one or several axes."""
+
 from absl.testing import parameterized
 import chex
 import jax

@@ -1,3 +1,5 @@
+"""Partitions into groups: which are refused, and that each reduces alone."""
+
 from absl.testing import parameterized
 import chex
 import jax

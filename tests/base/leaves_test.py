@@ -1,3 +1,5 @@
+"""Leaves and dtypes that reductions keep, and sums of few bits in float32."""
+
 from absl.testing import parameterized
 import chex
 import jax

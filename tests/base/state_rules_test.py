@@ -1,4 +1,4 @@
-"""The effect of rules is tested with the functions that use them."""
+"""Which rules of state are valid; `state/`, `monitoring/` test their effect."""
 
 from typing import Any, NamedTuple
 

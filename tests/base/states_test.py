@@ -1,3 +1,5 @@
+"""How states keep values of each shard, and counters that saturate."""
+
 from absl.testing import parameterized
 import chex
 import jax

@@ -1,3 +1,5 @@
+"""Programs that differ by platform: what is packed, sorted or multiplied."""
+
 import dataclasses
 
 from absl.testing import parameterized

@@ -1,3 +1,5 @@
+"""`compressed_mean`: nothing is lost; formula, weights, options, resizing."""
+
 import functools
 
 from absl.testing import parameterized

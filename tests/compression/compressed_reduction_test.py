@@ -1,3 +1,5 @@
+"""Which leaves are compressed, and the health and metrics of their state."""
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp

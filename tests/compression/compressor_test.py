@@ -1,3 +1,5 @@
+"""`Compressor`: which arguments, payloads and rows it refuses."""
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp

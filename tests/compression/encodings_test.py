@@ -1,3 +1,5 @@
+"""What every built-in compressor keeps; rounding, and places of `top_k`."""
+
 from unittest import mock
 
 from absl.testing import parameterized

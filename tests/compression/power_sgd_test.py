@@ -1,3 +1,5 @@
+"""`power_sgd`: as in NumPy and PyTorch, exact cases, sketches and resizing."""
+
 import json
 import pathlib
 

@@ -1,3 +1,5 @@
+"""The exchange of compressed leaves: its random keys and its bytes."""
+
 import functools
 
 from absl.testing import parameterized

@@ -1,4 +1,4 @@
-"""Clipping: by the norm of all gradients, of each, by values."""
+"""Clipping as in TensorFlow: by the global norm, by each norm, by values."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,3 +1,5 @@
+"""What every gate keeps; gates inside gates are in nested_gates_test."""
+
 import functools
 
 from absl.testing import parameterized

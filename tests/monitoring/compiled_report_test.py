@@ -1,3 +1,5 @@
+"""Reports of compiled programs: as of traced ones, sources, GPUs and TPUs."""
+
 import collections
 import dataclasses
 import inspect

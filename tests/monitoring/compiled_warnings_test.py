@@ -1,4 +1,4 @@
-"""Programs that barely earn a warning, and programs that barely do not."""
+"""Warnings of sums in few bits; hlo/accumulation_test has other warnings."""
 
 from absl.testing import parameterized
 

@@ -1,3 +1,5 @@
+"""`cross_check`: names the shard whose bit flipped, and accuses no other."""
+
 import functools
 
 from absl.testing import parameterized

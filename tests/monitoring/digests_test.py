@@ -1,3 +1,5 @@
+"""Digests of trees: on what they depend, and how well they spread."""
+
 import hashlib
 
 from absl.testing import parameterized

@@ -1,3 +1,5 @@
+"""`shard_divergence`, `track_divergence`: one bit that differs is found."""
+
 from absl.testing import parameterized
 import jax
 from jax import lax

@@ -1,3 +1,5 @@
+"""`metrics`, `compression_error` and `check_health`, on states of all kinds."""
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp

@@ -1,3 +1,5 @@
+"""`unless_skipped`: keeps what was before a skipped step, or refuses."""
+
 import functools
 
 from absl.testing import parameterized

@@ -1,3 +1,5 @@
+"""`track_noise_scale`: unbiased, by examples and towers; what it sends."""
+
 from absl.testing import parameterized
 import chex
 import jax

@@ -1,3 +1,5 @@
+"""`assert_trains_as_one_device`: what it passes, finds and says."""
+
 from absl.testing import parameterized
 import jax
 from jax import lax

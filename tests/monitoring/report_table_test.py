@@ -1,3 +1,5 @@
+"""Reports as data: bytes on a ring, the printed table, and merged rows."""
+
 import dataclasses
 
 from absl.testing import parameterized

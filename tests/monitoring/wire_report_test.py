@@ -1,4 +1,4 @@
-"""What is sent, as formulas: in traced programs, by hand."""
+"""Reports of traced programs: the bytes of transformations and primitives."""
 
 import functools
 from unittest import mock

@@ -1,4 +1,4 @@
-"""`owners.owned_update`."""
+"""`owned_update`: trains as replicated; owners, state, bytes and refusals."""
 
 import functools
 from typing import Any, NamedTuple

@@ -1,3 +1,5 @@
+"""Exchanges in place of unsafe reduce-scatters, and large arrays in pieces."""
+
 import os
 import subprocess
 from unittest import mock

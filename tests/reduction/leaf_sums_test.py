@@ -1,3 +1,5 @@
+"""Which leaves are summed in one buffer, and which travel apart."""
+
 from unittest import mock
 
 from absl.testing import parameterized

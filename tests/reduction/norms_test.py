@@ -1,3 +1,5 @@
+"""`global_norm` of trees with slices, and whether all elements are finite."""
+
 from absl.testing import parameterized
 import chex
 import jax

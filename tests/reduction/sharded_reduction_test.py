@@ -1,3 +1,5 @@
+"""Reduce-scatter and all-gather of trees: parts, the whole, and bytes."""
+
 from absl.testing import parameterized
 import chex
 import jax

@@ -1,3 +1,5 @@
+"""`compensate_delay`: its corrections, masked leaves, state and refusals."""
+
 from absl.testing import parameterized
 import chex
 import jax

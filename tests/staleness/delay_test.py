@@ -1,3 +1,5 @@
+"""`delay_updates`: every bit comes later; weights, resizing and refusals."""
+
 from absl.testing import parameterized
 import chex
 import jax

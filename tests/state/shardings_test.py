@@ -1,3 +1,5 @@
+"""`state_shardings`: how state is divided and trains under plain `jit`."""
+
 import math
 import warnings
 

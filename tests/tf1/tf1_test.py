@@ -1,6 +1,6 @@
-"""What optimizers of TensorFlow 1 promise beside their numbers.
+"""Optimizers of `tf1`: dtypes, arguments and edge cases, but not their numbers.
 
-These are tested beside its recordings, in `facade/golden_test.py` and
+Numbers are compared with recordings in `facade/golden_test.py` and
 `facade/optimizers_test.py`.
 """
 

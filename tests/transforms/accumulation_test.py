@@ -1,4 +1,4 @@
-"""`accumulated_value_and_grad`, of which `accumulation_docs_test` has more."""
+"""`accumulated_value_and_grad`; accumulation_docs_test has a measured table."""
 
 import functools
 

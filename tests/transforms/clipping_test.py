@@ -1,3 +1,5 @@
+"""`clip_by_global_norm`: Optax's bits, slices, and inside `shard_update`."""
+
 from absl.testing import parameterized
 import chex
 import jax

@@ -1,3 +1,5 @@
+"""Weights, dtypes and axes of the mean and the sum, and `shard_mean`."""
+
 import functools
 
 from absl.testing import parameterized

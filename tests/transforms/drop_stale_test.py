@@ -1,3 +1,5 @@
+"""`drop_stale`: the ages it accepts, its counters, what `inner` is given."""
+
 import functools
 
 from absl.testing import parameterized

@@ -1,3 +1,5 @@
+"""`value_and_grad`; `accumulated_value_and_grad` is in accumulation_test."""
+
 import functools
 
 from absl.testing import parameterized

@@ -1,3 +1,5 @@
+"""`guard`: skips or excludes what is not finite; spikes are in spikes_test."""
+
 from absl.testing import parameterized
 import chex
 import jax

@@ -1,3 +1,5 @@
+"""`on_mesh`: `init` inside and outside of a mapped step, and refusals."""
+
 from absl.testing import parameterized
 import chex
 import jax

@@ -1,3 +1,5 @@
+"""`reduce_towers`: stacked towers by weight, and what `inner` is given."""
+
 import functools
 
 from absl.testing import parameterized

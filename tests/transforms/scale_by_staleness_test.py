@@ -1,3 +1,5 @@
+"""`scale_by_staleness`: factors by age, with and without a reduction."""
+
 from absl.testing import parameterized
 import chex
 import jax

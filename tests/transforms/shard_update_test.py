@@ -1,3 +1,5 @@
+"""`shard_update`: trains as replicated; its slices, axes and refusals."""
+
 import functools
 
 from absl.testing import parameterized

@@ -1,3 +1,5 @@
+"""`tower_reduce`: windows of towers, missing gradients, per-shard state."""
+
 import functools
 
 from absl.testing import parameterized

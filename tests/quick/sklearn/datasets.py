@@ -1,3 +1,5 @@
+"""Stands for `sklearn.datasets`: reads the digits that are installed."""
+
 import importlib.metadata
 
 import numpy as np
