@@ -176,6 +176,14 @@ class JoinProcessesTest(parameterized.TestCase):
         | {'heartbeat_timeout_seconds': 7},
     )
 
+  def test_one_process_that_the_variables_of_jax_name_joins_too(self):
+    one = {'JAX_NUM_PROCESSES': '1', 'JAX_PROCESS_ID': '0'}
+
+    count, initialize, _ = self.join(JAX | one)
+
+    self.assertEqual(count, 1)
+    initialize.assert_called_once()
+
   @cases.parameters(
       ('heartbeat_timeout', 0.5, TypeError, 'an integer, got 0.5'),
       ('shutdown_timeout', -1, ValueError, 'at least 1, got -1'),
