@@ -147,6 +147,7 @@ def assert_same(actual: Any, expected: Any) -> None:
   chex.assert_trees_all_equal_structs(actual, expected)
   chex.assert_trees_all_equal(*jax.device_get((actual, expected)), strict=True)
   for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+    assert x.dtype == y.dtype, (x, y)
     assert x.sharding.is_equivalent_to(y.sharding, y.ndim), (x, y)
 
 

@@ -1,7 +1,6 @@
 """Each fact is checked once in a nest of gates, and none is forgotten."""
 
 import functools
-from unittest import mock
 
 from absl.testing import parameterized
 import jax
@@ -13,7 +12,6 @@ import optax
 import cases
 import modes
 import shard_transforms as st
-from shard_transforms._src.base import arguments
 
 AXIS = modes.AXIS
 GATES = {
@@ -216,15 +214,3 @@ class OnceTest(parameterized.TestCase):
     trace(tx)
 
     self.assertLen(calls, 1)
-
-  def test_an_inner_gate_need_not_check_what_an_outer_one_has(self):
-    tx = gate('drop_stale', gate('guard', gate('one_tower', MEAN), False))
-
-    check = mock.patch.object(
-        arguments, 'check_update', wraps=arguments.check_update
-    )
-    with check as checked:
-      trace(tx)
-
-    callers = [call.args[-1] for call in checked.call_args_list]
-    self.assertEqual(callers, ['drop_stale'])

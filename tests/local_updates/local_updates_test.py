@@ -639,7 +639,7 @@ UPDATES = (
         ValueError,
         r"same on all shards, got \['a'\].*along \['data'\].*local_par",
     ),
-    (lambda s, p, own: (own, s, OTHER_KINDS), ValueError, 'its state was made'),
+    (lambda s, p, own: (own, s, OTHER_KINDS), ValueError, '`params` .* state'),
     (lambda s, p, own: (own, (), p), TypeError, 'be a `LocalUpdatesState`'),
 )
 

@@ -73,7 +73,7 @@ TWO_PROCESSES = """
 import os, sys
 import jax
 import jax.numpy as jnp
-import shard_transforms as st
+import shard_transforms
 from shard_transforms import compression
 if 'JAX_NUM_PROCESSES' not in os.environ:
   shard_transforms.launch.run_processes(2, [sys.executable, *sys.orig_argv[1:]])

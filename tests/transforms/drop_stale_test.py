@@ -40,7 +40,7 @@ class DropStaleTest(parameterized.TestCase):
     np.testing.assert_array_equal(stale, np.cumsum(1 - passed))
 
   def test_an_axis_needs_inner(self):
-    message = r"`axis_name` .* `inner`, got 'data' alone.* write `drop_stale\(s"
+    message = "`axis_name` of `drop_stale` .* `inner`, got 'data' .*`drop_"
     with self.assertRaisesRegex(ValueError, message):
       st.drop_stale(1, axis_name='data')
 

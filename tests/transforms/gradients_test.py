@@ -135,7 +135,7 @@ class ReducedLossTest(parameterized.TestCase):
       return grad(params, *own)[1]
 
     message = (
-        "The loss of .* per shard over 'data', got one .* the same .*_mean`"
+        "The loss of `value_and_grad` .* over 'data', got .* same .*shard_mean`"
     )
     with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(modes.map_shards('shard_map', shard), PARAMS, (X, Y))

@@ -94,16 +94,18 @@ class OnMeshTest(parameterized.TestCase):
     bound = st.on_mesh(_guard(), _mesh(8))
     state = st.init_state(_guard(), PARAMS, _mesh(4))
 
-    message = "`mesh` of .* got {'data': 8} .* maps {'data': 4}.*resize_state`"
+    message = "`on_mesh` .* {'data': 8} .* maps {'data': 4}.*resize_state`"
     with self.assertRaisesRegex(ValueError, message):
       if method == 'init':
         st.resize_state(state, bound, PARAMS, _mesh(4))
       _update_on(_mesh(4), bound, state)
 
   @cases.parameters(
-      (optax.sgd, _mesh(), '`tx` of `on_mesh` must be an Optax gradient'),
-      (_guard(), ('data',), '`mesh` must be a `jax.sharding.Mesh`'),
+      ({'tx': optax.sgd}, '`tx` of `on_mesh` must be an Optax gradient'),
+      ({'mesh': ('data',)}, '`mesh` must be a `jax.sharding.Mesh`'),
+      ({'in_specs': 'data'}, '`in_specs` of `on_mesh` must be'),
+      ({'per_shard': 1}, '`per_shard` must be a boolean, got 1'),
   )
-  def test_refuses_what_is_no_transformation_or_mesh(self, tx, mesh, words):
+  def test_refuses_arguments(self, change, words):
     with self.assertRaisesRegex(TypeError, words):
-      st.on_mesh(tx, mesh)
+      st.on_mesh(**{'tx': _guard(), 'mesh': _mesh()} | change)

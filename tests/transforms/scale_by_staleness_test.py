@@ -226,7 +226,7 @@ class UpdateTest(parameterized.TestCase):
       mean = _mean().update(_grads(params, x), optax.EmptyState())[0]
       return tx.update(mean, state, local_step=local_step)[0]
 
-    message = '`updates` of .* must be per shard .*already reduced'
+    message = '`updates` of `scale_by_.* must be per shard .*already reduced'
     with self.assertRaisesRegex(ValueError, message):
       mapped = modes.map_shards('shard_map', shard)
       jax.eval_shape(mapped, np.zeros(5, 'float32'), (DATA[:, 0], STEPS[:, 0]))

@@ -172,7 +172,7 @@ def rows_of_norms():
   return {
       'above a limit': (SpikeRule(max_norm=5.0), [5.0, 5.1], [1]),
       'what stays the same is no spike': (
-          *(rule(max_stds=1.0, window=5), [7**0.5] * 30, []),
+          *(rule(max_stds=0.5, window=16), [2**0.5] * 30, []),
       ),
       'rises and stays': (rule(), rises, range(14, 30)),
       'rises, and is recorded': (rule(record_spikes=True), rises, [14]),

@@ -254,8 +254,8 @@ class MissingGradientTest(parameterized.TestCase):
     _, state = tx.update(params, tx.init(params), params)
     updates, _ = tx.update({'w': None}, state, params)
 
-    halves = {'w': jnp.full(3, 0.5, jnp.bfloat16)}
-    chex.assert_trees_all_equal(updates, halves, strict=True)
+    # Those of chex take bfloat16 for float32.
+    np.testing.assert_array_equal(updates['w'], params['w'] / 2, strict=True)
 
   def test_passes_what_carries_no_gradient(self):
     tx = st.tower_reduce(2, optax.identity())

@@ -30,8 +30,8 @@ _REMEDIES = {
     'invariant': (
         'it is already reduced; `jax.grad` of replicated parameters is a sum.'
         ' Take `shard_transforms.value_and_grad`, and reduce once;'
-        ' `tower_reduce` in place of `MultiSteps`. If it is a mean, the'
-        " reduction takes `on_invariant='averaged'`."
+        ' `tower_reduce`, not `MultiSteps`. If it is a mean, reduce with'
+        " `on_invariant='averaged'`."
     ),
     'unreduced': (
         'its sum over the shards is pending. Take the gradient of each shard:'

@@ -38,9 +38,9 @@ _CAUSES = {
     ),
 }
 _CAUSES_OF_MORE = (
-    '`jax.grad` of replicated parameters, which JAX sums, or no reduction at'
-    ' all: use `shard_transforms.value_and_grad` and `cross_shard_mean`; a sum'
-    ' in place of a mean.'
+    '`jax.grad` of replicated parameters, which JAX sums: use'
+    ' `shard_transforms.value_and_grad` and `cross_shard_mean`; a sum in place'
+    ' of a mean.'
 )
 _CAUSES_OF_LESS = (
     'a loss that is a sum over examples: take its mean, or reduce by'

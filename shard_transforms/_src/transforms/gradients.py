@@ -369,12 +369,15 @@ def _check_rows(batch, num_shards, num_towers):
     parts = num_shards if is_stacked else num_shards * num_towers
     rows = shape[is_stacked] if shape else 0
     if not rows or rows % parts:
-      towers = ' in each tower' if is_stacked else f' times {num_towers} towers'
+      towers = f' times {num_towers} towers'
+      remedy = 'pass what has no rows by keyword'
+      if is_stacked:
+        towers = ' in each tower'
+        remedy = 'give `num_towers` if towers are not stacked'
       raise ValueError(
           f'`batch` of `{_CALLER}` must have rows that can be divided by'
-          f' {num_shards} shards{towers}, got {rows} in the shape {name}. Pad'
-          ' it, and leave the padding out in the loss; pass what has no rows as'
-          ' a keyword argument; give `num_towers` where they are not stacked.'
+          f' {num_shards} shards{towers}, got {rows} in {name}. Pad it, and'
+          f' leave padding out in the loss; {remedy}.'
       )
   return num_towers
 
