@@ -41,8 +41,6 @@ class Checked(NamedTuple):
   large.
 
   Attributes:
-    axes: Over which axes each shard is known to have its own updates; `None` if
-      there is no gate around.
     weight: Whether the weight is known to be usable.
     unchecked: Over which axes sums must use the weight. Only the innermost gate
       sees whether they do: behind a gate that has read the weight, all updates
@@ -52,7 +50,6 @@ class Checked(NamedTuple):
       weight, for the error.
   """
 
-  axes: tuple[Hashable, ...] | None = None
   weight: bool = False
   unchecked: tuple[Hashable, ...] = ()
   may_be_local: bool = True
@@ -93,22 +90,6 @@ class Gate:
   axes: tuple[Hashable, ...]
   assume_weighted: bool
   may_be_local: bool = True
-
-  def check_update(
-      self, checked: Checked, updates: optax.Updates, state: Any, kind: type
-  ) -> None:
-    """Checks what `update` is given, but for what gates around it have checked.
-
-    Raises:
-      NameError: If an axis is not bound.
-      TypeError: If a leaf is an integer, or the state is of another one.
-      ValueError: If updates are already reduced.
-    """
-    known = checked.axes
-    if known is not None and set(self.axes).issubset(known):
-      arguments.check_state(state, kind, self.caller)
-    else:
-      arguments.check_update(updates, state, kind, self.axes, self.caller)
 
   def as_weight(
       self, checked: Checked, weight: chex.Numeric | None
@@ -183,10 +164,9 @@ class Gate:
 
   def _known(self, checked, has_weight):
     """Returns what a gate inside this one need not check, and what it must."""
-    known = checked._replace(axes=(*(checked.axes or ()), *self.axes))
     if not self.axes or not has_weight:
-      return known
-    known = known._replace(weight=True)
+      return checked
+    known = checked._replace(weight=True)
     if self.assume_weighted:
       return known
     return known._replace(

@@ -162,7 +162,7 @@ def drop_stale(
     )
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
-    gate.check_update(checked, updates, state, DropStaleState)
+    arguments.check_update(updates, state, DropStaleState, axes, _CALLER)
     local_step = extra_args.get('local_step')
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
     accept, num_stale, counts = is_fresh, jnp.where(is_fresh, 0, 1), is_fresh

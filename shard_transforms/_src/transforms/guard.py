@@ -208,7 +208,7 @@ def guard(
     return _start(inner.init(params), known, most, axes)
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
-    gate.check_update(checked, updates, state, GuardState)
+    arguments.check_update(updates, state, GuardState, axes, _CALLER)
     _check_enough_shards(axes, num_enough)
     spikes_lib.check_fits(spikes, state.spikes)
     judgement = spikes_lib.judge(

@@ -156,7 +156,7 @@ def scale_by_staleness(
     return ScaleByStalenessState(states.counter(), gate.inner.init(params))
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
-    gate.check_update(checked, updates, state, ScaleByStalenessState)
+    arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
     step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     factor = factor_of(_age(step, state.global_step))
     if axes:

@@ -207,7 +207,7 @@ def tower_reduce(
     )
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
-    gate.check_update(checked, updates, state, TowerReduceState)
+    arguments.check_update(updates, state, TowerReduceState, axes, _CALLER)
     if inner is None:
       weights.check_not_in_chain(weight, _CALLER)
     if weight is not None:
