@@ -83,6 +83,10 @@ CALLS = {
     'zeros': (lambda: tf.zeros([2], tf.int32), np.int32([0, 0])),
     'ones_like': (lambda: tf.ones_like(X), np.ones_like(X)),
     'where': (lambda: tf.where(X > Y, X, Y), np.where(X > Y, X, Y)),
+    'where row': (
+        lambda: tf.where([True, False], X[0, :2], Y[0, :2]),
+        [X[0, 0], Y[0, 1]],
+    ),
     'norm': (lambda: tf.norm(X, ord=2), np.sqrt((X**2).sum())),
     'norm axis': (
         lambda: tf.norm(X, axis=1, keepdims=True),
