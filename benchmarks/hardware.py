@@ -103,8 +103,8 @@ def by_layer(
     made, state = inner.update(
         split(updates), state, split(params), **extra_args
     )
-    stacked = [jnp.stack(x) if isinstance(x, list) else x for x in made]
-    return stacked, state
+    stack = lambda _, x: jnp.stack(x) if isinstance(x, list) else x
+    return jax.tree.map(stack, updates, made), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
