@@ -96,6 +96,9 @@ def by_layer(
   def split(tree):
     return [list(x) if x.ndim == 3 else x for x in tree]
 
+  def stack(_, made):
+    return jnp.stack(made) if isinstance(made, list) else made
+
   def init_fn(params):
     return inner.init(split(params))
 
@@ -103,7 +106,6 @@ def by_layer(
     made, state = inner.update(
         split(updates), state, split(params), **extra_args
     )
-    stack = lambda _, x: jnp.stack(x) if isinstance(x, list) else x
     return jax.tree.map(stack, updates, made), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
