@@ -48,7 +48,10 @@ OF_TPU = (
     'large: shard_update',
     'gpt2: shard_update',
 )
-MORE = {TPU: OF_TPU, GPU: ('gpt2: shard_update',)}
+OF_GPU = ('gpt2: shard_update',)
+# The first sixty of a thousand.
+SMALL = 'leaves: adasum', 'leaves: coordinate_median', 'leaves: majority_vote'
+MORE = {TPU: (*OF_TPU, *SMALL), GPU: (*OF_GPU, *SMALL)}
 # Over the two axes of the slice.
 OF_POD = 'owned_update(muon)', 'large: shard_update'
 # A compiler that is not installed is told on standard output.
@@ -58,15 +61,17 @@ import hardware, topology
 
 def facts(case):
   *shapes, case = case.split(': ')
-  shapes = hardware.shapes_of(*shapes or ['matrices'])
+  shapes = hardware.shapes_of(*shapes or ['matrices'])[:60]
   found = hardware.measure(case, shapes, mesh)
-  payload = collections.Counter()
+  times, payload = collections.Counter(), collections.Counter()
   for c in found.report.collectives:
+    times[c.primitive] += c.times
     payload[c.primitive] += c.times * c.payload_bytes
   return {
       **found._asdict(),
       'sent': found.report.total_bytes,
       'count': found.report.merged.num_collectives,
+      'times': times,
       'payload': payload,
       'report': str(found.report),
   }
@@ -192,6 +197,14 @@ class HardwareTest(parameterized.TestCase):
     # Its columns are divided. A copy of it takes 154 MB, copies of a shard's
     # part of its two moments 39 MB.
     self.assertLess(found['temporary'], most * MEGABYTES['gpt2'])
+
+  @cases.product(name=(TPU, GPU), case=SMALL)
+  def test_small_leaves_share_buffers(self, name, case):
+    found = facts(name, case)
+
+    # XLA joins no all-to-all. Those of `adasum` are of two shapes.
+    exchanges = found['times']['all_to_all']
+    self.assertBetween(exchanges, 1, 2)
 
   @cases.product(name=(TPU, GPU), case=('by hand, ZeRO-1', 'reproducible.mean'))
   def test_report_counts_each_byte_once(self, name, case):

@@ -37,9 +37,12 @@ def mapped(tx: Any, mode: str, num_shards: int = 8) -> Callable[..., Any]:
 
 
 def tree(num_shards: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
-  """Returns updates [shards, ...] of shapes that shards do not divide."""
+  """Returns updates [shards, ...] of shapes that shards do not divide.
+
+  Two of the leaves are alike.
+  """
   normal = np.random.default_rng(seed).normal
-  shapes = {'b': (), 'v': (3, 7), 'w': (29,)}
+  shapes = {'a': (29,), 'b': (), 'v': (3, 7), 'w': (29,)}
   return {
       name: normal(size=(num_shards, *shape)).astype('float32')
       for name, shape in shapes.items()

@@ -127,6 +127,18 @@ class AggregatorTest(parameterized.TestCase):
 class ExchangeTest(parameterized.TestCase):
   # The bytes that are sent are tested through the aggregators.
 
+  @cases.parameters(*AGGREGATORS)
+  def test_small_leaves_share_buffers(self, name):
+    leaves = [jax.ShapeDtypeStruct(s, jnp.float32) for s in 9 * [(8, 64), (8,)]]
+    tx = AGGREGATORS[name]()
+
+    report = st.monitoring.wire_report(
+        lambda u: tx.update(u, tx.init(u))[0], leaves, axis_sizes={AXIS: 8}
+    )
+
+    sent = [c.primitive for c in report.collectives]
+    self.assertEqual(sent.count('all_to_all'), 1)
+
   def test_slices_are_those_of_several_axes(self):
     updates = np.random.default_rng(0).normal(size=(8, 13)).astype('float32')
 

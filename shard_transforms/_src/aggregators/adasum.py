@@ -1,6 +1,7 @@
 """`adasum`: averages parallel updates and adds orthogonal ones."""
 
 from collections.abc import Sequence
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import optax
 from shard_transforms._src.aggregators import aggregator
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import thresholds
 from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import collectives
 
@@ -84,10 +86,15 @@ def adasum(
     is_cut = aggregator.is_cut(axes)
     sizes = _sizes(leaves, over)
     scaled = [x * (1 / s) for x, s in zip(leaves, sizes, strict=True)]
-    rows = _rows(scaled, axes, is_cut)
-    sizes = collectives.gather(jnp.stack(sizes), axes).T
-    nodes = _merge(axes if is_cut else (), over, rows, sizes)
-    return _whole(nodes, leaves, axes, is_cut)
+    groups = _alike(scaled, axes)
+    order = [i for group in groups for i in group]
+    sizes = collectives.gather(jnp.stack([sizes[i] for i in order]), axes)
+    stacks = [jnp.stack([scaled[i] for i in group]) for group in groups]
+    nodes = _Nodes(_rows(stacks, axes, is_cut), sizes)
+    while len(nodes.sizes) > 1:
+      nodes = _merge_neighbours(nodes, axes if is_cut else (), over)
+    whole = _whole(nodes, stacks, axes, is_cut)
+    return [x for _, x in sorted(zip(order, whole, strict=True))]
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)
 
@@ -99,9 +106,9 @@ class _Nodes(NamedTuple):
   underflow nor overflow.
 
   Attributes:
-    rows: For each leaf, this shard's slice of all nodes, [nodes, elements], or
-      a list of [elements].
-    sizes: [leaves, nodes].
+    rows: For each stack of k leaves, this shard's slice of all nodes, [nodes,
+      k, elements], or a list of [k, elements].
+    sizes: [nodes, leaves], of the leaves of the first stack first.
   """
 
   rows: Sequence[jax.Array | list[jax.Array]]
@@ -129,25 +136,32 @@ def _power_of_two(x):
   return jnp.clip(power, 2.0**-125, 2.0**125)
 
 
-def _rows(leaves, axes, is_cut):
-  """Returns the slices of all shards of each leaf, [shards, elements]."""
+def _alike(leaves, axes):
+  """Returns the positions of small leaves of one kind together, others alone.
+
+  Alike leaves are a stack, so that few operations handle many of them.
+  """
+  levels = thresholds.levels(axes, 'exchanged')
+  groups = {}
+  for i, leaf in enumerate(leaves):
+    kind = leaf.shape, leaf.dtype, axes_lib.varying_axes(leaf)
+    is_small = any(leaf.nbytes < level.leaf_bytes for level in levels)
+    groups.setdefault(kind if is_small else i, []).append(i)
+  return list(groups.values())
+
+
+def _rows(stacks, axes, is_cut):
+  """Returns the slices of all shards of each stack, [shards, k, elements]."""
   if not is_cut:
-    gathered = [collectives.gather(leaf, axes) for leaf in leaves]
-    return [x.reshape(len(x), -1) for x in gathered]
+    gathered = [collectives.gather(stack, axes) for stack in stacks]
+    return [x.reshape(*x.shape[:2], -1) for x in gathered]
+  rows_of = functools.partial(aggregator.rows_of, axes=axes)
   return aggregator.map_packed(
       lambda buffer: exchanges.exchange(buffer, axes),
-      [aggregator.rows_of(leaf, axes) for leaf in leaves],
+      [jax.vmap(rows_of, out_axes=1)(stack) for stack in stacks],
       axes,
       num_rows=axes_lib.size(axes, _CALLER),
   )
-
-
-def _merge(axes, over, rows, sizes):
-  """Returns the one node of the last level, given those of the first."""
-  nodes = _Nodes(rows, sizes)
-  while nodes.sizes.shape[1] > 1:
-    nodes = _merge_neighbours(nodes, axes, over)
-  return nodes
 
 
 def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
@@ -158,25 +172,28 @@ def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
     axes: The axes over which the rows are cut.
     over: As for `adasum`.
   """
-  num_nodes = nodes.sizes.shape[1]
+  num_nodes = len(nodes.sizes)
   end = num_nodes - num_nodes % 2
   rows = nodes.rows
   # That is faster, and more to compile.
   if aggregator.are_few_rows(num_nodes):
     rows = list(map(list, rows))
   pairs = [(row[:end:2], row[1:end:2]) for row in rows]
-  dots = jnp.stack([jnp.asarray(_each(_dots, *pair)) for pair in pairs])
-  dots = collectives.total(dots, axes)
+  dots = [jnp.asarray(_each(_dots, *pair)) for pair in pairs]
+  lengths = [x.shape[1] for x in dots]
+  dots = collectives.total(jnp.concatenate(dots, axis=1), axes)
   if over == 'tree':
-    dots = jnp.broadcast_to(dots.sum(0, keepdims=True), dots.shape)
-  factors = _factors(dots, nodes.sizes[:, :end])
+    dots = jnp.broadcast_to(dots.sum(1, keepdims=True), dots.shape)
+  factors = _factors(dots, nodes.sizes[:end])
   sizes = jnp.max(jnp.abs(factors), axis=2)
   factors /= jnp.where(sizes > 0, sizes, 1)[..., None]
   merged = [
       _joined(_each(_merged, *pair, f), row[end:])
-      for pair, f, row in zip(pairs, factors, rows, strict=True)
+      for pair, f, row in zip(
+          pairs, lax.split(factors, lengths, 1), rows, strict=True
+      )
   ]
-  return _Nodes(merged, jnp.append(sizes, nodes.sizes[:, end:], axis=1))
+  return _Nodes(merged, jnp.append(sizes, nodes.sizes[end:], axis=0))
 
 
 def _each(fn, *rows):
@@ -193,23 +210,23 @@ def _joined(rows, others):
 
 
 def _dots(a, b):
-  return jnp.stack([jnp.sum(x * y) for x, y in ((a, b), (a, a), (b, b))])
+  return jnp.stack([jnp.sum(x * y, -1) for x, y in ((a, b), (a, a), (b, b))], 1)
 
 
 def _merged(a, b, factors):
-  of_a, of_b = factors.astype(a.dtype)
+  of_a, of_b = jnp.moveaxis(factors.astype(a.dtype), 1, 0)[..., None]
   return of_a * a + of_b * b
 
 
 def _factors(dots, sizes):
-  """Returns the factors of the rows of each pair, [leaves, pairs, 2].
+  """Returns the factors of the rows of each pair, [pairs, leaves, 2].
 
   Args:
-    dots: Of each pair of rows the products ab, aa and bb, [leaves, pairs, 3].
-    sizes: Of all nodes in pairs, [leaves, 2 * pairs].
+    dots: Of each pair of rows the products ab, aa and bb, [pairs, leaves, 3].
+    sizes: Of all nodes in pairs, [2 * pairs, leaves].
   """
   dot, square_of_a, square_of_b = jnp.moveaxis(dots, 2, 0)
-  size_of_a, size_of_b = sizes[:, ::2], sizes[:, 1::2]
+  size_of_a, size_of_b = sizes[::2], sizes[1::2]
   along_a, along_b = (
       jnp.where(x > 0, dot / (2 * jnp.where(x > 0, x, 1)), 0)
       for x in (square_of_a, square_of_b)
@@ -220,18 +237,28 @@ def _factors(dots, sizes):
   )
 
 
-def _whole(nodes, leaves, axes, is_cut):
-  """Gathers the last node from the slices of all shards."""
+def _whole(nodes, stacks, axes, is_cut):
+  """Gathers the leaves of the last node from the slices of all shards."""
+  lengths = list(map(len, stacks))
+  sizes = lax.split(nodes.sizes[0], lengths)
   slices = [
-      row[0] * size.astype(row[0].dtype)
-      for row, size in zip(nodes.rows, nodes.sizes[:, 0], strict=True)
+      row[0] * size.astype(row[0].dtype)[:, None]
+      for row, size in zip(nodes.rows, sizes, strict=True)
   ]
   if not is_cut:
-    return [x.reshape(y.shape) for x, y in zip(slices, leaves, strict=True)]
+    return [
+        leaf
+        for x, stack in zip(slices, stacks, strict=True)
+        for leaf in x.reshape(stack.shape)
+    ]
   rows = aggregator.map_packed(
       lambda buffer: collectives.gather(buffer, axes),
       slices,
       axes,
       growth=axes_lib.size(axes, _CALLER),
   )
-  return [leaves_lib.join(x, y) for x, y in zip(rows, leaves, strict=True)]
+  return [
+      leaves_lib.join(row[:, i], leaf)
+      for row, stack in zip(rows, stacks, strict=True)
+      for i, leaf in enumerate(stack)
+  ]

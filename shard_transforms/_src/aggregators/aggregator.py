@@ -114,7 +114,7 @@ def map_packed(
 ) -> list[jax.Array]:
   """Sends leaves of one kind in shared buffers; see `bucketing.map_packed`."""
   keys = [(leaf.dtype, axes_lib.varying_axes(leaf)) for leaf in leaves]
-  levels = thresholds.levels(axes)
+  levels = thresholds.levels(axes, 'exchanged')
   return bucketing.map_packed(
       lambda buffer, _: send(buffer), leaves, keys, levels, **sizes
   )

@@ -100,7 +100,7 @@ class OwnerReduction(sharded_reduction.ShardedReduction):
       return parts.reshape(-1, *row.shape)
 
     keys = [(x.dtype, axes_lib.varying_axes(x)) for x in rows]
-    levels = thresholds.levels(self.axes, in_slices=True)
+    levels = thresholds.levels(self.axes, self.sent)
     growth = self.num_owners
     return bucketing.map_packed(gather, rows, keys, levels, growth=growth)
 

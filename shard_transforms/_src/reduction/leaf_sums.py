@@ -62,7 +62,7 @@ class Reduction:
     axes: The mapped axes.
     groups: The partition of the shards that reduce among themselves, or `None`.
     on_invariant: How to read a leaf that is the same on all shards.
-    in_slices: Whether leaves are scattered and gathered, in place of summed.
+    sent: How leaves are sent: whole, or in slices.
   """
 
   caller: str
@@ -70,7 +70,7 @@ class Reduction:
   axes: tuple[Hashable, ...]
   groups: groups_lib.Groups | None = None
   on_invariant: OnInvariant = 'error'
-  in_slices: ClassVar[bool] = False
+  sent: ClassVar[thresholds.Sent] = 'whole'
 
   def __post_init__(self):
     if self.on_invariant not in get_args(OnInvariant):
@@ -199,7 +199,7 @@ def reduce_by(
 
   levels = ()
   if any(key.axes for key in keys):
-    levels = thresholds.levels(options.axes, options.in_slices)
+    levels = thresholds.levels(options.axes, options.sent)
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
   for i, x in zip(todo, reduced, strict=True):
     results[i] = leaves_lib.as_dtype(x, leaves_lib.dtype_of(leaves[i]))

@@ -26,7 +26,7 @@ from shard_transforms._src.reduction import leaf_sums
 class ShardedReduction(leaf_sums.Reduction):
   """Reduce-scatter of a tree to slices, and all-gather of slices to a tree."""
 
-  in_slices: ClassVar[bool] = True
+  sent: ClassVar[thresholds.Sent] = 'in slices'
 
   def check_mapped(self) -> None:
     """Refuses a mesh that leaves an axis to the compiler.
@@ -111,7 +111,7 @@ class ShardedReduction(leaf_sums.Reduction):
     packed = [own.pop(i) for i in in_rows]
     keys = [(x.dtype, axes_lib.varying_axes(x)) for x in packed]
     with jax.named_scope(self.caller):
-      levels = thresholds.levels(self.axes, in_slices=True)
+      levels = thresholds.levels(self.axes, self.sent)
       rows = bucketing.map_packed(
           gather, packed, keys, levels, growth=self.num_shards()
       )
@@ -137,7 +137,7 @@ class ShardedReduction(leaf_sums.Reduction):
     Over several axes, they are gathered likewise.
     """
     size = math.prod(jnp.shape(leaf)) * leaves_lib.dtype_of(leaf).itemsize
-    levels = thresholds.levels(self.axes, in_slices=True)
+    levels = thresholds.levels(self.axes, self.sent)
     is_small = any(size < level.leaf_bytes for level in levels)
     return is_small or self.groups is not None
 
