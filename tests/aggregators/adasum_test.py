@@ -143,22 +143,6 @@ class AdasumTest(parameterized.TestCase):
 
     self.assertEqual(found.shape, (6,))
 
-  def test_alike_leaves_may_vary_over_other_axes(self):
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), auto)
-    tx = aggregators.adasum(AXIS)
-    # Else `jax.shard_map` refuses the specs of what is returned.
-    mapped = jax.shard_map(
-        lambda x, y: tx.update((x[0], y[0]), ())[0],
-        mesh=mesh,
-        in_specs=(jax.P(AXIS), jax.P(AXIS, 'model')),
-        out_specs=(jax.P(), jax.P('model')),
-    )
-
-    found = jax.eval_shape(mapped, jnp.ones((4, 6)), jnp.ones((4, 12)))
-
-    self.assertEqual([x.shape for x in found], [(6,), (12,)])
-
   def test_refuses_an_unknown_part(self):
     with self.assertRaisesRegex(ValueError, "`over` must be .* got 'layer'"):
       aggregators.adasum(AXIS, over='layer')

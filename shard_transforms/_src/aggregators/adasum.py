@@ -144,7 +144,7 @@ def _alike(leaves, axes):
   levels = thresholds.levels(axes, 'exchanged')
   groups = {}
   for i, leaf in enumerate(leaves):
-    kind = leaf.shape, leaf.dtype, axes_lib.varying_axes(leaf)
+    kind = leaf.shape, leaf.dtype
     is_small = any(leaf.nbytes < level.leaf_bytes for level in levels)
     groups.setdefault(kind if is_small else i, []).append(i)
   return list(groups.values())
