@@ -93,7 +93,7 @@ def adasum(
     nodes = _Nodes(_rows(stacks, axes, is_cut), sizes)
     while len(nodes.sizes) > 1:
       nodes = _merge_neighbours(nodes, axes if is_cut else (), over)
-    whole = _whole(nodes, stacks, axes, is_cut)
+    whole = _whole(nodes, [leaves[i] for i in order], axes, is_cut)
     return [x for _, x in sorted(zip(order, whole, strict=True))]
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)
@@ -187,11 +187,10 @@ def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
   factors = _factors(dots, nodes.sizes[:end])
   sizes = jnp.max(jnp.abs(factors), axis=2)
   factors /= jnp.where(sizes > 0, sizes, 1)[..., None]
+  parts = lax.split(factors, lengths, axis=1)
   merged = [
       _joined(_each(_merged, *pair, f), row[end:])
-      for pair, f, row in zip(
-          pairs, lax.split(factors, lengths, 1), rows, strict=True
-      )
+      for pair, f, row in zip(pairs, parts, rows, strict=True)
   ]
   return _Nodes(merged, jnp.append(sizes, nodes.sizes[end:], axis=0))
 
@@ -237,28 +236,20 @@ def _factors(dots, sizes):
   )
 
 
-def _whole(nodes, stacks, axes, is_cut):
+def _whole(nodes, leaves, axes, is_cut):
   """Gathers the leaves of the last node from the slices of all shards."""
-  lengths = list(map(len, stacks))
-  sizes = lax.split(nodes.sizes[0], lengths)
+  sizes = lax.split(nodes.sizes[0], [row[0].shape[0] for row in nodes.rows])
   slices = [
       row[0] * size.astype(row[0].dtype)[:, None]
       for row, size in zip(nodes.rows, sizes, strict=True)
   ]
-  if not is_cut:
-    return [
-        leaf
-        for x, stack in zip(slices, stacks, strict=True)
-        for leaf in x.reshape(stack.shape)
-    ]
-  rows = aggregator.map_packed(
-      lambda buffer: collectives.gather(buffer, axes),
-      slices,
-      axes,
-      growth=axes_lib.size(axes, _CALLER),
-  )
-  return [
-      leaves_lib.join(row[:, i], leaf)
-      for row, stack in zip(rows, stacks, strict=True)
-      for i, leaf in enumerate(stack)
-  ]
+  rows = [x[None] for x in slices]
+  if is_cut:
+    rows = aggregator.map_packed(
+        lambda buffer: collectives.gather(buffer, axes),
+        slices,
+        axes,
+        growth=axes_lib.size(axes, _CALLER),
+    )
+  parts = [row[:, i] for row in rows for i in range(row.shape[1])]
+  return [leaves_lib.join(x, y) for x, y in zip(parts, leaves, strict=True)]
