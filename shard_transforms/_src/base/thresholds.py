@@ -57,9 +57,10 @@ _SLICE_BUFFERS = {
     'tpu': (Level(32 * 1024, 4 * 1024**2, 64),),
 }
 
-# For an all-to-all, which XLA joins on no platform; the all-gather after it is
-# packed alike. Of 1,000 leaves: python benchmarks/hardware.py v5e:2x4 (or
-# h100:1x8) --shapes=leaves adasum coordinate_median
+# For an all-to-all, and the all-gather of what it gives. XLA joins all-to-alls
+# on no platform: of 1,000 leaves, 16 in place of 1,000, compiled in a third of
+# the time: python benchmarks/hardware.py v5e:2x4 --shapes=leaves
+#   coordinate_median (and h100:1x8)
 _EXCHANGE_BUFFERS = {
     'cpu': _BUFFERS['cpu'],
     'tpu': _SLICE_BUFFERS['tpu'],
