@@ -14,6 +14,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.exchanges import exchanges
+from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'adasum'
@@ -137,17 +138,15 @@ def _power_of_two(x):
 
 
 def _alike(leaves, axes):
-  """Returns the positions of small leaves of one kind together, others alone.
+  """Groups the positions of small leaves of one shape and dtype.
 
-  Alike leaves are a stack, so that few operations handle many of them.
+  Those of a group are a stack, so that few operations handle many of them.
   """
   levels = thresholds.levels(axes, 'exchanged')
-  groups = {}
-  for i, leaf in enumerate(leaves):
-    kind = leaf.shape, leaf.dtype
-    is_small = any(leaf.nbytes < level.leaf_bytes for level in levels)
-    groups.setdefault(kind if is_small else i, []).append(i)
-  return list(groups.values())
+  if not levels:
+    return [[i] for i in range(len(leaves))]
+  kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+  return bucketing.buckets(leaves, kinds, levels[0])
 
 
 def _rows(stacks, axes, is_cut):
@@ -251,5 +250,5 @@ def _whole(nodes, leaves, axes, is_cut):
         axes,
         growth=axes_lib.size(axes, _CALLER),
     )
-  parts = [row[:, i] for row in rows for i in range(row.shape[1])]
+  parts = [x for row in rows for x in jnp.unstack(row, axis=1)]
   return [leaves_lib.join(x, y) for x, y in zip(parts, leaves, strict=True)]

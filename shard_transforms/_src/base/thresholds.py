@@ -71,10 +71,7 @@ _TABLES = {
 }
 
 
-def levels(
-    axes: Sequence[Hashable],
-    sent: Sent = 'whole',
-) -> tuple[Level, ...]:
+def levels(axes: Sequence[Hashable], sent: Sent) -> tuple[Level, ...]:
   """Returns the steps in which leaves are packed where this is traced.
 
   Args:

@@ -42,32 +42,37 @@ def map_packed(
     return [fn(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]
   level, *further = levels
   lead = () if num_rows is None else (num_rows,)
-  buckets = _buckets(leaves, keys, level, growth)
-  buffers = [_join([leaves[i] for i in bucket], lead) for bucket in buckets]
-  bucket_keys = [keys[bucket[0]] for bucket in buckets]
+  shared = buckets(leaves, keys, level, growth)
+  buffers = [_join([leaves[i] for i in bucket], lead) for bucket in shared]
+  bucket_keys = [keys[bucket[0]] for bucket in shared]
   packed = map_packed(fn, buffers, bucket_keys, further, num_rows, growth)
   results = {}
-  for bucket, result in zip(buckets, packed, strict=True):
+  for bucket, result in zip(shared, packed, strict=True):
     shapes = [leaves[i].shape[len(lead) :] for i in bucket]
     results.update(zip(bucket, _split(result, shapes), strict=True))
   return [results[i] for i in range(len(leaves))]
 
 
-def _buckets(leaves, keys, level, growth):
-  """Groups the positions of `leaves` by the buffer that they share."""
+def buckets(
+    leaves: Sequence[jax.Array],
+    keys: Sequence[Hashable],
+    level: thresholds.Level,
+    growth: int = 1,
+) -> list[list[int]]:
+  """Groups the positions of leaves with equal keys by the buffer they share."""
   sizes = [leaf.size * leaf.dtype.itemsize * growth for leaf in leaves]
-  buckets, filled = [], {}
+  found, filled = [], {}
   for i, (key, size) in enumerate(zip(keys, sizes, strict=True)):
     bucket, room = filled.get(key, ([], 0))
     if size >= level.leaf_bytes:
-      buckets.append([i])
+      found.append([i])
       continue
     if size > room or len(bucket) == level.num_leaves:
       bucket, room = [], level.bucket_bytes
-      buckets.append(bucket)
+      found.append(bucket)
     bucket.append(i)
     filled[key] = bucket, room - size
-  return buckets
+  return found
 
 
 def _join(members, lead):
