@@ -79,10 +79,8 @@ class PackingTest(parameterized.TestCase):
     chex.assert_trees_all_equal(packed, alone, strict=True)
 
   @cases.parameters(
-      ((1_000,), 40, 2),
-      # Four such leaves fill a buffer.
-      ((8_000,), 8, 2),
-      ((8_192,), 4, 4),
+      ((32_767,), 4, 1),
+      ((32_768,), 4, 4),
       # A buffer holds at most 32 leaves.
       ((), 65, 3),
       # What has no elements is not sent.

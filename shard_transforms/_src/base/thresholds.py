@@ -29,45 +29,38 @@ class Level(NamedTuple):
   num_leaves: int = 32
 
 
+# In one process, every operand of a collective costs a barrier of all threads,
+# a buffer two copies. A mean takes 0.3 of the time with leaves of 48 kB, 0.6
+# with those of 120 kB, `coordinate_median` 0.4 and 0.5; in buffers, leaves of
+# 240 kB would take 0.9, and those of 480 kB 1.3. With 64 leaves to a buffer, a
+# mean compiles in twice the time. The first of these figures are those of
+# python benchmarks/reduce.py --shapes=100x4_000,100x12_000,100x30_000
+# python benchmarks/thresholds.py
+_OF_CPUS = Level(128 * 1024, 4 * 1024**2)
+
 # Of several processes whose CPUs talk through gloo. Every operand costs a
 # switch between threads, of up to a tick of the scheduler. All leaves are sent
 # together, up to a size at which that no longer matters, packed in several
 # steps of few arrays each: python benchmarks/processes.py
 _ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2)
-_BETWEEN_PROCESSES = (Level(128 * 1024, 4 * 1024**2), *2 * (_ALL_TOGETHER,))
+_BETWEEN_PROCESSES = (_OF_CPUS, *2 * (_ALL_TOGETHER,))
 
-# For an all-reduce. Of one process with XLA for CPUs, every operand costs a
-# barrier of all threads, a buffer two copies. Leaves of 16 kB gain, those of 48
-# kB lose, larger buffers gain no more: python benchmarks/reduce.py
-#   --shapes=100x4_000,100x8_000,100x12_000
-_BUFFERS = {'cpu': (Level(32 * 1024, 128 * 1024),)}
-
-# For a reduce-scatter or an all-gather. On CPUs, a leaf in slices costs two
-# collectives, which XLA does not combine: python benchmarks/sharded.py
-#   --params=200x1_000,100x12_000,100x30_000
 # XLA for TPUs joins all-reduces by itself, where buffers cost temporary memory,
 # but neither gathers nor permutes: of GPT-2, 19 gathers in place of 22, and in
 # `reproducible`, 3 permutes in place of 150 for 50 leaves of 400 B. With leaves
 # of 120 kB, buffers take 2.6 times as long to compile, with those of 32 kB 1.5
 # times. Of these figures, a command repeats the 19 gathers alone:
 # python benchmarks/hardware.py v5e:2x4 --shapes=gpt2 shard_update
-# XLA for GPUs joins all of them.
-_SLICE_BUFFERS = {
-    'cpu': (Level(128 * 1024, 4 * 1024**2, 64),),
-    'tpu': (Level(32 * 1024, 4 * 1024**2, 64),),
-}
+# XLA for GPUs joins all of them, and on no platform all-to-alls: of 1,000
+# leaves, 16 in place of 1,000, compiled in a third of the time:
+# python benchmarks/hardware.py v5e:2x4 --shapes=leaves coordinate_median
+#   (and h100:1x8)
+_COMPILED = Level(32 * 1024, 4 * 1024**2, 64)
 
-# For an all-to-all, and the all-gather of what it gives. XLA joins all-to-alls
-# on no platform. On CPUs, `coordinate_median` gains with leaves of 48 kB (0.4 of
-# the time) and of 120 kB (0.5): python benchmarks/thresholds.py
-# Of 1,000 leaves, TPUs and GPUs send 16 in place of 1,000, compiled in a third
-# of the time: python benchmarks/hardware.py v5e:2x4 --shapes=leaves
-#   coordinate_median (and h100:1x8)
-_EXCHANGE_BUFFERS = {**_SLICE_BUFFERS, 'gpu': _SLICE_BUFFERS['tpu']}
 _TABLES = {
-    'whole': _BUFFERS,
-    'in slices': _SLICE_BUFFERS,
-    'exchanged': _EXCHANGE_BUFFERS,
+    'whole': {'cpu': _OF_CPUS},
+    'in slices': {'cpu': _OF_CPUS, 'tpu': _COMPILED},
+    'exchanged': {'cpu': _OF_CPUS, 'tpu': _COMPILED, 'gpu': _COMPILED},
 }
 
 
@@ -77,7 +70,7 @@ def levels(axes: Sequence[Hashable], sent: Sent) -> tuple[Level, ...]:
   Args:
     axes: The axes over which they are sent.
     sent: Whether they are summed whole, scattered and gathered in slices, or
-      exchanged, all-to-all.
+      exchanged all-to-all and gathered.
   """
   # A buffer would gather what is sharded over a mesh axis that is not mapped,
   # and under `vmap` nothing is sent.
@@ -85,4 +78,5 @@ def levels(axes: Sequence[Hashable], sent: Sent) -> tuple[Level, ...]:
     return ()
   if axes_lib.between_processes():
     return _BETWEEN_PROCESSES
-  return _TABLES[sent].get(axes_lib.platform(), ())
+  level = _TABLES[sent].get(axes_lib.platform())
+  return () if level is None else (level,)
