@@ -202,9 +202,9 @@ def in_one_process() -> dict[str, tuple[thresholds.Level, ...]]:
 def in_buffers() -> dict[str, tuple[thresholds.Level, ...]]:
   """Returns by which buffers all-reduces, slices and exchanges gain."""
   txs = {
-      'buffers': shard_transforms.cross_shard_mean(AXIS),
-      'slice_buffers': shard_transforms.shard_update(optax.identity(), AXIS),
-      'exchange_buffers': aggregators.coordinate_median(AXIS),
+      'whole': shard_transforms.cross_shard_mean(AXIS),
+      'in slices': shard_transforms.shard_update(optax.identity(), AXIS),
+      'exchanged': aggregators.coordinate_median(AXIS),
   }
   return {name: buffers(name, tx) for name, tx in txs.items()}
 
