@@ -140,7 +140,7 @@ def buffers(
 
   def ways(limits):
     levels = {
-        limit // KIB: (thresholds.Level(limit, limit, 64),) for limit in limits
+        limit // KIB: (thresholds.Level(limit, limit),) for limit in limits
     }
     return {'alone': (), **levels}
 

@@ -1,6 +1,7 @@
 """Programs that differ by platform: what is packed, sorted or multiplied."""
 
 import dataclasses
+from unittest import mock
 
 from absl.testing import parameterized
 import jax
@@ -14,6 +15,7 @@ import shard_transforms as st
 from shard_transforms import aggregators
 from shard_transforms import compression
 from shard_transforms import reproducible
+from shard_transforms._src.base import axes as axes_lib
 
 EXCHANGED = 'coordinate_median', 'trimmed_mean', 'majority_vote'
 PACKED = {'tpu': ('shard_update', 'tree', *EXCHANGED), 'gpu': EXCHANGED}
@@ -89,6 +91,18 @@ class ThresholdsTest(parameterized.TestCase):
     self.assertTrue(':f32[4,5,13] = mul' in gpu)
     self.assertFalse(':f32[4,5,13] = mul' in cpu)
     self.assertTrue(':f32[5,13] = mul' in cpu)
+
+  def test_stacks_of_adasum_are_bounded_between_processes(self):
+    update = _updated(aggregators.adasum(modes.AXIS))
+    params = 40 * [jnp.zeros(8)] + 2 * [jnp.zeros(40_000)]
+
+    with mock.patch.object(axes_lib, 'between_processes', return_value=True):
+      program = _program(update, _mesh_of('cpu'), params)
+
+    # A shard's parts of 32 and 8 small leaves, and of a large one.
+    for shape in '32,1', '8,1', '1,5000':
+      self.assertTrue(f':f32[{shape}] = mul' in program)
+    self.assertFalse(':f32[2,5000] = mul' in program)
 
   @cases.parameters(('cpu', 2), ('tpu', 2), ('gpu', 4))
   def test_power_sgd_multiplies_outer_products_and_decomposes_together(

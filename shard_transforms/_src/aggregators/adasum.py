@@ -140,7 +140,8 @@ def _power_of_two(x):
 def _alike(leaves, axes):
   """Groups the positions of small leaves of one shape and dtype.
 
-  Those of a group are a stack, so that few operations handle many of them.
+  Those of a group are a stack, so that few operations handle many of them. It
+  is as large as a buffer of the first level; large leaves stay alone.
   """
   levels = thresholds.levels(axes, 'exchanged')
   if not levels:

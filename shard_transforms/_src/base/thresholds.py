@@ -29,13 +29,12 @@ class Level(NamedTuple):
   num_leaves: int = 32
 
 
-# In one process, every operand of a collective costs a barrier of all threads,
-# a buffer two copies. A mean takes 0.3 of the time with leaves of 48 kB, 0.6
-# with those of 120 kB, `coordinate_median` 0.4 and 0.5; in buffers, leaves of
-# 240 kB would take 0.9, and those of 480 kB 1.3. With 64 leaves to a buffer, a
-# mean compiles in twice the time. The first of these figures are those of
-# python benchmarks/reduce.py --shapes=100x4_000,100x12_000,100x30_000
+# Every operand of a collective costs a barrier of all threads of a process, a
+# buffer two copies. Packed, a mean takes 0.3 of the time with leaves of 48 kB
+# and 0.6 with those of 120 kB, `coordinate_median` 0.4 and 0.5:
 # python benchmarks/thresholds.py
+# A mean would take 0.9 with leaves of 240 kB and 1.3 with those of 480 kB. With
+# 64 leaves to a buffer, it compiles in twice the time.
 _OF_CPUS = Level(128 * 1024, 4 * 1024**2)
 
 # Of several processes whose CPUs talk through gloo. Every operand costs a

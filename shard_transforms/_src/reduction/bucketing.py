@@ -59,7 +59,10 @@ def buckets(
     level: thresholds.Level,
     growth: int = 1,
 ) -> list[list[int]]:
-  """Groups the positions of leaves with equal keys by the buffer they share."""
+  """Groups the positions of leaves with equal keys by the buffer they share.
+
+  The arguments are those of `map_packed`.
+  """
   sizes = [leaf.size * leaf.dtype.itemsize * growth for leaf in leaves]
   found, filled = [], {}
   for i, (key, size) in enumerate(zip(keys, sizes, strict=True)):
