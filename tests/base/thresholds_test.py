@@ -94,7 +94,8 @@ class ThresholdsTest(parameterized.TestCase):
 
   def test_stacks_of_adasum_are_bounded_between_processes(self):
     update = _updated(aggregators.adasum(modes.AXIS))
-    params = 40 * [jnp.zeros(8)] + 2 * [jnp.zeros(40_000)]
+    shapes = 40 * [8] + 2 * [40_000]
+    params = [jnp.zeros(shape, jnp.float32) for shape in shapes]
 
     with mock.patch.object(axes_lib, 'between_processes', return_value=True):
       program = _program(update, _mesh_of('cpu'), params)

@@ -50,7 +50,7 @@ _BETWEEN_PROCESSES = (_OF_CPUS, *2 * (_ALL_TOGETHER,))
 # of 120 kB, buffers take 2.6 times as long to compile, with those of 32 kB 1.5
 # times. Of these figures, a command repeats the 19 gathers alone:
 # python benchmarks/hardware.py v5e:2x4 --shapes=gpt2 shard_update
-# XLA for GPUs joins all of them, and on no platform all-to-alls: of 1,000
+# XLA for GPUs joins all of these, but XLA joins no all-to-alls: of 1,000
 # leaves, 16 in place of 1,000, compiled in a third of the time:
 # python benchmarks/hardware.py v5e:2x4 --shapes=leaves coordinate_median
 #   (and h100:1x8)
