@@ -39,7 +39,7 @@ def mapped(tx: Any, mode: str, num_shards: int = 8) -> Callable[..., Any]:
 def tree(num_shards: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
   """Returns updates [shards, ...] of shapes that shards do not divide.
 
-  Two of the leaves are alike.
+  Two leaves have one shape.
   """
   normal = np.random.default_rng(seed).normal
   shapes = {'a': (29,), 'b': (), 'v': (3, 7), 'w': (29,)}

@@ -141,7 +141,7 @@ def _alike(leaves, axes):
   """Groups the positions of small leaves of one shape and dtype.
 
   Those of a group are a stack, so that few operations handle many of them. It
-  is as large as a buffer of the first level; large leaves stay alone.
+  is at most a buffer of the first level; large leaves stay alone.
   """
   levels = thresholds.levels(axes, 'exchanged')
   if not levels:
