@@ -10,6 +10,7 @@ from shard_transforms import owners as owners
 from shard_transforms import reproducible as reproducible
 from shard_transforms import state_rules as state_rules
 from shard_transforms import tf1 as tf1
+from shard_transforms._src.base.stacked import Stacked
 from shard_transforms._src.local_updates.local_state import LocalUpdatesState
 from shard_transforms._src.local_updates.local_state import local_params
 from shard_transforms._src.local_updates.local_updates import local_updates
@@ -26,15 +27,15 @@ from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
 from shard_transforms._src.state.specs import specs_of
 from shard_transforms._src.state.specs import state_specs
+from shard_transforms._src.transforms.accumulation import (
+    accumulated_value_and_grad,
+)
 from shard_transforms._src.transforms.clipping import clip_by_global_norm
 from shard_transforms._src.transforms.cross_shard import cross_shard_mean
 from shard_transforms._src.transforms.cross_shard import cross_shard_sum
 from shard_transforms._src.transforms.cross_shard import shard_mean
 from shard_transforms._src.transforms.drop_stale import DropStaleState
 from shard_transforms._src.transforms.drop_stale import drop_stale
-from shard_transforms._src.transforms.gradients import (
-    accumulated_value_and_grad,
-)
 from shard_transforms._src.transforms.gradients import per_shard
 from shard_transforms._src.transforms.gradients import value_and_grad
 from shard_transforms._src.transforms.guard import GuardState
@@ -70,6 +71,7 @@ __all__ = (
     'ShardUpdateState',
     'SpikeRule',
     'SpikeState',
+    'Stacked',
     'TowerReduceState',
     'accumulated_value_and_grad',
     'clip_by_global_norm',

@@ -121,7 +121,7 @@ def cross_checked(*batch):
   return step(CHECK.init(max(2, len(batch[0]))), jnp.float32(2), batch)
 
 
-UNBOUND = "needs the mapped axis 'data', which is not bound .*`jax.shard_map`"
+UNBOUND = "needs the axis 'data', which is not mapped .*`jax.shard_map`"
 OTHER_MESH = jax.sharding.AbstractMesh((4,), (AXIS,))
 # Calls of public functions that are refused, by what they raise, and by words
 # that a user would search for.
@@ -163,7 +163,7 @@ CALLS = {
     },
     NameError: {
         f'`shard_mean` {UNBOUND}': of(shard_mean, PARAMS, AXIS),
-        r"mapped axis 'rows', which is not bound here .*\('data',\)": of(
+        r"the axis 'rows', which is not mapped here .*\('data',\)": of(
             state_specs, tower_reduce(2, axis_name='rows'), PARAMS, MESH
         ),
     },

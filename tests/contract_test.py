@@ -521,9 +521,63 @@ def mapped_calls(txs, mode, data, params, num_shards=SHARDS):
     numbers = jnp.arange(CALLS, dtype=jnp.int32)
     return lax.scan(one_call, states, (numbers, params, own))[1]
 
+  if mode in modes.PLAIN:
+    return plain_calls(txs, mode, data, params, num_shards)
   found = modes.map_shards(mode, run_all, num_shards)(params, data)
   found = jax.device_get(found)
   return {name: (*found[name], *traced[name]) for name in txs}
+
+
+def plain_calls(txs, mode, data, params, num_shards):
+  """Runs all calls as `mapped_calls` does, under plain `jax.jit`."""
+  mesh = modes.plain_mesh(mode, num_shards)
+  bound = {name: shard_transforms.on_mesh(tx, mesh) for name, tx in txs.items()}
+
+  @jax.jit
+  def one_call(states, number, params, own):
+    updates = {}
+    for name, state in states.items():
+      try:
+        updates[name], states[name] = bound[name].update(
+            shard_transforms.Stacked(own[name], (AXIS,)),
+            state,
+            params,
+            value=10 * number,
+            **extra_args_of(ROWS[name], number),
+        )
+      except Exception as error:
+        error.add_note(f'In the row {name!r}.')
+        raise
+    return updates, states
+
+  calls = []
+  with jax.set_mesh(mesh):
+    params = modes.place(params, mesh)
+    states = {
+        name: tx.init(jax.tree.map(lambda x: x[0], params))
+        for name, tx in bound.items()
+    }
+    before = {name: kinds(state) for name, state in states.items()}
+    for i in range(CALLS):
+      own = jax.tree.map(lambda x, i=i: x[:, i], data)
+      updates, states = jax.block_until_ready(
+          one_call(
+              states,
+              modes.place(np.int32(i), mesh),
+              jax.tree.map(lambda x, i=i: x[i], params),
+              modes.place(own, mesh, AXIS),
+          )
+      )
+      probes = {
+          name: optax.tree_utils.tree_get(state, 'ProbeState')
+          for name, state in states.items()
+      }
+      calls.append(modes.of_shards((updates, probes)))
+  updates, probes = jax.tree.map(lambda *x: np.stack(x, 1), *calls)
+  return {
+      name: (updates[name], probes[name], before[name], kinds(states[name]))
+      for name in txs
+  }
 
 
 @functools.cache
@@ -1012,9 +1066,7 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_an_axis_that_is_not_bound(self, name):
     row, tx = ROWS[name], run_of(name).tx
 
-    with self.assertRaisesRegex(
-        NameError, "needs the mapped axis 'data'.*on_mesh"
-    ):
+    with self.assertRaisesRegex(NameError, "needs the axis 'data'.*on_mesh"):
       state = tx.init(plain_params())
       tx.update(own_data(name), state, **extra_args_of(row, 0))
 

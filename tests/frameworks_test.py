@@ -5,6 +5,7 @@ outside of the mapped step, and saved as a whole.
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 import operator
 import tempfile
@@ -178,10 +179,20 @@ def nnx_optimizer(tx, mesh):
 
   def step(state, x):
     model, optimizer = nnx.merge(graph, state)
-    own = nnx.clone(model)
-    trees = nnx.state(model, nnx.Param), optimizer.opt_state
-    nnx.update(own, own_params(*map(nnx.as_pure, trees)))
-    optimizer.update(model, grads_of(fit, own, x))
+    definition, params = nnx.split(model)
+    own = own_params(*map(nnx.as_pure, (params, optimizer.opt_state)))
+
+    def loss_fn(own, x):
+      return fit(nnx.merge(definition, own), x)
+
+    grads = grads_of(loss_fn, own, x)
+    leaves = jax.tree.leaves(grads)
+    if isinstance(grads, shard_transforms.Stacked):
+      in_tree = jax.tree.unflatten(jax.tree.structure(params), leaves)
+      grads = dataclasses.replace(grads, tree=in_tree)
+    else:
+      grads = jax.tree.unflatten(jax.tree.structure(params), leaves)
+    optimizer.update(model, grads)
     return nnx.state((model, optimizer))
 
   def resized(saved):
@@ -229,8 +240,9 @@ FRAMEWORKS = {
 class Programs:
   """Those of all transformations on a mesh, in one compiled step."""
 
-  def __init__(self, framework, num_shards, bind=shard_transforms.on_mesh):
+  def __init__(self, framework, num_shards, way, bind=shard_transforms.on_mesh):
     self.mesh = mesh_of(num_shards)
+    self._is_mapped = way == 'shard_map'
     self._each = {
         name: framework(bind(tx, self.mesh), self.mesh)
         for name, tx in TRANSFORMS.items()
@@ -260,17 +272,16 @@ class Programs:
     specs = specs or shard_transforms.specs_of(states)
     # As the step returns it, or JAX traces the step twice.
     states = place(states, self.mesh, specs)
-    step = jax.jit(
-        jax.shard_map(
-            self.step,
-            mesh=self.mesh,
-            in_specs=(specs, P(AXIS)),
-            out_specs=specs,
-        )
-    )
-    for call in calls:
-      x = place(batch_of(call), self.mesh)
-      states = jax.block_until_ready(step(states, x))
+    step = self.step
+    if self._is_mapped:
+      step = jax.shard_map(
+          step, mesh=self.mesh, in_specs=(specs, P(AXIS)), out_specs=specs
+      )
+    step = jax.jit(step)
+    with jax.set_mesh(self.mesh):
+      for call in calls:
+        x = place(batch_of(call), self.mesh)
+        states = jax.block_until_ready(step(states, x))
     return states
 
 
@@ -304,7 +315,7 @@ def expected():
   """
   found, states = [], None
   for num_shards, calls in (8, BEFORE), (4, AFTER):
-    programs = Programs(plain_loop, num_shards, lambda tx, mesh: tx)
+    programs = Programs(plain_loop, num_shards, 'shard_map', lambda tx, _: tx)
     given = zeros(), programs.mesh
     specs = {
         name: (P(), shard_transforms.state_specs(tx, *given))
@@ -325,9 +336,9 @@ def expected():
 class FrameworkTableTest(parameterized.TestCase):
   """Create, step, save, and restore on another number of devices."""
 
-  @cases.parameters(*FRAMEWORKS)
-  def test_trains_and_is_restored_on_fewer_devices(self, name):
-    eight, four = (Programs(FRAMEWORKS[name], n) for n in (8, 4))
+  @cases.product(name=FRAMEWORKS, way=('jit', 'shard_map'))
+  def test_trains_and_is_restored_on_fewer_devices(self, name, way):
+    eight, four = (Programs(FRAMEWORKS[name], n, way) for n in (8, 4))
 
     states = eight.train(eight.create(), BEFORE)
     saved = saved_and_restored(states, jax.eval_shape(four.create))

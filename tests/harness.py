@@ -36,13 +36,26 @@ class Trained(NamedTuple):
 def gradient(
     loss: Callable[..., Any], axis_name: Any = AXIS, stacked: bool = False
 ) -> Callable[[Any, Any], Any]:
-  """Returns what takes a shard's own gradient, or one of each tower."""
+  """Returns what takes a shard's own gradient, or one of each tower.
+
+  Where no axis is mapped, it takes the batches of all shards, [shards, ...].
+  """
+
+  def loss_of_entry(params, batch):
+    return loss(params, jax.tree.map(lambda x: x[0], batch))
 
   def grad(params, batch):
-    value_and_grad = shard_transforms.value_and_grad(loss, axis_name)
+    is_mapped = modes.is_mapped(axis_name)
+    value_and_grad = shard_transforms.value_and_grad(
+        loss if is_mapped else loss_of_entry, axis_name
+    )
     return value_and_grad(params, batch)[1]
 
-  return jax.vmap(grad, (None, 0)) if stacked else grad
+  def grads_of_towers(params, batch):
+    at = 0 if modes.is_mapped(axis_name) else 1
+    return jax.vmap(grad, (None, at), at)(params, batch)
+
+  return grads_of_towers if stacked else grad
 
 
 def train(
@@ -55,6 +68,7 @@ def train(
     extra_args: Callable[[Any, Any], dict[str, Any]] = lambda *_: {},
     see: Callable[[Any], Any] = lambda _: (),
     own_params: bool = False,
+    axes: Any = AXIS,
 ) -> Any:
   """Trains on the batches of all shards, call by call, inside of a mapping.
 
@@ -67,10 +81,20 @@ def train(
     extra_args: Gives what `update` takes besides, of the state and the batch.
     see: Takes the state; gives what is kept of it after each call.
     own_params: Whether the parameters of shards come to differ.
+    axes: The axes of the mesh under plain `jax.jit`.
 
   Returns:
     A `Trained`, or one for each name, on the host.
   """
+  if mode in modes.PLAIN:
+    txs = tx if isinstance(tx, dict) else {'': tx}
+    found = {
+        name: _train_plain(
+            each, params, batches, mode, axes, grad, extra_args, see
+        )
+        for name, each in txs.items()
+    }
+    return found if isinstance(tx, dict) else found['']
 
   def train_one(tx, params, batches):
     def call(carry, batch):
@@ -101,6 +125,35 @@ def train(
   num_shards = len(jax.tree.leaves(batches)[0])
   fn = modes.map_shards(mode, train_all, num_shards)
   return jax.device_get(fn(params, batches))
+
+
+def _train_plain(tx, params, batches, mode, axes, grad, extra_args, see):
+  """Trains under plain `jax.jit`, where the step maps nothing itself."""
+  num_shards, num_calls = jax.tree.leaves(batches)[0].shape[:2]
+  mesh = modes.plain_mesh(mode, num_shards, axes)
+  bound = shard_transforms.on_mesh(tx, mesh)
+
+  @jax.jit
+  def step(params, state, batch):
+    updates, state = bound.update(
+        grad(params, batch), state, params, **extra_args(state, batch)
+    )
+    return optax.apply_updates(params, updates), updates, state
+
+  trained = []
+  with jax.set_mesh(mesh):
+    params = modes.place(params, mesh)
+    state = bound.init(params)
+    for i in range(num_calls):
+      batch = jax.tree.map(lambda x, i=i: x[:, i], batches)
+      batch = modes.place(batch, mesh, axes)
+      # In JAX 0.10, calls that queue up on virtual devices can abort.
+      params, updates, state = jax.block_until_ready(step(params, state, batch))
+      of_shards = modes.of_shards(state)
+      seen = jax.vmap(see)(of_shards)
+      trained.append((*modes.of_shards((params, updates)), seen))
+  params, updates, seen = jax.tree.map(lambda *x: np.stack(x, 1), *trained)
+  return Trained(params, updates, of_shards, seen)
 
 
 def momentum(axis_name: Any = AXIS) -> Any:

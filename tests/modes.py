@@ -4,11 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec as P
+import numpy as np
 
 AXIS = 'data'
 HOSTS = ('host', 'core')
-NAMES = ('vmap', 'pmap', 'shard_map', 'shard_map_unchecked')
+MAPPED = ('vmap', 'pmap', 'shard_map', 'shard_map_unchecked')
+# Plain `jax.jit` with global arrays, on a mesh whose axes are of these types.
+PLAIN = {
+    'jit': jax.sharding.AxisType.Auto,
+    'jit_explicit': jax.sharding.AxisType.Explicit,
+}
+NAMES = (*MAPPED, *PLAIN)
 UNTRACKED_MODES = ('vmap', 'pmap', 'shard_map_unchecked')
 # Those of JAX under which results have another dtype, or none.
 SETTINGS = {
@@ -30,7 +38,7 @@ def map_shards(
   """Maps `fn(shared, own)` over shards.
 
   Args:
-    mode: One of `NAMES`, or 'hosts' for the axes `HOSTS`.
+    mode: One of `MAPPED`, or 'hosts' for the axes `HOSTS`.
     fn: Takes a tree that is the same on all shards, and a shard's own slice of
       a tree, without the axis of shards.
     num_shards: The size of the axis.
@@ -71,3 +79,40 @@ def _map_over(mesh, axes, fn, check_vma):
       check_vma=check_vma,
   )
   return jax.jit(mapped)
+
+
+def plain_mesh(
+    mode: str, num_shards: int = 8, axes: Any = AXIS
+) -> jax.sharding.Mesh:
+  """Returns the mesh of a mode of `PLAIN`: of one axis, or 2 x 4 of `HOSTS`."""
+  names = (axes,) if isinstance(axes, str) else axes
+  sizes = (num_shards,) if isinstance(axes, str) else (2, num_shards // 2)
+  devices = jax.devices()[:num_shards]
+  kinds = (PLAIN[mode],) * len(names)
+  return jax.make_mesh(sizes, names, kinds, devices=devices)
+
+
+def place(tree: Any, mesh: jax.sharding.Mesh, *spec: Any) -> Any:
+  """Returns a tree on the devices of a mesh."""
+  return jax.device_put(tree, jax.NamedSharding(mesh, P(*spec)))
+
+
+def is_mapped(axes: Any) -> bool:
+  """Whether the axes are mapped here, as in all modes of `MAPPED`."""
+  try:
+    lax.axis_size(axes)
+  except NameError:
+    return False
+  return True
+
+
+def of_shards(tree: Any) -> Any:
+  """Returns what the devices hold of global arrays, [shards, ...]."""
+
+  def stack(x):
+    if not isinstance(x.sharding, jax.NamedSharding):
+      raise AssertionError(f'not on a mesh: {x.sharding}')
+    parts = {shard.device: shard.data for shard in x.addressable_shards}
+    return np.stack([parts[d] for d in x.sharding.mesh.devices.ravel()])
+
+  return jax.tree.map(stack, tree)

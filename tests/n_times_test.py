@@ -148,7 +148,7 @@ def ratios(grad_fns, mode):
 
 class NTimesTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.NAMES)
+  @cases.parameters(*modes.MAPPED)
   def test_each_way_is_right_or_refused_or_listed(self, mode):
     given, expected = {}, {}
     for way, grad_fn, (outcome, words) in outcomes(mode):

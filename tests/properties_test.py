@@ -436,7 +436,7 @@ class Block:
 
 
 # What comes first is drawn most: types are tracked under `shard_map`.
-ANY_MODE = strategies.sampled_from(modes.NAMES[2:] + modes.NAMES[:2])
+ANY_MODE = strategies.sampled_from(modes.MAPPED[2:] + modes.MAPPED[:2])
 LENGTHS = strategies.sampled_from([2, 3, 5, 1, 0])
 SHAPES = strategies.lists(LENGTHS, max_size=4).map(tuple)
 DTYPES = strategies.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])

@@ -176,7 +176,7 @@ class SameBitsTest(parameterized.TestCase):
 class SumsTest(parameterized.TestCase):
   """Reductions against sums in pairs."""
 
-  @cases.parameters(*modes.NAMES)
+  @cases.parameters(*modes.MAPPED)
   def test_adds_shards_in_pairs(self, mode):
     mean = reproducible.mean(modes.AXIS)
 

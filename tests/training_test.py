@@ -138,18 +138,18 @@ JOBS = {
         weighted=False,
     ),
 }
-# What others have as well runs in one mode.
-ONE_MODE = {
-    'mean': 'shard_map',
-    'groups': 'shard_map',
-    'drop_stale': 'shard_map',
-    'two axes': 'hosts',
-    'an axis after another': 'hosts',
+# What others have as well runs in few modes. The parameters of groups differ
+# between shards, which needs a mapped step.
+SOME_MODES = {
+    'mean': ('shard_map', *modes.PLAIN),
+    'groups': ('shard_map',),
+    'groups of towers': modes.MAPPED,
+    'drop_stale': ('shard_map', *modes.PLAIN),
+    'two axes': ('hosts', *modes.PLAIN),
+    'an axis after another': ('hosts', *modes.PLAIN),
 }
 EACH = [
-    (name, mode)
-    for name in JOBS
-    for mode in ([ONE_MODE[name]] if name in ONE_MODE else modes.NAMES)
+    (name, mode) for name in JOBS for mode in SOME_MODES.get(name, modes.NAMES)
 ]
 
 
@@ -232,6 +232,7 @@ class TrainingTest(parameterized.TestCase):
         grad=harness.gradient(loss, job.axes, job.towers == 'stacked'),
         extra_args=functools.partial(extra_args_of, job),
         own_params=job.groups != ALL,
+        axes=job.axes,
     ).params
 
     for group in job.groups:

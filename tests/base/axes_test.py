@@ -72,10 +72,10 @@ class BoundAxisTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         NameError,
-        f"`{factory}` needs the mapped axis 'data', which is not bound here"
-        r' \(mapped axes: \(\)\).*`tx.init`, inside `jax.shard_map`'
-        r'.*shard_transforms.on_mesh\(tx, mesh\)`'
-        f'.*Under plain `jax.jit`.*leave `{factory}` out',
+        f"`{factory}` needs the axis 'data', which is not mapped here"
+        r' \(mapped axes: \(\)\).*Under plain `jax.jit`.*'
+        r'`shard_transforms.on_mesh\(tx, mesh\)`.*'
+        r'`shard_transforms.value_and_grad`.*`jax.set_mesh\(mesh\)`',
     ) as caught:
       tx = FACTORIES[factory]('data')
       if factory == 'value_and_grad':

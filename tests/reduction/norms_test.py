@@ -42,7 +42,7 @@ class GlobalNormTest(parameterized.TestCase):
 
     np.testing.assert_allclose(norms, np.linalg.norm(x, axis=1), rtol=1e-6)
 
-  @cases.parameters(*modes.NAMES)
+  @cases.parameters(*modes.MAPPED)
   def test_joins_slices_in_every_mode(self, mode):
     x = np.arange(16.0, dtype=np.float32).reshape(SHARDS, 2)
 

@@ -30,7 +30,7 @@ def grads_of(params, data):
 
 class ShardedReductionTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.NAMES)
+  @cases.parameters(*modes.MAPPED)
   def test_slices_of_all_shards_are_the_whole(self, mode):
     def shard(params, own):
       data, weight = own

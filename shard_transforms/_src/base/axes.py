@@ -66,12 +66,12 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
     except NameError as error:
       mapped = jax.sharding.get_abstract_mesh().manual_axes
       raise NameError(
-          f'`{caller}` needs the mapped axis {axis!r}, which is not bound here'
-          f' (mapped axes: {mapped}). Call it, and `tx.init`, inside'
-          ' `jax.shard_map`, `jax.pmap` or `jax.vmap`; or, except for'
-          ' `jax.pmap`, take `shard_transforms.on_mesh(tx, mesh)`. Under plain'
-          f' `jax.jit`, leave `{caller}` out, or take'
-          ' `shard_transforms.accumulated_value_and_grad`.'
+          f'`{caller}` needs the axis {axis!r}, which is not mapped here'
+          f' (mapped axes: {mapped}). Under plain `jax.jit`, call it through'
+          ' `shard_transforms.on_mesh(tx, mesh)`, and take the gradients with'
+          ' `shard_transforms.value_and_grad`, where the mesh with this axis is'
+          ' in use, by `jax.set_mesh(mesh)`, or given. Inside `jax.shard_map`,'
+          ' `jax.pmap` or `jax.vmap`, name this axis.'
       ) from error
   return math.prod(map(lax.axis_size, axes))
 
@@ -150,6 +150,12 @@ def varying_axes(leaf: Any) -> frozenset[Hashable]:
   is_type = isinstance(leaf, core.AbstractValue)
   kind: Any = leaf if is_type else jax.typeof(leaf)
   return frozenset(kind.manual_axis_type.varying)
+
+
+def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
+  """Returns the entries of a spec, which may also name unreduced axes."""
+  # A spec with such axes refuses to be indexed.
+  return tuple(getattr(spec, 'partitions', spec))
 
 
 def unreduced_axes(leaf: Any) -> frozenset[Hashable]:

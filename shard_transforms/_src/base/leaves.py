@@ -1,6 +1,7 @@
 """Leaves of trees: their dtypes, checks of them, and their slices."""
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
@@ -34,8 +35,9 @@ _REMEDIES = {
         " `on_invariant='averaged'`."
     ),
     'unreduced': (
-        'its sum over the shards is pending. Take the gradient of each shard:'
-        ' differentiate at `shard_transforms.per_shard(params, {axis!r})`.'
+        'its sum over the shards is pending. Take the gradient of each shard'
+        ' with `shard_transforms.value_and_grad`; only `cross_shard_mean` and'
+        ' `cross_shard_sum` without a weight finish such a sum.'
     ),
 }
 
@@ -161,10 +163,11 @@ def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
 
 
 def check_inexact(tree: Any, caller: str) -> None:
-  """Checks that leaves are real, complex or `float0`.
+  """Checks that leaves are real, complex or `float0`, and not parts of a sum.
 
   Raises:
     TypeError: If a leaf is an integer or boolean.
+    ValueError: If a leaf is unreduced over axes of type `Explicit`.
   """
   for path, leaf in jax.tree.leaves_with_path(tree):
     # `jnp.result_type` takes ten times as long.
@@ -175,19 +178,27 @@ def check_inexact(tree: Any, caller: str) -> None:
           f' {dtype.name}{list(jnp.shape(leaf))} at {name_of(path)}. Leave'
           ' such leaves out with `optax.masked`.'
       )
+    spec = getattr(jax.typeof(leaf).sharding, 'spec', None)
+    if unreduced := getattr(spec, 'unreduced', None):
+      raise ValueError(
+          f'`updates` of `{caller}` must be sums, got {jax.typeof(leaf)} at'
+          f' {name_of(path)}, which is unreduced over {sorted(unreduced)}. Call'
+          ' it through `shard_transforms.on_mesh(tx, mesh)`, which takes such'
+          ' gradients, or sum them with `jax.reshard`.'
+      )
 
 
 def check_per_shard(
     tree: Any,
     axes: Sequence[Hashable],
     caller: str,
-    allow_invariant: bool = False,
+    allowed: Collection[axes_lib.State] = (),
 ) -> None:
-  """Checks that each shard still has its own values, or the same ones.
+  """Checks that each shard still has its own values.
 
   Raises:
-    ValueError: If a leaf is reduced over one of `axes`, unless this is allowed,
-      or is still to be summed.
+    ValueError: If a leaf is the same on all shards of one of `axes`, or is
+      still to be summed, unless that is allowed.
   """
   found = jax.tree.leaves_with_path(tree)
   for axis in filter(axes_lib.is_tracked, axes):
@@ -195,7 +206,7 @@ def check_per_shard(
       if is_float0(leaf) or axis in axes_lib.varying_axes(leaf):
         continue
       state = axes_lib.state(leaf, axis)
-      if state == 'invariant' and allow_invariant:
+      if state in allowed:
         continue
       raise ValueError(
           f'`updates` of `{caller}` must be per shard over {axis!r}, got'

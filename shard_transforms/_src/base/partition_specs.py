@@ -4,6 +4,7 @@ from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterable
 from collections.abc import Mapping
+import itertools
 from typing import Any
 
 import jax
@@ -31,6 +32,12 @@ def axes_of(spec: P) -> frozenset[Hashable]:
 def entries(spec: P) -> list[tuple[Hashable, ...]]:
   """Returns the axes of each dimension for which a spec has an entry."""
   return [e if isinstance(e, tuple) else (e,) * (e is not None) for e in spec]
+
+
+def joined(spec: P, other: P) -> P:
+  """Returns the spec of an array that one spec shards, and then another."""
+  pairs = itertools.zip_longest(entries(spec), entries(other), fillvalue=())
+  return P(*(x + y or None for x, y in pairs))
 
 
 def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:

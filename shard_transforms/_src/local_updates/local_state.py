@@ -10,6 +10,7 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import stacked
 from shard_transforms._src.base import states
 from shard_transforms._src.local_updates import rounds as rounds_lib
 
@@ -107,7 +108,9 @@ class LocalUpdatesState(NamedTuple):
   }
 
 
-def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
+def local_params(
+    params: optax.Params, state: optax.OptState
+) -> optax.Params | stacked.Stacked:
   """Returns each shard's own parameters, at which it takes its gradient.
 
   `local_updates` needs the gradient at these, and not at the parameters
@@ -128,8 +131,10 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
       `local_updates` anywhere in it.
 
   Returns:
-    A tree like the parameters. Leaves that `local_updates` does not keep, such
-    as integers or those that `optax.masked` leaves out, are those of `params`.
+    A tree like the parameters; where no axis is mapped, as under plain
+    `jax.jit`, a `Stacked` tree, [shards, ...], for `value_and_grad`. Leaves
+    that `local_updates` does not keep, such as integers or those that
+    `optax.masked` leaves out, are those of `params`.
 
   Raises:
     TypeError: If there is no state of `local_updates` in `state`.
@@ -158,9 +163,13 @@ def local_params(params: optax.Params, state: optax.OptState) -> optax.Params:
         f' {type(state).__name__}. Give it what `init` of the whole'
         ' transformation returns.'
     )
+  if num_shards := _num_stacked(found[0]):
+    params = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (num_shards, *jnp.shape(x))), params
+    )
   for node in found:
-    params = _take_over(node, params)
-  return params
+    params = _take_over(node, params, is_stacked=num_shards > 0)
+  return stacked.Stacked(params) if num_shards else params
 
 
 def trained(params: Any) -> Any:
@@ -209,14 +218,23 @@ def _is_absent(leaf):
   return leaf is None or isinstance(leaf, optax.MaskedNode)
 
 
-def _take_over(state, params):
+def _num_stacked(state):
+  """Returns of how many shards a state is outside of a mapping, or else 0."""
+  sizes = {len(x) for x in jax.tree.leaves(state.own_params)}
+  is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)
+  return 0 if is_mapped or sizes == {1} else max(sizes, default=0)
+
+
+def _take_over(state, params, is_stacked):
   """Returns parameters with a shard's own in place of those that are trained.
 
   Raises:
     ValueError: If these are of another tree, or not those of one shard.
   """
   # `own` removes the leading axis; the name of the axis does not matter.
-  own = states.own(state.own_params, ('',), CALLER)
+  own = state.own_params
+  if not is_stacked:
+    own = states.own(own, ('',), CALLER)
   try:
     return replaced(params, own)
   except ValueError as error:

@@ -97,7 +97,7 @@ class Reduction:
     It has the same shapes and dtypes, and is the same on all shards of `axes`,
     or of a group.
     """
-    checked = check(tree, weight, self)
+    checked = check(tree, weight, self, allow_unreduced=self.sent == 'whole')
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
       reduced = reduce(leaves, share(checked, self), self)
@@ -125,14 +125,19 @@ class Reduction:
 
 
 def check(
-    tree: optax.Updates, weight: chex.Numeric | None, options: Reduction
+    tree: optax.Updates,
+    weight: chex.Numeric | None,
+    options: Reduction,
+    allow_unreduced: bool = False,
 ) -> jax.Array | None:
   """Checks what is to be reduced; returns the weight as an array."""
   options.num_shards()
   leaves_lib.check_inexact(tree, options.caller)
-  needs_own = weight is not None or options.groups is not None
-  is_known = options.on_invariant == 'averaged' and not needs_own
-  leaves_lib.check_per_shard(tree, options.axes, options.caller, is_known)
+  allowed = []
+  if weight is None and options.groups is None:
+    allowed += ['invariant'] * (options.on_invariant == 'averaged')
+    allowed += ['unreduced'] * allow_unreduced
+  leaves_lib.check_per_shard(tree, options.axes, options.caller, allowed)
   if weight is None:
     return None
   weight = weights.as_weight(weight, (), options.caller)
@@ -198,7 +203,9 @@ def reduce_by(
     return lax.div(summed, summed.dtype.type(size))
 
   levels = ()
-  if any(key.axes for key in keys):
+  # JAX cannot join arrays that are unreduced.
+  is_joined = not any(map(axes_lib.unreduced_axes, values))
+  if is_joined and any(key.axes for key in keys):
     levels = thresholds.levels(options.axes, options.sent)
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
   for i, x in zip(todo, reduced, strict=True):

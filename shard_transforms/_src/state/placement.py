@@ -1,5 +1,10 @@
 """`init_state`: makes state on the devices of a mesh, for a mapped step."""
 
+from collections.abc import Hashable
+from collections.abc import Sequence
+import functools
+from typing import Any
+
 import jax
 from jax import core
 from jax.sharding import NamedSharding
@@ -8,6 +13,7 @@ import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.state import specs
 
@@ -62,6 +68,25 @@ def init_state(
     >>> print(state.tower.shape, state.total['w'].shape)
     () (8, 3)
   """
+  return make_state(
+      tx, params, mesh, mesh.axis_names, in_specs=in_specs, per_shard=per_shard
+  )
+
+
+def make_state(
+    tx: optax.GradientTransformation,
+    params: leaves_lib.ParamTree,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axes: Sequence[Hashable],
+    *,
+    in_specs: specs_lib.SpecTree = P(),
+    per_shard: bool = False,
+) -> optax.OptState:
+  """Returns the state as `init_state` does, where only `axes` are mapped.
+
+  Over the other axes of the mesh, a leaf of the state that is shaped like its
+  parameter is sharded like it.
+  """
   param_specs = specs.checked_specs(tx, params, in_specs, 'init_state')
   out_specs = specs.state_specs(
       tx, params, mesh, in_specs=in_specs, per_shard=per_shard
@@ -74,14 +99,48 @@ def init_state(
       return state
     return jax.tree.map(lambda x: axes_lib.to_varying(x[None], lead), state)
 
-  init = jax.shard_map(
+  mapped: Any = jax.shard_map(
       init, mesh=mesh, in_specs=(param_specs,), out_specs=out_specs
   )
+  others = [axis for axis in mesh.axis_names if axis not in axes]
+  beside = jax.tree.map(
+      lambda x: specs_lib.restricted(spec_of(x), others), params
+  )
+  placed = out_specs
+  if any(map(specs_lib.axes_of, jax.tree.leaves(beside))):
+    types = specs.abstract(params, param_specs, mesh)
+    state = specs.abstract(jax.eval_shape(mapped, types), out_specs, mesh)
+    placed = specs.beside(tx, params, mesh, param_specs, state, beside)
+    mapped = functools.partial(
+        _partly_mapped, init, mesh, axes, param_specs, out_specs, placed
+    )
+    param_specs = jax.tree.map(specs_lib.joined, param_specs, beside)
   if specs.is_abstract(params):
-    given = specs.abstract(params, param_specs, mesh)
-    return specs.abstract(jax.eval_shape(init, given), out_specs, mesh)
+    types = specs.abstract(params, param_specs, mesh)
+    return specs.abstract(jax.eval_shape(mapped, types), placed, mesh)
   params = _placed(params, param_specs, mesh)
-  return jax.jit(init, out_shardings=_shardings(out_specs, mesh))(params)
+  return jax.jit(mapped, out_shardings=_shardings(placed, mesh))(params)
+
+
+def _partly_mapped(init, mesh, axes, param_specs, out_specs, placed, params):
+  """Returns the state, with the other axes of the mesh left to the compiler."""
+  return mapping.call(
+      init,
+      (params,),
+      mapping.flat_specs((param_specs,), (params,)),
+      jax.tree.leaves(out_specs, is_leaf=specs_lib.is_spec),
+      mesh,
+      axes,
+      out_types=jax.tree.leaves(placed, is_leaf=specs_lib.is_spec),
+  )
+
+
+def spec_of(x: Any) -> P:
+  """Returns how a parameter is sharded, as far as it is known."""
+  if isinstance(x, core.Tracer):
+    return mapping.spec_of(x)
+  sharding = getattr(x, 'sharding', None)
+  return sharding.spec if isinstance(sharding, NamedSharding) else P()
 
 
 def _placed(params, param_specs, mesh):

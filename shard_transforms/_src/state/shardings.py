@@ -59,6 +59,13 @@ def state_shardings(
   of the step. A checkpoint can be restored with these shardings on any number
   of devices.
 
+  Where the axes of the mesh are of type `Explicit`, types are those of the
+  shardings, so that `update` must be told how its results are sharded::
+
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    update = jax.sharding.auto_axes(
+        tx.update, out_sharding=(specs_of(params), specs))
+
   Args:
     tx: Any transformation that needs no bound axis.
     params: Tree of arrays or of `jax.ShapeDtypeStruct`; their shardings say
@@ -78,9 +85,9 @@ def state_shardings(
     NameError: If `tx` reduces over a mapped axis in `init`.
     TypeError: If an argument is of the wrong kind.
     ValueError: If `whole_dims` is negative; if the mesh has no axis
-      `shard_over`, or one that is not of type `Auto`; if a parameter is on
-      another mesh; if no leaf that is shaped like a parameter can be divided,
-      unless with `'ignore'`; or, with `'raise'`, if any leaf cannot be.
+      `shard_over`; if a parameter is on another mesh; if no leaf that is shaped
+      like a parameter can be divided, unless with `'ignore'`; or, with
+      `'raise'`, if any leaf cannot be.
 
   Examples:
     >>> import jax
@@ -137,14 +144,6 @@ def _check(mesh, shard_over, on_whole):
     raise ValueError(
         f'`shard_over` must be an axis of the mesh, {tuple(mesh.shape)}, got'
         f' {shard_over!r}.'
-    )
-  kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  if kinds[shard_over] != jax.sharding.AxisType.Auto:
-    raise ValueError(
-        f'`shard_over` must be an axis of type `Auto`, got {shard_over!r} of'
-        f' type `{kinds[shard_over].name}`: where JAX tracks shardings, an'
-        ' optimizer cannot mix updates and moments that are sharded otherwise.'
-        ' Make the mesh with `AxisType.Auto`, or use `shard_update`.'
     )
   if on_whole not in ('warn', 'raise', 'ignore'):
     raise ValueError(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Hashable
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -92,6 +93,50 @@ def state_specs(
   )
   jax.eval_shape(mapped, abstract(params, param_specs, mesh))
   return found[0]
+
+
+def beside(
+    tx: optax.GradientTransformation,
+    params: leaves_lib.ParamTree,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    in_specs: Any,
+    state: Any,
+    others: Any,
+) -> Any:
+  """Returns the specs of a state that other axes shard like the parameters.
+
+  Args:
+    tx: The transformation.
+    params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
+    mesh: The mesh of the step.
+    in_specs: The spec of each parameter over the axes that are mapped.
+    state: The types of the state, sharded over the axes that are mapped.
+    others: The spec of each parameter over the other axes.
+  """
+  found = []
+
+  def join(leaf, param, other):
+    spec, shape = leaf.sharding.spec, jnp.shape(param)
+    rank = len(leaf.shape) - len(shape)
+    if rank < 0 or leaf.shape[rank:] != shape:
+      return leaf
+    spec = specs_lib.joined(spec, P(*(None,) * rank, *other))
+    sizes = [
+        math.prod(mesh.shape[axis] for axis in entry)
+        for entry in specs_lib.entries(spec)
+    ]
+    if any(n % size for n, size in zip(leaf.shape, sizes, strict=False)):
+      return leaf
+    return leaf.update(sharding=jax.sharding.NamedSharding(mesh, spec))
+
+  # The trace binds the axes that `tx.init` may need.
+  def trace(_):
+    found.append(map_with_params(tx, join, state, params, others))
+    return ()
+
+  mapped = jax.shard_map(trace, mesh=mesh, in_specs=(in_specs,), out_specs=())
+  jax.eval_shape(mapped, abstract(params, in_specs, mesh))
+  return jax.tree.map(lambda leaf: leaf.sharding.spec, found[0])
 
 
 def specs_of(tree: Any) -> Any:

@@ -1,29 +1,20 @@
-"""Gradients: of each shard, in every mode, and of windows under `jax.jit`."""
+"""`value_and_grad`: the gradient of each shard, in every mode."""
 
-import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
-import math
 import operator
-from typing import Any, Literal
+from typing import Any
 
 import chex
 import jax
-from jax import lax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import partition_specs
+from shard_transforms._src.base import mapping
+from shard_transforms._src.base import stacked
 from shard_transforms._src.base import weights
-from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import leaf_sums
-from shard_transforms._src.state import specs as specs_lib
-
-_CALLER = 'accumulated_value_and_grad'
+from shard_transforms._src.transforms import split_arguments
+from shard_transforms._src.transforms import stacked_gradients
 
 
 def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
@@ -81,34 +72,67 @@ def value_and_grad(
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
+    in_axes: Sequence[Any] | None = None,
+    weight_fn: Callable[..., chex.Numeric] | None = None,
+    mesh: mapping.AnyMesh | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-  """Returns a function for the value and the gradient of each shard.
+  r"""Returns a function for the loss and for the gradient of each shard.
 
-  `jax.value_and_grad`, with the parameters marked by `per_shard`: the value is
-  the loss of the shard's own batch, and the gradient is of this loss alone,
-  whether under `jax.shard_map` (checked or not), `jax.pmap` or `jax.vmap`.
-  Reduce the gradient with `cross_shard_mean`, and the value, for display, with
+  As `jax.value_and_grad`, of a loss that is written for one device and takes
+  the rows of a batch. The gradient of a shard is that of the loss of its own
+  rows; a reduction such as `cross_shard_mean` averages it.
+
+  Under plain `jax.jit`, and outside of any mapping, the function is called with
+  global arrays. It returns the mean of the losses of the shards, and their
+  gradients as a `Stacked` tree of arrays [shards, ...], each on the devices of
+  its shard, for the `update` of `on_mesh(tx, mesh)`. Nothing but the loss is
+  communicated. The mean of the gradients is the gradient of the mean of the
+  losses. If the loss is a mean over the rows, this is the gradient of the whole
+  batch; a mean over tokens needs `weight_fn`. Inside the loss, the axes of the
+  batch are mapped: an `out_sharding` or sharding constraint must leave them
+  out. Axes that are not in `axis_name` stay as they are. Parameters that are
+  sharded over `axis_name` (FSDP) are gathered once.
+
+  Under `jax.shard_map` (checked or not), `jax.pmap` and `jax.vmap`, the
+  function is called with the rows of a shard, and returns the value and the
+  gradient of that shard, in every mode. Average the value, for display, with
   `shard_mean`.
 
   Args:
     fun: A function of arrays whose result is a scalar, or a pair of a scalar
-      and anything with `has_aux`. The scalar must not be reduced over the
-      shards: return `jnp.mean(losses)`, not its `lax.pmean`.
-    axis_name: The mapped axis, or a sequence of them.
+      and anything with `has_aux`. Where types are tracked, the scalar must not
+      be reduced over the shards: return `jnp.mean(losses)`, not its
+      `lax.pmean`.
+    axis_name: The axis over which the batch is sharded, or a sequence of them.
     argnums: Which positional arguments to differentiate with respect to.
     has_aux: Whether `fun` returns a pair.
     holomorphic: Whether `fun` is promised to be holomorphic.
     allow_int: Whether integer arguments may be differentiated, with a `float0`
       result.
+    in_axes: Which arguments are split over the shards where no axis is mapped,
+      as in `jax.vmap`: a tuple with an entry for each positional argument, 0 if
+      its arrays are split along their first dimension, `None` if each shard
+      gets all of it, or a tree of both. By default, the types decide if the
+      axes are of type `Explicit`: arrays whose first dimension is sharded over
+      `axis_name` are split. On `Auto` axes, positional arguments are split but
+      for the parameters and scalars, and keyword arguments are not.
+    weight_fn: How much a shard counts, such as its number of tokens: a
+      function of all positional arguments but the parameters, which returns a
+      scalar. The value then is `(loss, weight)`, or `(loss, weight, aux)`; give
+      the weight to `update`. The mean of the losses is weighted by it.
+    mesh: The mesh; `None` for that of `jax.set_mesh`.
 
   Returns:
-    A function of the arguments of `fun` that gives the pair (value, gradient).
+    A function of the arguments of `fun` that returns the pair (value,
+    gradient). Where no axis is mapped, auxiliary results and weights are arrays
+    [shards, ...].
 
   Raises:
-    NameError: When called, if an axis is not bound.
-    TypeError: If `axis_name` is not a name or a sequence of names.
+    NameError: When called, if an axis is neither mapped nor in the mesh.
+    TypeError: If an argument has the wrong type.
     ValueError: If `axis_name` is empty or names an axis twice; when called, if
-      the loss is already reduced over an axis, where JAX tracks this. Under
+      no argument is split, if rows cannot be split evenly or differ in number;
+      if the loss is already reduced over an axis, where JAX tracks this. Under
       `jax.pmap`, `jax.vmap` and `jax.shard_map(..., check_vma=False)` it cannot
       be seen, and a `lax.psum` in the loss makes the gradient too large.
 
@@ -116,13 +140,70 @@ def value_and_grad(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import shard_transforms
-    >>> loss = lambda w, x: jnp.sum(w * x)
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> loss = lambda w, x: jnp.mean(w * x)
+    >>> step = shard_transforms.value_and_grad(loss, 'data', mesh=mesh)
+    >>> place = jax.NamedSharding(mesh, jax.P('data'))
+    >>> x = jax.device_put(jnp.arange(16.0), place)
+    >>> value, grads = jax.jit(step)(2.0, x)
+    >>> print(value, grads.tree)
+    15.0 [ 0.5  2.5  4.5  6.5  8.5 10.5 12.5 14.5]
+
+    In a mapped function:
+
     >>> step = shard_transforms.value_and_grad(loss, 'data')
     >>> mapped = jax.vmap(step, in_axes=(None, 0), axis_name='data')
     >>> print(*mapped(2.0, jnp.array([1.0, 3.0])))
     [2. 6.] [1. 3.]
   """
   axes = axes_lib.as_axes(axis_name)
+  numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+  numbers = tuple(map(operator.index, numbers))
+  if not (mesh is None or isinstance(mesh, mapping.AnyMesh)):
+    raise TypeError(f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}.')
+  differentiated = jax.value_and_grad(
+      _checked(fun, axes, has_aux), argnums, has_aux, holomorphic, allow_int
+  )
+
+  def of_shard(*args, **kwargs):
+    chosen = _positions(numbers, args)
+    marked = [
+        per_shard(x, axes) if i in chosen else x for i, x in enumerate(args)
+    ]
+    value, grads = differentiated(*marked, **kwargs)
+    if weight_fn is None:
+      return value, grads
+    batch = [x for i, x in enumerate(args) if i not in chosen]
+    weight = weights.as_weight(weight_fn(*batch), (), 'value_and_grad')
+    loss, *aux = value if has_aux else (value,)
+    return (loss, weight, *aux), grads
+
+  @functools.wraps(fun)
+  def value_and_grad_fn(*args, **kwargs):
+    if any(map(axes_lib.is_bound, axes)):
+      axes_lib.size(axes, 'value_and_grad')
+      return of_shard(*args, **kwargs)
+    used = mapping.mesh_with(axes, mesh, 'value_and_grad')
+    splits = split_arguments.split_arguments(
+        args, kwargs, axes, used, _positions(numbers, args), in_axes
+    )
+    with mapping.in_use(used):
+      value, grads = stacked_gradients.map_shards(
+          of_shard, axes, used, args, kwargs, splits
+      )
+      grads = stacked.Stacked(grads, axes, weight_fn is not None)
+      if weight_fn is None and not has_aux:
+        return stacked_gradients.mean_loss(value), grads
+      losses, *others = value
+      weight = None if weight_fn is None else others[0]
+      loss = stacked_gradients.mean_loss(losses, weight)
+      return (loss, *others), grads
+
+  return value_and_grad_fn
+
+
+def _checked(fun, axes, has_aux):
+  """Returns the loss, which checks that it is that of a shard."""
 
   @functools.wraps(fun)
   def checked(*args, **kwargs):
@@ -138,387 +219,15 @@ def value_and_grad(
         )
     return out
 
-  differentiated = jax.value_and_grad(
-      checked, argnums, has_aux, holomorphic, allow_int
-  )
-  several = isinstance(argnums, Sequence)
-  chosen = tuple(argnums) if several else (operator.index(argnums),)
+  return checked
 
-  @functools.wraps(fun)
-  def value_and_grad_fn(*args, **kwargs):
-    axes_lib.size(axes, 'value_and_grad')
-    args = list(args)
-    # JAX has the better error for an argument that is not there.
-    for i in set(range(-len(args), len(args))).intersection(chosen):
-      args[i] = per_shard(args[i], axes)
-    return differentiated(*args, **kwargs)
 
-  return value_and_grad_fn
+def _positions(argnums, args):
+  """Returns the positions of the parameters, counted from the left."""
+  # JAX has the better error for an argument that is not there.
+  return {i % len(args) for i in argnums if -len(args) <= i < len(args)}
 
 
 def _is_array(leaf):
   numbers = bool | int | float | complex
   return hasattr(leaf, 'dtype') or isinstance(leaf, numbers)
-
-
-def accumulated_value_and_grad(
-    fun: Callable[..., Any],
-    axis_name: axes_lib.AxisName,
-    num_towers: int | None = None,
-    *,
-    param_specs: partition_specs.SpecTree = None,
-    mesh: jax.sharding.Mesh | None = None,
-    has_aux: bool = False,
-    weight_fn: Callable[..., chex.Numeric] | None = None,
-    reduction: Literal['mean', 'sum'] = 'mean',
-) -> Callable[..., tuple[Any, Any]]:
-  r"""Gradient accumulation under `jax.jit` with one reduction a window.
-
-  `jax.value_and_grad` of the mean over the micro-batches (towers) of a batch,
-  for global arrays, outside of `jax.shard_map`. In a loop over micro-batches,
-  the compiler reduces the gradients of each: it sends k times as much. Here,
-  each shard of the batch adds up its own gradients in a `lax.scan`, and they
-  are reduced once: by an all-reduce, or by a reduce-scatter where parameters
-  are sharded over `axis_name` (FSDP), which are then gathered once. The
-  compiler goes on to shard the model over other axes of the mesh.
-
-  With weights :math:`w_t`, such as numbers of tokens, both results are
-
-  .. math:: \sum_{t: w_t > 0} w_t x_t / \sum_{t: w_t > 0} w_t
-
-  over the micro-batches t of all shards, and zero where no weight is positive.
-
-  Each device holds the whole gradient along `axis_name`, in float32, until it
-  is reduced. If it does not fit, accumulate in a plain `lax.scan`.
-
-  Args:
-    fun: The loss of the parameters and of rows of a batch, as `fun(params,
-      *batch, **kwargs)`: a mean over the rows that it is given, which are those
-      of one micro-batch on one shard, or with `has_aux` a pair of it and
-      anything. Pass all else as keyword arguments.
-    axis_name: The axis of the mesh over which the batch is sharded, or a
-      sequence of them. Where it is of type `Explicit`, `fun` is traced with all
-      axes of type `Auto`, so that it must not name an `out_sharding`.
-    num_towers: How many micro-batches the rows of each shard are split into.
-      `None` if they are stacked already: leaves are [towers, rows, ...].
-    param_specs: The `PartitionSpec`s of the parameters, a tree or a prefix of
-      one; the gradients get them, too. `None` reads them from the types of the
-      parameters, which show axes of type `Explicit`. Under `jax.jit`, types do
-      not show axes of type `Auto`: a parameter that is sharded over `axis_name`
-      without being named here is gathered, and its gradient is all-reduced.
-    mesh: The mesh; `None` for that of `jax.set_mesh`.
-    has_aux: Whether `fun` returns a pair.
-    weight_fn: How much a micro-batch counts on a shard, a scalar, as
-      `weight_fn(*batch)`. `None` if all count the same.
-    reduction: `'mean'`, or `'sum'` over the micro-batches of all shards.
-
-  Returns:
-    A function of the parameters and of one or more trees `batch`, whose leaves
-    are [rows, ...] or [towers, rows, ...], with the rows sharded over
-    `axis_name`. It returns the pair (value, gradient) as `jax.value_and_grad`
-    does, gradients in the dtypes of the parameters. Each auxiliary leaf has a
-    leading axis of all micro-batches, [shards * towers, ...], in the order of
-    the rows; for stacked micro-batches it has two, [towers, shards, ...].
-
-  Raises:
-    TypeError: If an argument is of the wrong kind; when called, if a weight is
-      no number.
-    ValueError: If an argument has a wrong value; when called, if there is no
-      mesh with axes `axis_name`, or one is mapped already, if rows cannot be
-      divided, or if stacked leaves have different numbers of towers.
-
-  Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import shard_transforms
-    >>> auto = jax.sharding.AxisType.Auto
-    >>> mesh = jax.make_mesh((8,), ('data',), (auto,))
-    >>> def loss_fn(w, x):
-    ...   return jnp.mean((x - w) ** 2)
-    >>> fn = shard_transforms.accumulated_value_and_grad(
-    ...     loss_fn, 'data', num_towers=2, mesh=mesh)
-    >>> print(*jax.jit(fn)(jnp.float32(0), jnp.arange(16.0)))
-    77.5 -15.0
-
-  References:
-    `tf.contrib.estimator.TowerOptimizer` of TensorFlow 1.15; Rajbhandari et
-    al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
-    2020, https://arxiv.org/abs/1910.02054 (sharded parameters).
-  """
-  axes = axes_lib.as_axes(axis_name)
-  is_stacked = num_towers is None
-  if not is_stacked:
-    num_towers = arguments.as_at_least('num_towers', num_towers, 1)
-  partition_specs.check(param_specs, _CALLER, 'param_specs')
-  arguments.check_bool('has_aux', has_aux)
-  arguments.check_reduction(reduction)
-  rows = P(None, axes) if is_stacked else P(axes)
-
-  @functools.wraps(fun)
-  def value_and_grad_fn(params, *batch, **kwargs):
-    num_shards = _num_shards(mesh, axes)
-    towers = _check_rows(batch, num_shards, num_towers)
-    specs = _specs(params, param_specs)
-    # JAX cannot close over arrays that are sharded on axes of type `Explicit`.
-    arrays, join = leaves_lib.split_arrays(kwargs)
-
-    def shard(params, arrays, batch):
-      loss_fn = functools.partial(fun, **join(arrays))
-      grad_fn = jax.value_and_grad(loss_fn, has_aux=has_aux)
-      whole = jax.tree.map(functools.partial(_gather, axes), params, specs)
-      if not is_stacked:
-        batch = jax.tree.map(functools.partial(_split, towers), batch)
-      sums, aux = _collect(grad_fn, has_aux, weight_fn, whole, batch)
-      sums = _reduce(axes, sums, specs)
-      count = towers * num_shards if reduction == 'mean' else None
-      loss, grads = _divided(sums, count, params)
-      if is_stacked:
-        aux = jax.tree.map(lambda x: x[:, None], aux)
-      return ((loss, aux) if has_aux else loss), grads
-
-    values = (P(), rows) if has_aux else P()
-    slices = partition_specs.restricted(specs, axes)
-    here = jax.sharding.get_abstract_mesh()
-    is_typed = not set(axes).isdisjoint(here.explicit_axes)
-    # Types would refuse a loss that was not written with them in mind.
-    mapped = jax.shard_map(
-        shard,
-        mesh=None if is_typed else mesh,
-        axis_names=set(axes),
-        in_specs=(slices, P(), rows),
-        out_specs=(values, slices),
-        check_vma=False,
-    )
-    if is_typed:
-      mapped = jax.sharding.auto_axes(mapped, out_sharding=(values, specs))
-    # JAX 0.10 maps some of the axes of a mesh under `jax.jit` alone.
-    out, grads = jax.jit(mapped)(params, arrays, batch)
-    if param_specs is not None and not is_typed:
-      constrain = functools.partial(_constrain_mixed, axes, mesh)
-      grads = jax.tree.map(constrain, grads, specs)
-    return out, grads
-
-  return value_and_grad_fn
-
-
-def _specs(params, given):
-  """Returns the `PartitionSpec` of each parameter."""
-  if given is None:
-    return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
-  return jax.tree.broadcast(given, params)
-
-
-def _num_shards(mesh, axes):
-  """Returns the number of shards.
-
-  Raises:
-    TypeError: If `mesh` is not a mesh.
-    ValueError: If there is no mesh with `axes` that are left to the compiler.
-  """
-  here = jax.sharding.get_abstract_mesh()
-  if mesh is None:
-    mesh = here
-  specs_lib.check_mesh(mesh)
-  for axis in axes:
-    if axis in here.manual_axes:
-      raise ValueError(
-          f'`{_CALLER}` must be called outside of `jax.shard_map` over'
-          f' {axis!r}. Inside, add up the gradients of `value_and_grad`, and'
-          ' reduce the sum by `cross_shard_mean`; or use `tower_reduce`.'
-      )
-    if axis not in mesh.axis_names:
-      raise ValueError(
-          f'`{_CALLER}` must be given a mesh with the axis {axis!r}, got one'
-          f' with {mesh.axis_names}. Call it inside `with jax.set_mesh(mesh)`,'
-          ' or give `mesh`.'
-      )
-    # JAX changes the types of axes of the mesh in use alone.
-    if axis in mesh.explicit_axes and not here.axis_names:
-      raise ValueError(
-          f'`{_CALLER}` must be called inside `with jax.set_mesh(mesh)`,'
-          f' because {axis!r} is of type `Explicit`, got no mesh in use.'
-      )
-  return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def _check_rows(batch, num_shards, num_towers):
-  """Returns the number of micro-batches of a shard.
-
-  Raises:
-    ValueError: If rows cannot be divided, or numbers of towers differ.
-  """
-  leaves = [
-      (f'{jnp.shape(x)} at {leaves_lib.name_of(path)}', jnp.shape(x))
-      for path, x in jax.tree.leaves_with_path(batch)
-  ]
-  if not leaves:
-    raise ValueError(
-        f'`{_CALLER}` must be given the rows of a batch after the parameters,'
-        ' got no array. Keyword arguments are not part of the batch.'
-    )
-  is_stacked = num_towers is None
-  if is_stacked:
-    num_towers, *_ = leaves[0][1] or (1,)
-  for name, shape in leaves:
-    if is_stacked and (len(shape) < 2 or shape[0] != num_towers):
-      raise ValueError(
-          f'`batch` of `{_CALLER}` must have the leading axes [towers, rows],'
-          f' with {num_towers} towers as in its first leaf, got the shape'
-          f' {name}. Give `num_towers` where they are not stacked.'
-      )
-    parts = num_shards if is_stacked else num_shards * num_towers
-    rows = shape[is_stacked] if shape else 0
-    if not rows or rows % parts:
-      towers = f' times {num_towers} towers'
-      remedy = 'pass what has no rows by keyword'
-      if is_stacked:
-        towers = ' in each tower'
-        remedy = 'give `num_towers` if towers are not stacked'
-      raise ValueError(
-          f'`batch` of `{_CALLER}` must have rows that can be divided by'
-          f' {num_shards} shards{towers}, got {rows} in {name}. Pad it, and'
-          f' leave padding out in the loss; {remedy}.'
-      )
-  return num_towers
-
-
-def _split(towers, x):
-  return x.reshape(towers, -1, *x.shape[1:])
-
-
-def _collect(grad_fn, has_aux, weight_fn, params, batch):
-  """Returns sums over the micro-batches of a shard.
-
-  Args:
-    grad_fn: Gives the loss, or a pair with it, and the gradient.
-    has_aux: Whether it gives a pair.
-    weight_fn: Gives a weight, or is `None`.
-    params: The parameters, gathered.
-    batch: The micro-batches, stacked.
-
-  Returns:
-    The weighted sums of losses and gradients with the sum of the weights, or
-    `None`; and what comes with the losses, stacked.
-  """
-
-  def tower(total, batch):
-    out, grads = grad_fn(params, *batch)
-    loss, aux = out if has_aux else (out, None)
-    weight = None
-    if weight_fn is not None:
-      weight = weights.as_weight(weight_fn(*batch), (), _CALLER)
-    weigh = weights.weighing(weight)
-
-    def add(total, x):
-      return lax.add(total, weigh(leaves_lib.as_accumulator(x)))
-
-    loss = weigh(leaves_lib.as_accumulator(loss))
-    return jax.tree.map(add, total, grads), (loss, weight, aux)
-
-  start = leaves_lib.accumulators(params)
-  grads, (losses, given, aux) = lax.scan(tower, start, batch)
-  weight = None if given is None else jnp.sum(given)
-  return (jnp.sum(losses), grads, weight), aux
-
-
-def _reduce(axes, sums, specs):
-  """Returns sums over shards, each once; of some gradients, a shard's slice."""
-  leaves, treedef = jax.tree.flatten(sums)
-  of_grads = jax.tree.leaves(specs)
-  # The loss comes before them, and the weight, if any, after them.
-  others = [P()] * (len(leaves) - 1 - len(of_grads))
-  todo = collections.defaultdict(dict)
-  for i, spec in enumerate([P(), *of_grads, *others]):
-    leaves[i] = _scatter(axes, leaves[i], spec)
-    done = partition_specs.axes_of(spec)
-    left = tuple(axis for axis in axes if axis not in done)
-    todo[left][i] = leaves[i]
-  todo.pop((), None)
-  for left, whole in todo.items():
-    summed: Any = leaf_sums.Reduction(_CALLER, 'sum', left)(whole)
-    leaves = [summed.get(i, x) for i, x in enumerate(leaves)]
-  return treedef.unflatten(leaves)
-
-
-def _divided(sums, count, params):
-  """Returns the loss and gradients, in the dtypes of the parameters.
-
-  Args:
-    sums: The sums of losses, of gradients and of weights, if any.
-    count: The number of summands of a mean, or `None` for a sum.
-    params: The parameters.
-  """
-  loss, grads, weight = sums
-  divisor = 1 if count is None else count
-  if count is not None and weight is not None:
-    divisor = weights.safe_divisor(weight)
-
-  def divide(x, param):
-    return leaves_lib.as_dtype(x / divisor, leaves_lib.dtype_of(param))
-
-  return loss / divisor, jax.tree.map(divide, grads, params)
-
-
-def _gather(axes, x, spec):
-  """Returns a parameter of which a shard has a slice, whole along `axes`."""
-
-  def gather(x):
-    for dimension, axis in reversed(_slices(spec, axes)):
-      x = collectives.gather_along(x, axis, dimension)
-    return x
-
-  return _beside(axes, spec, gather)(x)
-
-
-def _scatter(axes, x, spec):
-  """Returns a shard's slice of a sum over the shards along which it is cut."""
-
-  def scatter(x):
-    for dimension, axis in _slices(spec, axes):
-      x = collectives.scatter_along(x, axis, dimension, tiled=True)
-    return x
-
-  return _beside(axes, spec, scatter)(x)
-
-
-def _beside(axes, spec, fn):
-  """Returns `fn` for arrays that other axes shard, too.
-
-  The compiler would gather them along the other axes before it sends them.
-  """
-  others = partition_specs.axes_of(spec).difference(axes)
-  other_spec = partition_specs.restricted(spec, others)
-  if not _slices(spec, axes) or not others or _is_mixed(axes, spec):
-    return fn
-  return jax.shard_map(
-      fn,
-      axis_names=others,
-      in_specs=other_spec,
-      out_specs=other_spec,
-      check_vma=False,
-  )
-
-
-def _is_mixed(axes, spec):
-  """Whether a dimension is sliced over both kinds of axes, interleaved."""
-  others = partition_specs.axes_of(spec).difference(axes)
-  kinds = [partition_specs.restricted(spec, kind) for kind in (axes, others)]
-  return any(map(all, zip(*kinds, strict=True)))
-
-
-def _constrain_mixed(axes, mesh, grad, spec):
-  """Says how a gradient is sharded, where the compiler cannot tell."""
-  if not _is_mixed(axes, spec):
-    return grad
-  to = spec if mesh is None else jax.NamedSharding(mesh, spec)
-  return lax.with_sharding_constraint(grad, to)
-
-
-def _slices(spec, axes):
-  """Returns (dimension, axis) for those of `axes` in a spec, in its order."""
-  return [
-      (dimension, axis)
-      for dimension, entry in enumerate(spec)
-      for axis in (entry if isinstance(entry, tuple) else (entry,))
-      if axis in axes
-  ]

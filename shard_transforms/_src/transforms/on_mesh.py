@@ -1,5 +1,7 @@
 """`on_mesh`: binds a transformation to a mesh, outside of a mapped step."""
 
+import math
+
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -7,42 +9,62 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.state import placement
 from shard_transforms._src.state import specs
+from shard_transforms._src.transforms import stacked_update
 
 
 def on_mesh(
     tx: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
+    axis_name: axes_lib.AxisName | None = None,
     *,
     in_specs: specs_lib.SpecTree = P(),
     per_shard: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  """Binds a transformation to a mesh, so that `init` works outside of the step.
+  """Binds a transformation to a mesh, to be used under plain `jax.jit`.
 
-  For frameworks that call `tx.init(params)` where no axis is mapped, such as
-  `TrainState.create` and `nnx.Optimizer` of flax. Outside of the mapped step,
-  `init` is `init_state` on the mesh; inside, it is `tx.init`, and `update` is
-  `tx.update`. `specs_of` returns the specs of the whole training state that the
-  framework makes.
+  `init` takes global parameters and makes the state on the mesh. `update` takes
+  the gradients of the shards, as `value_and_grad` returns them where no axis is
+  mapped, and returns global updates, in the shapes and with the shardings of
+  the parameters. Both map the axes of `tx` over the mesh themselves, so that
+  the step needs no `jax.shard_map`; what is communicated is the same.
+
+  The extra arguments `weight`, `local_step` and `value` have an element for
+  each shard, [shards], or are scalars, which count for all shards. All other
+  extra arguments are the same for all shards, unless they are a `Stacked`.
+
+  Where an axis of the mesh is mapped, as in a step under `jax.shard_map`,
+  `init` and `update` are those of `tx`. Frameworks that call `tx.init(params)`
+  where no axis is mapped, such as `TrainState.create` and `nnx.Optimizer` of
+  flax, can so be used with both.
 
   Args:
     tx: The transformation.
     mesh: The mesh of the step.
-    in_specs: As for `init_state`.
-    per_shard: As for `init_state`.
+    axis_name: The axes that `tx` names. The compiler shards the step over the
+      other axes of the mesh, and the state over them is sharded like the
+      parameters, so that every transformation sees whole parameters. `None`
+      stands for all axes of the mesh.
+    in_specs: The `PartitionSpec`s of parameters that are slices inside the
+      mapped step, as for `init_state`.
+    per_shard: As for `init_state`; only where the step is mapped.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with the state of `tx`.
 
   Raises:
-    NameError: In `init`, if `tx` names an axis that the mesh lacks; in
-      `update`, if `tx` names an axis that is not mapped.
-    TypeError: If `tx` is no transformation, `mesh` not a mesh, `in_specs` no
-      `PartitionSpec`s, or `per_shard` no boolean.
-    ValueError: In `init`, as in `init_state`; in `init` and `update`, if the
-      step maps an axis of another size than that of the mesh.
+    NameError: If `tx` names an axis that is neither in `axis_name` nor mapped.
+    TypeError: If an argument has the wrong type; in `update`, as `tx` does.
+    ValueError: If `axis_name` or `in_specs` names an axis that the mesh lacks;
+      in `init`, as in `init_state`, or if parameters are sharded over an axis
+      of a mesh of several, and `axis_name` does not say which of them `tx`
+      maps; in `update`, if updates are not the gradients of the shards, or
+      differ between shards in the end because `tx` does not reduce them, or if
+      the step maps an axis of another size than that of the mesh.
 
   Examples:
     >>> import jax
@@ -50,31 +72,88 @@ def on_mesh(
     >>> import optax
     >>> import shard_transforms
     >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
+    >>> tx = shard_transforms.shard_update(optax.sgd(0.1), 'data')
     >>> tx = shard_transforms.on_mesh(tx, mesh)
-    >>> state = tx.init(jnp.zeros((2, 8)))
-    >>> mu = optax.tree_utils.tree_get(state, 'mu')
-    >>> print(mu.shape, shard_transforms.specs_of(mu))
-    (2, 8) P(None, 'data')
+    >>> params = jnp.float32(2)
+    >>> grad_fn = shard_transforms.value_and_grad(
+    ...     lambda w, x: jnp.mean(w * x), 'data', mesh=mesh)
+    >>> @jax.jit
+    ... def step(params, state, x):
+    ...   loss, grads = grad_fn(params, x)
+    ...   updates, state = tx.update(grads, state, params)
+    ...   return optax.apply_updates(params, updates), state, loss
+    >>> place = jax.NamedSharding(mesh, jax.P('data'))
+    >>> x = jax.device_put(jnp.arange(16.0), place)
+    >>> params, state, loss = step(params, tx.init(params), x)
+    >>> print(params, loss)
+    1.25 15.0
   """
   specs.check_mesh(mesh)
   inner = arguments.as_inner(tx, 'on_mesh', 'tx')
   specs_lib.check(in_specs, 'on_mesh', 'in_specs')
   arguments.check_bool('per_shard', per_shard)
+  axes = _axes(mesh, axis_name, in_specs)
 
   def init_fn(params):
     # `full_state` reads the shapes of the state on one shard, of any mesh.
     if _check_sizes(mesh, or_one=True):
       return inner.init(params)
-    return placement.init_state(
-        inner, params, mesh, in_specs=in_specs, per_shard=per_shard
+    if axis_name is None:
+      _check_axes_are_named(params, mesh, in_specs)
+    return placement.make_state(
+        inner, params, mesh, axes, in_specs=in_specs, per_shard=per_shard
     )
 
+  update = stacked_update.stacked_update(inner, mesh, axes, in_specs)
+
   def update_fn(updates, state, params=None, **extra_args):
-    _check_sizes(mesh)
-    return inner.update(updates, state, params, **extra_args)
+    if _check_sizes(mesh):
+      return inner.update(updates, state, params, **extra_args)
+    if per_shard:
+      raise ValueError(
+          '`update` of `on_mesh(..., per_shard=True)` must be called inside of'
+          ' `jax.shard_map`, because parameters and the whole state differ'
+          ' between shards there.'
+      )
+    return update(updates, state, params, extra_args)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _axes(mesh, axis_name, in_specs):
+  """Returns the axes that are mapped, in the order of the mesh.
+
+  Raises:
+    ValueError: If the mesh lacks one.
+  """
+  named = mesh.axis_names if axis_name is None else axes_lib.as_axes(axis_name)
+  specs = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
+  named = set(named).union(*map(specs_lib.axes_of, specs))
+  if missing := named.difference(mesh.axis_names):
+    raise ValueError(
+        f'`mesh` of `on_mesh` must have the axes {sorted(missing, key=str)},'
+        f' got one with {mesh.axis_names}.'
+    )
+  return tuple(axis for axis in mesh.axis_names if axis in named)
+
+
+def _check_axes_are_named(params, mesh, in_specs):
+  """Checks that it is known which axes are left to the compiler.
+
+  Raises:
+    ValueError: If parameters are sharded over one of several axes.
+  """
+  told = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
+  told = set().union(*map(specs_lib.axes_of, told))
+  for path, leaf in jax.tree.leaves_with_path(params):
+    axes = specs_lib.axes_of(placement.spec_of(leaf)) - told
+    if axes and math.prod(mesh.axis_sizes) > mapping.num_shards(mesh, axes):
+      raise ValueError(
+          '`axis_name` of `on_mesh` must say which axes of the mesh'
+          f' {mesh.axis_names} the transformation names, because parameters'
+          f' are sharded, {leaves_lib.name_of(path)} over'
+          f" {sorted(axes, key=str)}. Write `on_mesh(tx, mesh, 'data')`."
+      )
 
 
 def _check_sizes(mesh, or_one=False):

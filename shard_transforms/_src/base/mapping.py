@@ -1,0 +1,163 @@
+"""Mapping axes of a mesh from outside of a mapped function."""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import partition_specs
+
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def num_shards(mesh: AnyMesh, axes: Iterable[Hashable]) -> int:
+  """Returns the number of shards along `axes` of a mesh."""
+  return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def mesh_with(
+    axes: Sequence[Hashable], mesh: AnyMesh | None, caller: str
+) -> AnyMesh:
+  """Returns the mesh that is given, or that of `jax.set_mesh`.
+
+  Raises:
+    NameError: If it does not have these axes.
+  """
+  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  missing = [axis for axis in axes if axis not in mesh.axis_names]
+  if missing:
+    axes_lib.size(missing, caller)
+  return mesh
+
+
+@contextlib.contextmanager
+def in_use(mesh: AnyMesh) -> Iterator[None]:
+  """Uses a mesh that has axes of type `Explicit`, unless one is in use."""
+  if not mesh.explicit_axes or jax.sharding.get_abstract_mesh().axis_names:
+    yield
+    return
+  abstract = mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh
+  with jax.sharding.use_abstract_mesh(abstract):
+    yield
+
+
+def call(
+    fn: Callable[..., Any],
+    args: Any,
+    in_specs: Sequence[P | None],
+    out_specs: Any,
+    mesh: AnyMesh,
+    axes: Sequence[Hashable],
+    *,
+    out_types: Any = None,
+    check_vma: bool = True,
+) -> Any:
+  """Calls a function where `axes` are mapped, with global arrays.
+
+  The other axes of the mesh stay as they are. What is not an array, such as the
+  empty gradient of an integer, goes in and comes out as it is.
+
+  Args:
+    fn: The function.
+    args: Its positional arguments.
+    in_specs: The specs of their leaves, with `None` for what is not an array.
+    out_specs: The specs of the results, or of their leaves as a list.
+    mesh: The mesh.
+    axes: The axes.
+    out_types: How the leaves of the results are typed on axes of type
+      `Explicit`, specs in a list; `fn` then sees `Auto` axes. `None` leaves
+      other `Explicit` axes as they are.
+    check_vma: Whether types tell what varies over `axes`.
+  """
+  leaves, treedef = jax.tree.flatten(args)
+  restored = []
+
+  def mapped(arrays):
+    values = [
+        x if spec is None else array
+        for x, array, spec in zip(leaves, arrays, in_specs, strict=True)
+    ]
+    results = fn(*treedef.unflatten(values))
+    arrays, restore = leaves_lib.split_arrays(results)
+    restored.append(restore)
+    return arrays
+
+  def call_mapped(arrays: Any) -> Any:
+    is_in_use = bool(jax.sharding.get_abstract_mesh().axis_names)
+    # JAX 0.10 maps some of the axes of a mesh under `jax.jit` only.
+    call = jax.jit(
+        jax.shard_map(
+            mapped,
+            mesh=None if is_in_use else mesh,
+            axis_names=set(axes),
+            in_specs=([spec or P() for spec in in_specs],),
+            out_specs=out_specs,
+            check_vma=check_vma,
+        )
+    )
+    return call(arrays)
+
+  arrays = [
+      None if spec is None else x
+      for x, spec in zip(leaves, in_specs, strict=True)
+  ]
+  with in_use(mesh):
+    if out_types is not None and mesh.explicit_axes:
+      automatic = jax.sharding.auto_axes(call_mapped, out_sharding=out_types)
+      results = automatic(arrays)
+    else:
+      results = call_mapped(arrays)
+  return restored[0](results)
+
+
+def is_array(x: Any) -> bool:
+  """Whether a leaf is passed to mapped functions."""
+  is_one = isinstance(x, jax.Array | np.ndarray)
+  return is_one and not leaves_lib.is_float0(x)
+
+
+def flat_specs(specs: Any, tree: Any) -> list[P | None]:
+  """Returns the spec of each leaf, or `None` for what is not an array."""
+  specs = jax.tree.broadcast(specs, tree, is_leaf=partition_specs.is_spec)
+  pairs = zip(
+      jax.tree.leaves(tree),
+      jax.tree.leaves(specs, is_leaf=partition_specs.is_spec),
+      strict=True,
+  )
+  return [spec if is_array(x) else None for x, spec in pairs]
+
+
+def spec_of(x: Any) -> P:
+  """Returns how an array is sharded over axes of type `Explicit`."""
+  if not is_array(x):
+    return P()
+  return P(*axes_lib.partitions(jax.typeof(x).sharding.spec))
+
+
+def resharded(x: Any, axes: Sequence[Hashable], is_split: bool) -> jax.Array:
+  """Returns an array that `axes` split along its first dimension, or nowhere.
+
+  An array that is sharded over axes of type `Explicit` in another way than
+  `in_specs` cannot be passed to a mapped function.
+  """
+  x = jnp.asarray(x)
+  entries = [
+      tuple(axis for axis in entry if axis not in axes)
+      for entry in partition_specs.entries(spec_of(x))
+  ]
+  if is_split:
+    first, *rest = entries or [()]
+    entries = [(*axes, *first), *rest]
+  to = P(*(entry or None for entry in entries))
+  return x if to == jax.typeof(x).sharding.spec else jax.reshard(x, to)

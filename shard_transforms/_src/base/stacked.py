@@ -1,0 +1,81 @@
+"""`Stacked`: an entry per shard, as global arrays, where no axis is mapped."""
+
+from collections.abc import Hashable
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+import numpy as np
+
+from shard_transforms._src.base import leaves as leaves_lib
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+  """A tree of arrays [shards, ...] with one entry per shard.
+
+  Under plain `jax.jit` no axis is mapped, so each shard's own gradient is an
+  entry of a global array that is sharded along its first dimension:
+  `value_and_grad` returns gradients of this type, and the `update` of
+  `on_mesh(tx, mesh)` takes them. Entries stay on their devices. Adding two
+  stacks, or mapping one with `jax.vmap`, communicates nothing.
+
+  The type is a pytree node of its own, because a plain optimizer that took the
+  arrays for gradients would train N times too fast. Optax and flax raise an
+  error instead: "Expected dict, got Stacked(...)", or "Custom node type
+  mismatch".
+
+  Attributes:
+    tree: The tree of arrays, each [shards, ...].
+    axes: The axes of the mesh over which the first dimension is sharded.
+      Parameters of `local_params` need none.
+    is_weighted: Whether the shards count by a weight, which `update` then
+      requires.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> jax.set_mesh(jax.make_mesh((8,), ('data',)))  # doctest: +SKIP
+    >>> grads = shard_transforms.Stacked({'w': jnp.ones((8, 4))}, ('data',))
+    >>> print(jax.vmap(optax.global_norm)(grads))
+    [2. 2. 2. 2. 2. 2. 2. 2.]
+  """
+
+  tree: Any
+  axes: tuple[Hashable, ...] = dataclasses.field(
+      default=(), metadata=dict(static=True)
+  )
+  is_weighted: bool = dataclasses.field(
+      default=False, metadata=dict(static=True)
+  )
+
+  def __contains__(self, key: Any) -> bool:
+    """Returns False: a stack is not a mapping, which flax tests."""
+    del key
+    return False
+
+
+# What JAX's errors call it.
+Stacked.__module__ = 'shard_transforms'
+
+
+def is_stacked(x: Any) -> bool:
+  """Whether `x` is a stack, for the `is_leaf` of a tree map."""
+  return isinstance(x, Stacked)
+
+
+def own(x: Any) -> Any:
+  """Returns a shard's own entry of a stack, where it is mapped; else `x`."""
+  if not is_stacked(x):
+    return x
+
+  def entry(leaf):
+    if leaves_lib.is_float0(leaf):
+      return np.zeros(leaf.shape[1:], leaf.dtype)
+    return lax.squeeze(leaf, (0,))
+
+  return jax.tree.map(entry, x.tree)

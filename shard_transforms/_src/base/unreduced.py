@@ -1,0 +1,71 @@
+"""Gradients that JAX types as unreduced: each device has a part of a sum."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import mapping
+from shard_transforms._src.base import stacked
+from shard_transforms._src.base import weights
+
+
+def axes_of(tree: Any, caller: str) -> tuple[Any, ...]:
+  """Returns the axes of the mesh over which leaves are unreduced.
+
+  Raises:
+    ValueError: If these are not the same axes for all leaves.
+  """
+  by_name = {
+      leaves_lib.name_of(path): jax.typeof(x).sharding.spec.unreduced
+      for path, x in jax.tree.leaves_with_path(tree)
+      if not leaves_lib.is_float0(x)
+  }
+  if len(set(by_name.values())) > 1:
+    names = {name: sorted(axes, key=str) for name, axes in by_name.items()}
+    raise ValueError(
+        f'`updates` of `{caller}` must all be unreduced over the same axes, got'
+        f' {names}. Differentiate with respect to parameters that are all'
+        ' typed `jax.P(..., reduced={...})`.'
+    )
+  unreduced = next(iter(by_name.values()), frozenset())
+  return tuple(sorted(unreduced, key=str))
+
+
+def to_stacked(
+    tree: Any, axes: tuple[Any, ...], mesh: mapping.AnyMesh, weight: Any
+) -> stacked.Stacked:
+  """Returns the gradients of the shards, of which the parts are the sum.
+
+  The part of a shard is its gradient divided by the number of shards, or, with
+  weights, times its part of the total weight. Nothing is communicated.
+  """
+  num_shards = mapping.num_shards(mesh, axes)
+  factors = None
+  if weight is not None:
+    weight = jnp.broadcast_to(weights.usable(weight), (num_shards,))
+    factors = jnp.where(weight > 0, jnp.sum(weight) / weight, 0)
+    factors = mapping.resharded(factors, axes, is_split=True)
+
+  def stack(part):
+    if leaves_lib.is_float0(part):
+      return np.zeros((num_shards, *part.shape), part.dtype)
+    spec = jax.typeof(part).sharding.spec
+    to_leading = jax.shard_map(
+        lambda x: x[None],
+        in_specs=spec,
+        out_specs=P(axes, *axes_lib.partitions(spec)),
+        check_vma=False,
+    )
+    x = to_leading(part)
+    if factors is None:
+      return x * num_shards
+    factor = factors.astype(x.dtype)
+    return x * factor.reshape(num_shards, *(1,) * part.ndim)
+
+  with mapping.in_use(mesh):
+    return stacked.Stacked(jax.tree.map(stack, tree), axes)

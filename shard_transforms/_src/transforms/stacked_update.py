@@ -1,0 +1,232 @@
+"""`update` with the gradients of the shards, where no axis is mapped."""
+
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import mapping
+from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import stacked as stacked_lib
+from shard_transforms._src.base import unreduced
+from shard_transforms._src.state import specs
+
+_CALLER = 'on_mesh'
+# Extra arguments of which each shard has its own.
+_OF_SHARDS = ('weight', 'local_step', 'value')
+
+
+def stacked_update(
+    inner: optax.GradientTransformationExtraArgs,
+    mesh: jax.sharding.Mesh,
+    axes: tuple[Hashable, ...],
+    in_specs: specs_lib.SpecTree,
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns an `update` that maps `axes` over the gradients of the shards."""
+
+  @functools.lru_cache(maxsize=8)
+  def state_specs(treedef, types):
+    params = treedef.unflatten([jax.ShapeDtypeStruct(*x) for x in types])
+    return specs.state_specs(inner, params, mesh, in_specs=in_specs)
+
+  def update(updates, state, params, extra_args):
+    stack = _as_stacked(updates, params, extra_args.get('weight'), mesh, axes)
+    extra_args = _as_of_shards(extra_args, stack, mesh)
+    _check(stack, params, extra_args, mesh, axes)
+    grads = jax.tree.map(_entry, stack.tree)
+    like = grads if params is None else params
+    leaves, treedef = jax.tree.flatten(like)
+    kept = state_specs(
+        treedef, tuple((jnp.shape(x), leaves_lib.dtype_of(x)) for x in leaves)
+    )
+    of_grads = specs_lib.of_params(in_specs, grads, _CALLER)
+    of_params = specs_lib.of_params(in_specs, params, _CALLER)
+
+    def of_shard(stack, state, params, extra_args):
+      grads = stacked_lib.own(stack)
+      extra_args = _own(extra_args)
+      updates, state = inner.update(grads, state, params, **extra_args)
+      _check_reduced(updates, of_grads, 'updates')
+      _check_reduced(state, kept, 'state')
+      return updates, state
+
+    of_stack = jax.tree.map(
+        functools.partial(_stack_spec, stack.axes),
+        of_grads,
+        grads,
+        params if _has_same_tree(grads, params) else grads,
+    )
+    of_extra = jax.tree.map(
+        lambda x: P(stack.axes) if stacked_lib.is_stacked(x) else P(),
+        extra_args,
+        is_leaf=stacked_lib.is_stacked,
+    )
+    of_args = (
+        dataclasses.replace(stack, tree=of_stack),
+        kept,
+        of_params,
+        of_extra,
+    )
+    args = stack, state, params, extra_args
+    return mapping.call(
+        of_shard,
+        args,
+        mapping.flat_specs(of_args, args),
+        jax.tree.leaves((of_grads, kept), is_leaf=specs_lib.is_spec),
+        mesh,
+        axes,
+        out_types=_types(stack, params, state),
+    )
+
+  return update
+
+
+def _as_stacked(updates, params, weight, mesh, axes):
+  """Returns the gradients of the shards.
+
+  Raises:
+    ValueError: If they are not gradients of shards.
+  """
+  if stacked_lib.is_stacked(updates):
+    return updates
+  # What `nnx.Optimizer` makes of a stack, like of every other node.
+  if isinstance(updates, Mapping) and set(updates) == {'tree'}:
+    tree = updates['tree']
+    if params is not None and _has_same_tree(tree, params):
+      return stacked_lib.Stacked(tree, axes)
+  if not jax.tree.leaves(updates):
+    return stacked_lib.Stacked(updates, axes)
+  if unreduced_axes := unreduced.axes_of(updates, _CALLER):
+    return unreduced.to_stacked(updates, unreduced_axes, mesh, weight)
+  (path, leaf), *_ = jax.tree.leaves_with_path(updates)
+  raise ValueError(
+      '`update` of `on_mesh` must get the gradient of each shard, got an array'
+      f' {leaves_lib.name_of(path)} of the shape {jnp.shape(leaf)}, which may'
+      ' be reduced already. Take the gradients with'
+      ' `shard_transforms.value_and_grad`; if they are stacked, [shards, ...],'
+      ' pass `shard_transforms.Stacked(grads, axes)`. A global gradient needs'
+      ' no reduction: pass it to the optimizer without `on_mesh`.'
+  )
+
+
+def _as_of_shards(extra_args, stack, mesh):
+  """Returns the extra arguments, those of single shards as stacks.
+
+  Raises:
+    ValueError: If one has another number of elements than there are shards.
+  """
+  num_shards = mapping.num_shards(mesh, stack.axes)
+
+  def as_stacked(name, x):
+    if name not in _OF_SHARDS or not jnp.ndim(x):
+      return x
+    if jnp.shape(x)[0] != num_shards:
+      raise ValueError(
+          f'`{name}` of `on_mesh` must be a scalar or have an element for each'
+          f' of the {num_shards} shards, got the shape {jnp.shape(x)}.'
+      )
+    return stacked_lib.Stacked(x, stack.axes)
+
+  return {
+      name: x if stacked_lib.is_stacked(x) else as_stacked(name, x)
+      for name, x in extra_args.items()
+      if x is not None
+  }
+
+
+def _check(stack, params, extra_args, mesh, axes):
+  """Checks the gradients of the shards.
+
+  Raises:
+    ValueError: If they are of another mesh or of other parameters, or if they
+      need a weight.
+  """
+  if not set(stack.axes) <= set(axes):
+    raise ValueError(
+        f'`axis_name` of `on_mesh` must name all axes of the gradients,'
+        f' {stack.axes}, got {axes}.'
+    )
+  if stack.is_weighted and 'weight' not in extra_args:
+    raise ValueError(
+        '`update` of `on_mesh` must get the `weight` that `value_and_grad`'
+        ' returned with these gradients, because `weight_fn` says that shards'
+        ' count differently.'
+    )
+  num_shards = mapping.num_shards(mesh, stack.axes)
+  shapes = {}
+  if params is not None:
+    shapes = {p: jnp.shape(x) for p, x in jax.tree.leaves_with_path(params)}
+  for path, leaf in jax.tree.leaves_with_path(stack.tree):
+    shape = (num_shards, *shapes.get(path, jnp.shape(leaf)[1:]))
+    # There may be towers between the shards and the dimensions of a parameter.
+    first, rest = jnp.shape(leaf)[:1], jnp.shape(leaf)[1:]
+    if first != shape[:1] or rest[len(rest) - len(shape) + 1 :] != shape[1:]:
+      raise ValueError(
+          '`updates` of `on_mesh` must have the gradient of each of the'
+          f' {num_shards} shards, got the shape {jnp.shape(leaf)} instead of'
+          f' {shape} at {leaves_lib.name_of(path)}.'
+      )
+
+
+def _stack_spec(axes, spec, grad, param):
+  """Returns the spec of stacked gradients, which may be those of towers."""
+  return P(axes, *(None,) * (jnp.ndim(grad) - jnp.ndim(param)), *spec)
+
+
+def _check_reduced(tree, tree_specs, what):
+  """Checks that leaves are the same on all shards, but over those in specs.
+
+  Raises:
+    ValueError: If one differs.
+  """
+  leaves = jax.tree.leaves_with_path(tree)
+  flat = mapping.flat_specs(tree_specs, tree)
+  for (path, leaf), spec in zip(leaves, flat, strict=True):
+    if spec is None:
+      continue
+    differs = axes_lib.varying_axes(leaf) - specs_lib.axes_of(spec)
+    if differs:
+      axis = sorted(differs, key=str)[0]
+      raise ValueError(
+          f'The transformation of `on_mesh` must reduce the gradients over'
+          f' {axis!r}, but {leaves_lib.name_of(path)} of the {what} still'
+          ' differs between shards. Put a reduction in front of the optimizer,'
+          f' as in `optax.chain(cross_shard_mean({axis!r}), ...)`.'
+      )
+
+
+def _entry(x):
+  """Returns the type of an entry of a stack."""
+  if leaves_lib.is_float0(x):
+    return np.zeros(x.shape[1:], x.dtype)
+  return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+
+def _own(extra_args):
+  return jax.tree.map(
+      stacked_lib.own, extra_args, is_leaf=stacked_lib.is_stacked
+  )
+
+
+def _has_same_tree(tree, other):
+  return jax.tree.structure(tree) == jax.tree.structure(other)
+
+
+def _types(stack, params, state):
+  """Returns how the leaves of updates and state are typed: as they come in."""
+  grads = jax.tree.leaves(stack.tree)
+  if _has_same_tree(stack.tree, params):
+    of_updates = list(map(mapping.spec_of, jax.tree.leaves(params)))
+  else:
+    of_updates = [P(*tuple(mapping.spec_of(x))[1:]) for x in grads]
+  return of_updates + list(map(mapping.spec_of, jax.tree.leaves(state)))
