@@ -11,6 +11,7 @@ what is missing.
 import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
+import re
 import sys
 import time
 from typing import Any, NamedTuple
@@ -39,6 +40,11 @@ _MESH = flags.DEFINE_list(
     'mesh', [], 'Sizes of axes of the mesh, such as 16,16; by default, one.'
 )
 
+# The step of a transformation under plain `jax.jit`, on axes of a type; of a
+# window, whose gradients are added up, if there are several batches.
+PLAIN = re.compile(
+    r'(?P<kind>Auto|Explicit) jit( of (?P<batches>\d+) batches)?, (?P<case>.*)'
+)
 JIT = ('jit', 'jit, accumulated_value_and_grad(4)', 'jit, state_shardings')
 HEADINGS = (
     'step',
@@ -232,6 +238,34 @@ def mapped_step(
   return jitted, st.init_state(tx, params, mesh)
 
 
+def plain_step(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: jax.sharding.Mesh,
+) -> tuple[Any, Any]:
+  """Returns the same step under plain `jax.jit`, and the types of its state.
+
+  Several batches, stacked, are a window: each shard adds up its gradients.
+  """
+  axes = mesh.axis_names
+  grad_fn = st.value_and_grad(loss_fn, axes, mesh=mesh)
+  tx = st.on_mesh(tx, mesh)
+
+  def step(params, state, x):
+    loss, grads = grad_fn(params, x[0] if x.ndim > 2 else x)
+    if x.ndim > 2:
+
+      def add(total, x):
+        return jax.tree.map(jnp.add, total, grad_fn(params, x)[1]), ()
+
+      grads, _ = lax.scan(add, grads, x[1:])
+    given = {'local_step': jnp.arange(mesh.size), 'read_params': params}
+    updates, state = tx.update(grads, state, params, **given)
+    return optax.apply_updates(params, updates), state, loss
+
+  return jax.jit(step, donate_argnums=(0, 1)), tx.init(params)
+
+
 def jit_step(
     case: str, params: Any, mesh: jax.sharding.Mesh
 ) -> tuple[Any, Any]:
@@ -281,17 +315,25 @@ def measure(
     case: str, params: Sequence[jax.ShapeDtypeStruct], mesh: jax.sharding.Mesh
 ) -> Measured:
   """Compiles a training step for a mesh, and reads the program."""
+  batches = []
   if case in JIT:
     step, state = jit_step(case, params, mesh)
+  elif match := PLAIN.fullmatch(case):
+    kind = getattr(jax.sharding.AxisType, match['kind'])
+    mesh = mesh.update(axis_types=(kind,) * len(mesh.axis_names))
+    tx = cases(mesh.axis_names)[match['case']]
+    step, state = plain_step(tx, params, mesh)
+    batches = [int(match['batches'])] if match['batches'] else []
   else:
     # By hand, no type tells that what was gathered is the same everywhere.
     is_typed = not case.startswith('by hand')
     tx = cases(mesh.axis_names)[case]
     step, state = mapped_step(tx, params, mesh, is_typed)
+  spec = P(*(None,) * len(batches), mesh.axis_names)
   x = jax.ShapeDtypeStruct(
-      (4 * mesh.size, max(64, params[0].shape[-2])),
+      (*batches, 4 * mesh.size, max(64, params[0].shape[-2])),
       jnp.float32,
-      sharding=NamedSharding(mesh, P(mesh.axis_names)),
+      sharding=NamedSharding(mesh, spec),
   )
   whole = NamedSharding(mesh, P())
   params = [leaf.update(sharding=whole) for leaf in params]
@@ -342,7 +384,8 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) < 2:
     raise app.UsageError('Name a topology, such as v5e:2x4 or h100:1x8.')
   plain_case, *others = (*cases(('data',)), *JIT)
-  if unknown := {*argv[2:]}.difference(others):
+  named = {PLAIN.sub(r'\g<case>', case) for case in argv[2:]}
+  if unknown := named.difference(others):
     raise app.UsageError(f'Unknown cases: {[*unknown]}, of {others}.')
   jax.config.update('jax_enable_compilation_cache', False)
   try:

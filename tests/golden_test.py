@@ -6,6 +6,7 @@ updates) are compared. What else the global step of a tape counts is compared
 for `drop_stale` alone, because nothing else of the library keeps one.
 """
 
+import dataclasses
 import functools
 import json
 
@@ -62,6 +63,12 @@ def with_dense_gradients(pattern):
 
 
 CROSS_SHARD = replayed('cross_shard_*.json')
+# Parameters of groups differ between shards, which needs a mapped step.
+ONE_GROUP = {
+    case: tape
+    for case, tape in CROSS_SHARD.items()
+    if tape['group_assignment'] is None
+}
 TOWERS = replayed('tower_*.json')
 DENSE_TOWERS = with_dense_gradients('tower_*.json')
 DROP_STALE = replayed('drop_stale_*.json')
@@ -207,6 +214,27 @@ def cross_shard_step(tape, mesh, reduction, inner):
   )
 
 
+def plain_jit_step(tape, mesh, reduction, inner):
+  """Returns the same step under plain `jax.jit`, with stacked gradients."""
+  bound = shard_transforms.on_mesh(reduction, mesh)
+
+  def loss(used, data):
+    return sum(
+        golden_tapes.TERMS[tape['loss']](used[name], data[name][0])
+        for name in data
+    )
+
+  def step(params, state, data):
+    value_and_grad = shard_transforms.value_and_grad(loss, 'data', mesh=mesh)
+    _, grads = value_and_grad({name: params[name] for name in data}, data)
+    grads = dataclasses.replace(grads, tree=dict.fromkeys(params) | grads.tree)
+    reduced, before = bound.update(grads, state[0], params)
+    updates, after = inner.update(reduced, state[1], params)
+    return apply(params, updates), (before, after), reduced
+
+  return step
+
+
 def sum_of_contributions(tape, step, group):
   """Returns the sum of what the shards of a group handed to the sum."""
   handed = [
@@ -222,12 +250,19 @@ class CrossShardTest(parameterized.TestCase):
 
   @cases.parameters(*in_parts(CROSS_SHARD, lambda tape: tape['num_shards']))
   def test_replays(self, *part):
+    self.replay_all(part, cross_shard_step)
+
+  @cases.parameters(*in_parts(ONE_GROUP, lambda tape: tape['num_shards']))
+  def test_replays_under_plain_jit(self, *part):
+    self.replay_all(part, plain_jit_step)
+
+  def replay_all(self, part, make_step):
     steps, replays = {}, {}
     for case in part:
       tape = CROSS_SHARD[case]
       mesh = modes.mesh(tape['num_shards'])
       txs = cross_shard(tape), inner_optimizer(tape)
-      steps[case] = cross_shard_step(tape, mesh, *txs)
+      steps[case] = make_step(tape, mesh, *txs)
       replays[case] = self.replay(tape, mesh, optax.chain(*txs))
     run_together(steps, replays)
 

@@ -31,7 +31,25 @@ SHARDS = {TPU: 8, GPU: 8, POD: 256}
 # A ring of 8 sends 7/8 for the sum and 7/8 for all parts, and the loss.
 SENT = 2 * 7 / 8 * 8 * 4 * 1024**2 + 7
 GATES = 'guard, skip', 'guard, exclude', 'drop_stale', 'drop_stale(guard)'
+# These, under plain `jax.jit` on axes of both types, are what they are mapped.
+BOTH_WAYS = (
+    'cross_shard_mean',
+    'guard, skip',
+    'guard, exclude',
+    'shard_update',
+    'owned_update(muon)',
+    'tower_reduce(4)',
+)
+PLAIN_JIT = tuple(
+    f'{kind} jit, {case}' for kind in ('Auto', 'Explicit') for case in BOTH_WAYS
+)
+WINDOWS = (
+    'Explicit jit of 4 batches, cross_shard_mean',
+    'Explicit jit of 4 batches, shard_update',
+)
 CASES = (
+    *PLAIN_JIT,
+    *WINDOWS,
     'by hand',
     'by hand, ZeRO-1',
     'cross_shard_mean',
@@ -132,6 +150,22 @@ class HardwareTest(parameterized.TestCase):
     self.assertLess(found['code'], by_hand['code'] + 0.1)
     if name == TPU:
       self.assertEqual(found['count'], 1)
+
+  @cases.product(name=(TPU, GPU), kind=('Auto', 'Explicit'), case=BOTH_WAYS)
+  def test_plain_jit_is_what_is_mapped(self, name, kind, case):
+    mapped, found = facts(name, case), facts(name, f'{kind} jit, {case}')
+
+    self.assertEqual(found['times'], mapped['times'])
+    self.assertEqual(found['sent'], mapped['sent'])
+    self.assertAlmostEqual(found['temporary'], mapped['temporary'], delta=0.1)
+    self.assertAlmostEqual(found['code'], mapped['code'], delta=0.1)
+
+  @cases.product(name=(TPU, GPU), case=WINDOWS)
+  def test_a_window_of_stacked_gradients_is_reduced_once(self, name, case):
+    found = facts(name, case)
+
+    self.assertEqual(found['sent'], SENT)
+    self.assertEqual(found['loops'], 1)
 
   @cases.product(name=(TPU, GPU), gate=GATES)
   def test_gate_selects(self, name, gate):

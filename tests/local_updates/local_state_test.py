@@ -1,6 +1,7 @@
 """The state of `local_updates`: own parameters, resizing, checkpoints."""
 
 from absl.testing import parameterized
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -74,7 +75,13 @@ class LocalParamsTest(parameterized.TestCase):
 
     for call, error, words in (
         (lambda: local_params(params, ()), TypeError, '`state` of `local_par'),
-        (lambda: local_params(params, whole), ValueError, 'axis of length 1'),
+        (
+            lambda: _on_shard(lambda own, _: local_params(own, whole))(
+                params, np.zeros(8)
+            ),
+            ValueError,
+            'axis of length 1',
+        ),
         (
             lambda: _on_shard(of_others)(params, np.zeros(8)),
             ValueError,
@@ -83,6 +90,16 @@ class LocalParamsTest(parameterized.TestCase):
     ):
       with self.subTest(words), self.assertRaisesRegex(error, words):
         call()
+
+  def test_returns_a_stack_where_no_axis_is_mapped(self):
+    params = {'a': jnp.ones(2), 'n': jnp.arange(3)}
+    state = st.init_state(_tx(), params, modes.mesh())
+
+    own = local_params(params, state)
+
+    self.assertIsInstance(own, st.Stacked)
+    expected = jax.tree.map(lambda x: np.stack([x] * 8), params)
+    chex.assert_trees_all_equal(own.tree, expected)
 
 
 class HealthTest(parameterized.TestCase):

@@ -111,7 +111,7 @@ class GlobalNormTest(parameterized.TestCase):
 
   @cases.parameters(
       (np.int32, {}, TypeError, '`global_norm` must be real'),
-      (float, {'axis_name': 'x'}, NameError, '`global_norm` needs the mapped'),
+      (float, {'axis_name': 'x'}, NameError, '`global_norm` needs the axis'),
       (
           float,
           {'axis_name': AXIS, 'sharded': AXIS},

@@ -149,6 +149,9 @@ class DtypeTest(parameterized.TestCase):
     chex.assert_trees_all_equal(out, expected, strict=True)
 
 
+_MEAN = st.cross_shard_mean(modes.AXIS)
+
+
 class InvariantTest(parameterized.TestCase):
   """Gradients that JAX, or an earlier link, has reduced already."""
 
@@ -189,14 +192,33 @@ class InvariantTest(parameterized.TestCase):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
   @cases.parameters('error', 'averaged')
-  def test_refuses_a_delayed_sum(self, on_invariant):
+  def test_finishes_a_delayed_sum(self, on_invariant):
     tx = st.cross_shard_mean(modes.AXIS, on_invariant=on_invariant)
 
     def shard(params, x):
       grads = jax.grad(_loss)(jax.tree.map(_delay_sum, params), x)
       return tx.update(grads, tx.init(params))[0]
 
-    with self.assertRaisesRegex(ValueError, 'typed unreduced: .* is pending'):
+    updates = modes.map_shards(TRACKED, shard)(PARAMS, DATA)
+
+    expected = _expected('mean', np.ones(8))
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, strict=True)
+
+  @cases.parameters(
+      ('a weight', _MEAN, {'weight': 1.0}),
+      ('a gate', st.guard(_MEAN, modes.AXIS), {}),
+      ('slices', st.shard_update(optax.sgd(0.1), modes.AXIS), {}),
+  )
+  def test_refuses_a_delayed_sum_with(self, name, tx, extra_args):
+    del name
+
+    def shard(params, x):
+      grads = jax.grad(_loss)(jax.tree.map(_delay_sum, params), x)
+      return tx.update(grads, tx.init(params), params, **extra_args)[0]
+
+    with self.assertRaisesRegex(
+        ValueError, 'typed unreduced: .* is pending.*`cross_shard_mean`'
+    ):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
 

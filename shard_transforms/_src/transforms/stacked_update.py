@@ -41,8 +41,9 @@ def stacked_update(
 
   def update(updates, state, params, extra_args):
     stack = _as_stacked(updates, params, extra_args.get('weight'), mesh, axes)
+    _check_axes(stack, axes)
     extra_args = _as_of_shards(extra_args, stack, mesh)
-    _check(stack, params, extra_args, mesh, axes)
+    _check(stack, params, extra_args, mesh)
     grads = jax.tree.map(_entry, stack.tree)
     like = grads if params is None else params
     leaves, treedef = jax.tree.flatten(like)
@@ -144,18 +145,26 @@ def _as_of_shards(extra_args, stack, mesh):
   }
 
 
-def _check(stack, params, extra_args, mesh, axes):
-  """Checks the gradients of the shards.
+def _check_axes(stack, axes):
+  """Checks over which axes gradients are stacked.
 
   Raises:
-    ValueError: If they are of another mesh or of other parameters, or if they
-      need a weight.
+    ValueError: If the transformation does not name one.
   """
   if not set(stack.axes) <= set(axes):
     raise ValueError(
         f'`axis_name` of `on_mesh` must name all axes of the gradients,'
         f' {stack.axes}, got {axes}.'
     )
+
+
+def _check(stack, params, extra_args, mesh):
+  """Checks the gradients of the shards.
+
+  Raises:
+    ValueError: If they are of another mesh or of other parameters, or if they
+      need a weight.
+  """
   if stack.is_weighted and 'weight' not in extra_args:
     raise ValueError(
         '`update` of `on_mesh` must get the `weight` that `value_and_grad`'

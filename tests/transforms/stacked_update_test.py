@@ -1,0 +1,478 @@
+"""`update` of `on_mesh` with the gradients of the shards, under plain `jit`."""
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms as st
+from shard_transforms import compression
+from shard_transforms import owners
+
+AXIS = modes.AXIS
+ROWS = 64
+RNG = np.random.default_rng(0)
+PARAMS = {
+    'up': np.float32(RNG.normal(size=(16, 24)) / 4),
+    'down': np.float32(RNG.normal(size=(24, 16)) / 5),
+}
+BATCHES = np.float32(RNG.normal(size=(4, ROWS, 16)))
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
+TENSOR_PARALLEL = {'up': P(None, 'model'), 'down': P('model')}
+LAYOUTS = {
+    'tensor_parallel': TENSOR_PARALLEL,
+    'fsdp': {'up': P(AXIS), 'down': P(AXIS)},
+    'fsdp_and_tensor_parallel': {
+        'up': P(AXIS, 'model'),
+        'down': P('model', AXIS),
+    },
+}
+
+
+def loss(params, x, **product):
+  hidden = jnp.tanh(x @ params['up'])
+  return jnp.mean((jnp.dot(hidden, params['down'], **product) - x) ** 2)
+
+
+def mean(inner):
+  return optax.chain(st.cross_shard_mean(AXIS), inner)
+
+
+TRANSFORMS = {
+    # The norm is that of whole gradients, wherever their slices are.
+    'mean, clipped': (mean(CLIPPED), CLIPPED),
+    'guard that excludes': (
+        st.guard(mean(ADAM), AXIS, on_bad='exclude', min_shards=1),
+        ADAM,
+    ),
+    'drop_stale': (st.drop_stale(2, mean(ADAM), axis_name=AXIS), ADAM),
+    'window': (st.tower_reduce(4, mean(ADAM), axis_name=AXIS), None),
+    'lossless compression': (
+        optax.chain(
+            compression.compressed_mean(
+                AXIS, compression.cast('float32'), min_elements=1
+            ),
+            ADAM,
+        ),
+        ADAM,
+    ),
+}
+
+
+def one_device(tx):
+  """Returns the parameters after all batches; `None` is a window of Adam."""
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  batches = [BATCHES.reshape(-1, 16)] if tx is None else BATCHES
+  tx = ADAM if tx is None else tx
+  state = tx.init(params)
+  for x in batches:
+    updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+    params = optax.apply_updates(params, updates)
+  return jax.device_get(params)
+
+
+def train(tx, mesh, specs):
+  """Trains under plain `jax.jit` with sharded parameters.
+
+  Returns:
+    Parameters and state, and their shardings before and after the training.
+  """
+  options = {}
+  if mesh.explicit_axes and 'model' in mesh.shape:
+    options['out_sharding'] = P(None, None)
+  bound = st.on_mesh(tx, mesh, AXIS)
+  grad_fn = st.value_and_grad(
+      lambda params, x: loss(params, x, **options), AXIS
+  )
+
+  @jax.jit
+  def step(params, state, x, number):
+    _, grads = grad_fn(params, x)
+    updates, state = bound.update(grads, state, params, local_step=number)
+    return optax.apply_updates(params, updates), state
+
+  def shardings(tree):
+    return [(x.sharding.spec, x.ndim) for x in jax.tree.leaves(tree)]
+
+  with jax.set_mesh(mesh):
+    params = jax.tree.map(
+        lambda x, spec: modes.place(x, mesh, *spec), PARAMS, specs
+    )
+    state = bound.init(params)
+    before = jax.tree.map(lambda x: x.sharding, (params, state))
+    for i, x in enumerate(BATCHES):
+      x = modes.place(x, mesh, AXIS)
+      params, state = jax.block_until_ready(step(params, state, x, i))
+  return before, (params, state)
+
+
+def mesh_2d(mode):
+  return jax.make_mesh((4, 2), (AXIS, 'model'), (modes.PLAIN[mode],) * 2)
+
+
+class LayoutTest(parameterized.TestCase):
+  """Parameters that are sharded train as on one device."""
+
+  @cases.parameters(
+      ('tensor_parallel', 'jit_explicit'),
+      ('fsdp', 'jit'),
+      ('fsdp_and_tensor_parallel', 'jit_explicit'),
+  )
+  def test_trains_as_one_device_and_keeps_shardings(self, layout, mode):
+    expected = {
+        name: one_device(alone) for name, (_, alone) in TRANSFORMS.items()
+    }
+    for name, (tx, _) in TRANSFORMS.items():
+      with self.subTest(name):
+        before, after = train(tx, mesh_2d(mode), LAYOUTS[layout])
+
+        chex.assert_trees_all_close(
+            jax.device_get(after[0]), expected[name], rtol=1e-4, atol=1e-5
+        )
+        for sharding, leaf in zip(
+            jax.tree.leaves(before), jax.tree.leaves(after), strict=True
+        ):
+          same = sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+          self.assertTrue(same, (sharding, leaf.sharding))
+
+  @cases.parameters(*modes.PLAIN)
+  def test_state_is_sharded_like_tensor_parallel_parameters(self, mode):
+    mesh = mesh_2d(mode)
+    params = jax.tree.map(
+        lambda x, spec: modes.place(x, mesh, *spec), PARAMS, TENSOR_PARALLEL
+    )
+    tx = st.on_mesh(st.tower_reduce(2, mean(ADAM), axis_name=AXIS), mesh, AXIS)
+
+    for state in (
+        tx.init(params),
+        tx.init(
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, sharding=x.sharding
+                ),
+                params,
+            )
+        ),
+    ):
+      get = optax.tree_utils.tree_get
+      self.assertEqual(get(state, 'mu')['up'].sharding.spec, P(None, 'model'))
+      self.assertEqual(
+          get(state, 'total')['up'].sharding.spec, P(AXIS, None, 'model')
+      )
+
+  @cases.parameters(*modes.PLAIN)
+  def test_slices_of_parameters_are_mapped_by_in_specs(self, mode):
+    mesh = mesh_2d(mode)
+    tx = st.on_mesh(st.shard_update(ADAM, AXIS), mesh, in_specs=TENSOR_PARALLEL)
+    options = {}
+    if mesh.explicit_axes:
+      options['out_sharding'] = P(None, None)
+    with jax.set_mesh(mesh):
+      params = jax.tree.map(
+          lambda x, spec: modes.place(x, mesh, *spec), PARAMS, TENSOR_PARALLEL
+      )
+      state = tx.init(params)
+      x = modes.place(BATCHES[0], mesh, AXIS)
+
+      @jax.jit
+      def step(params, state, x):
+        grad_fn = st.value_and_grad(lambda p, x: loss(p, x, **options), AXIS)
+        return tx.update(grad_fn(params, x)[1], state, params)
+
+      updates, after = jax.device_get(step(params, state, x))
+
+    grads = jax.grad(loss)(PARAMS, BATCHES[0])
+    expected, of_adam = ADAM.update(grads, ADAM.init(PARAMS), PARAMS)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-3, atol=1e-6)
+    chex.assert_trees_all_close(
+        after.inner_state[0].mu, of_adam[0].mu, rtol=1e-4, atol=1e-7
+    )
+
+  def test_asks_which_axes_the_transformation_names(self):
+    mesh = mesh_2d('jit')
+    params = jax.tree.map(
+        lambda x, spec: modes.place(x, mesh, *spec), PARAMS, TENSOR_PARALLEL
+    )
+
+    with self.assertRaisesRegex(ValueError, r"`on_mesh\(tx, mesh, 'data'\)`"):
+      st.on_mesh(mean(ADAM), mesh).init(params)
+
+    st.on_mesh(mean(ADAM), mesh, AXIS).init(params)
+
+
+class Bench(parameterized.TestCase):
+  """Gradients of eight shards, and an update with them."""
+
+  def setUp(self):
+    super().setUp()
+    self.mesh = modes.plain_mesh('jit')
+    self.params = {'w': jnp.arange(3.0), 'b': jnp.float32(1)}
+    self.grads = st.Stacked(
+        {'w': jnp.ones((8, 3)), 'b': jnp.arange(8.0)}, (AXIS,)
+    )
+
+  def bound(self, tx):
+    return st.on_mesh(tx, self.mesh)
+
+  def update(self, tx, grads=None, **extra_args):
+    grads = self.grads if grads is None else grads
+    bound = self.bound(tx)
+    state = bound.init(self.params)
+    return bound.update(grads, state, self.params, **extra_args)[0]
+
+
+class UpdateTest(Bench):
+
+  @cases.parameters((None,), (2.0,), (np.arange(8.0),))
+  def test_a_weight_is_that_of_each_shard_or_of_all(self, weight):
+    updates = self.update(st.cross_shard_mean(AXIS), weight=weight)
+
+    weights = np.ones(8) * (1 if weight is None else weight)
+    expected = np.average(np.arange(8), weights=weights)
+    np.testing.assert_allclose(updates['b'], expected, rtol=1e-6)
+
+  @cases.parameters((0,), (np.array([0] * 7 + [3]),))
+  def test_a_local_step_is_that_of_each_shard_or_of_all(self, local_step):
+    tx = self.bound(st.drop_stale(0, st.cross_shard_mean(AXIS), axis_name=AXIS))
+    state = tx.init(self.params)
+    state = state._replace(global_step=state.global_step + 3)
+
+    updates, _ = tx.update(
+        self.grads, state, self.params, local_step=jnp.asarray(local_step)
+    )
+
+    expected = 7 if np.ndim(local_step) else 0
+    np.testing.assert_allclose(updates['b'], expected)
+
+  def test_other_extra_arguments_are_those_of_all_shards(self):
+    seen = {}
+
+    def update_fn(updates, state, params=None, **extra_args):
+      seen.update(extra_args)
+      return lax.pmean(updates, AXIS), state
+
+    tx = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), update_fn
+    )
+    self.update(
+        tx,
+        value=jnp.arange(8.0),
+        matrix=jnp.ones((8, 2)),
+        own=st.Stacked(jnp.ones((8, 2)), (AXIS,)),
+        function=len,
+    )
+
+    shapes = {k: jnp.shape(x) for k, x in seen.items() if k != 'function'}
+    self.assertEqual(shapes, dict(value=(), matrix=(8, 2), own=(2,)))
+    self.assertIs(seen['function'], len)
+
+  def test_parameters_may_be_left_out(self):
+    tx = self.bound(mean(optax.sgd(1.0)))
+
+    updates, _ = tx.update(self.grads, tx.init(self.params))
+
+    np.testing.assert_allclose(updates['b'], -3.5)
+
+  def test_takes_what_nnx_makes_of_a_stack(self):
+    updates = self.update(st.cross_shard_mean(AXIS), {'tree': self.grads.tree})
+
+    np.testing.assert_allclose(updates['b'], 3.5)
+
+  def test_a_step_is_compiled_once_and_may_be_donated(self):
+    mesh, compiled = self.mesh, []
+    tx = self.bound(st.shard_update(ADAM, AXIS))
+    grad_fn = st.value_and_grad(
+        lambda params, x: jnp.mean(x @ params['w'] + params['b']), AXIS
+    )
+
+    def step(params, state, x):
+      compiled.append(1)
+      _, grads = grad_fn(params, x)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    with jax.set_mesh(mesh):
+      x = modes.place(np.ones((16, 3), np.float32), mesh, AXIS)
+      params = modes.place(self.params, mesh)
+      state = tx.init(params)
+      for _ in range(2):
+        params, state = jax.block_until_ready(step(params, state, x))
+      # As a checkpoint of the same form restores it.
+      target = tx.init(jax.eval_shape(lambda: params))
+      state = jax.tree.map(
+          lambda x, like: jax.device_put(np.asarray(x), like.sharding),
+          state,
+          target,
+      )
+      step(params, state, x)
+
+    self.assertLen(compiled, 1)
+
+  @cases.parameters(*modes.PLAIN)
+  def test_can_be_differentiated_and_mapped_over_a_population(self, mode):
+    mesh = modes.plain_mesh(mode)
+    tx = st.on_mesh(mean(optax.sgd(0.1)), mesh)
+
+    def after(w, x):
+      grad_fn = st.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), AXIS)
+      grads = jax.checkpoint(grad_fn)(w, x)[1]
+      w = optax.apply_updates(w, tx.update(grads, tx.init(w), w)[0])
+      return jnp.sum(w**2)
+
+    def alone(w, x):
+      w = w - 0.1 * jax.grad(lambda w, x: jnp.mean((x @ w) ** 2))(w, x)
+      return jnp.sum(w**2)
+
+    x = np.float32(np.random.default_rng(0).normal(size=(16, 3)))
+    population = np.float32(np.random.default_rng(1).normal(size=(2, 3)))
+    with jax.set_mesh(mesh):
+      placed = modes.place(x, mesh, AXIS)
+      found = jax.jit(jax.vmap(jax.grad(after), (0, None)))(
+          modes.place(population, mesh), placed
+      )
+
+    expected = jax.vmap(jax.grad(alone), (0, None))(population, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class UnreducedTest(parameterized.TestCase):
+  """Gradients that JAX types as unreduced: parts whose sum is the gradient."""
+
+  def gradients(self, mesh):
+    params = {
+        'w': jax.device_put(np.eye(4, dtype='f'), P(None, None)),
+        'v': jax.device_put(np.ones((4, 4), 'f'), P(None, None)),
+    }
+    x = jax.device_put(BATCHES[0][:, :4], P(AXIS))
+
+    def loss_fn(params, x):
+      return jnp.mean(jnp.tanh(x @ params['w'] @ params['v']))
+
+    def unreduced(params, x):
+      typed = jax.tree.map(
+          lambda x: jax.reshard(x, P(None, None, reduced={AXIS})), params
+      )
+      return jax.grad(loss_fn)(typed, x)
+
+    expected = jax.grad(loss_fn)(jax.device_get(params), BATCHES[0][:, :4])
+    return params, jax.jit(unreduced)(params, x), expected
+
+  @cases.parameters((None,), (np.arange(1, 9, dtype=np.float32),))
+  def test_on_mesh_takes_them(self, weight):
+    mesh = modes.plain_mesh('jit_explicit')
+    with jax.set_mesh(mesh):
+      params, grads, expected = self.gradients(mesh)
+      tx = st.on_mesh(st.guard(mean(optax.identity()), AXIS), mesh)
+      given = {} if weight is None else {'weight': weight}
+      updates, _ = tx.update(grads, tx.init(params), params, **given)
+
+    chex.assert_trees_all_close(updates, expected, atol=1e-6)
+
+  def test_other_transformations_name_the_way_out(self):
+    mesh = modes.plain_mesh('jit_explicit')
+    with jax.set_mesh(mesh):
+      params, grads, _ = self.gradients(mesh)
+      for tx in (st.guard(ADAM), st.tower_reduce(2, ADAM)):
+        with self.assertRaisesRegex(
+            ValueError, r'unreduced over .*`shard_transforms.on_mesh\(tx, mesh'
+        ):
+          tx.update(grads, tx.init(params), params)
+
+  def test_all_leaves_must_be_parts_over_the_same_axes(self):
+    mesh = modes.plain_mesh('jit_explicit')
+    with jax.set_mesh(mesh):
+      params, grads, _ = self.gradients(mesh)
+      grads['v'] = jax.reshard(grads['v'], P(None, None))
+      tx = st.on_mesh(mean(ADAM), mesh)
+      with self.assertRaisesRegex(ValueError, 'all be unreduced over the same'):
+        tx.update(grads, tx.init(params), params)
+
+
+REFUSED = {
+    'an array in the shape of the parameter': (
+        lambda test: test.update(mean(ADAM), test.params),
+        r'each shard, got an array .* of the shape .* reduced already',
+    ),
+    'an array without its type': (
+        lambda test: test.update(mean(ADAM), test.grads.tree),
+        r'`shard_transforms.Stacked\(grads, axes\)`',
+    ),
+    'another number of shards': (
+        lambda test: test.update(
+            mean(ADAM), jax.tree.map(lambda x: x[:4], test.grads)
+        ),
+        r'each of the 8 shards, got the shape \(4,\) instead of \(8,\)',
+    ),
+    'gradients of other parameters': (
+        lambda test: test.update(
+            mean(ADAM),
+            jax.tree.map(lambda x: x[:, :1] if x.ndim > 1 else x, test.grads),
+        ),
+        r"\(8, 1\) instead of \(8, 3\) at \['w'\]",
+    ),
+    'a mean that was taken before': (
+        lambda test: test.update(
+            mean(ADAM), jax.tree.map(lambda x: x.mean(0), test.grads)
+        ),
+        r'instead of \(8,',
+    ),
+    'gradients over another axis': (
+        lambda test: test.update(
+            mean(ADAM), st.Stacked(test.grads.tree, ('model',))
+        ),
+        '`axis_name` of `on_mesh` must name all axes of the gradients',
+    ),
+    'a transformation without a reduction': (
+        lambda test: test.update(ADAM),
+        r"must reduce the gradients over 'data', but .* of the updates still",
+    ),
+    'state that differs between shards': (
+        lambda test: test.update(
+            optax.chain(optax.trace(0.9), st.cross_shard_mean(AXIS))
+        ),
+        r'but \[0\].trace.* of the state still differs',
+    ),
+    'too few weights': (
+        lambda test: test.update(mean(ADAM), weight=jnp.ones(4)),
+        r'each of the 8 shards, got the shape \(4,\)',
+    ),
+    'state per shard': (
+        lambda test: st.on_mesh(mean(ADAM), test.mesh, per_shard=True).update(
+            test.grads, (), test.params
+        ),
+        'must be called inside of `jax.shard_map`',
+    ),
+}
+
+
+class RefusalTest(Bench):
+
+  @cases.parameters(*REFUSED)
+  def test_refuses(self, name):
+    call, words = REFUSED[name]
+
+    with self.assertRaisesRegex(ValueError, words):
+      call(self)
+
+  def test_an_axis_that_the_mesh_lacks(self):
+    with self.assertRaisesRegex(ValueError, r"must have the axes \['model'\]"):
+      st.on_mesh(mean(ADAM), self.mesh, 'model')
+
+  def test_owners_of_whole_matrices_need_all_axes(self):
+    mesh = mesh_2d('jit')
+    tx = st.on_mesh(
+        owners.owned_update(optax.contrib.muon(0.1), AXIS), mesh, AXIS
+    )
+    params = modes.place(PARAMS, mesh)
+    grads = jax.tree.map(lambda x: np.stack([x] * 4), PARAMS)
+
+    with self.assertRaisesRegex(ValueError, 'no axis that is not mapped'):
+      tx.update(st.Stacked(grads, (AXIS,)), tx.init(params), params)
