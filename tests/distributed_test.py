@@ -75,12 +75,15 @@ class DistributedTest(parameterized.TestCase):
 
   def check_that_shards_agree(self, arrays):
     """Checks which shards have the same bits, and that something trained."""
-    modes, rows = distributed_worker.TRAIN, distributed_worker.ROWS
+    rows = distributed_worker.ROWS
     seen = {tuple(name.split('/')[:2]) for name in arrays}
-    # `jax.pmap` has one axis.
-    num_pmapped = sum(len(row.axes) == 1 for row in rows.values())
-    num_rows = {'pmap': num_pmapped}
-    self.assertLen(seen, sum(num_rows.get(m, len(rows)) for m in modes))
+    expected = {
+        (name, mode)
+        for mode in distributed_worker.TRAIN
+        for axes in distributed_worker.AXES
+        for name in distributed_worker.rows_of(mode, axes)
+    }
+    self.assertEqual(seen, expected)
     for name, array in arrays.items():
       row, _, path = name.split('/', maxsplit=2)
       agree = all(shard.tobytes() == array[0].tobytes() for shard in array)

@@ -238,7 +238,61 @@ def train_with_pmap(rows):
   return trained, losses
 
 
-TRAIN = {'shard_map': train_with_shard_map, 'pmap': train_with_pmap}
+def train_with_jit(rows):
+  """Does the same under plain `jax.jit`, on axes of type `Explicit`."""
+  (axes,) = {tuple(row.axes.items()) for row in rows.values()}
+  names, sizes = zip(*axes, strict=True)
+  mesh = jax.make_mesh(sizes, names)
+  bound = {
+      name: shard_transforms.on_mesh(row.tx, mesh) for name, row in rows.items()
+  }
+
+  def loss_of_entry(params, x, y):
+    return loss_fn(params, x[0], y[0])
+
+  @jax.jit
+  def train_all(trained, batch):
+    after, losses = {}, {}
+    for name, (params, state) in trained.items():
+      row = rows[name]
+      value_and_grad = shard_transforms.value_and_grad(
+          loss_of_entry, row.axis_name
+      )
+      losses[name], grads = value_and_grad(params, batch['x'], batch['y'])
+      extra_args = {'weight': batch['weight']} if row.takes_weight else {}
+      if row.local_step:
+        extra_args['local_step'] = batch['local_step']
+      updates, state = bound[name].update(grads, state, params, **extra_args)
+      after[name] = optax.apply_updates(params, updates), state
+    return after, losses
+
+  losses = []
+  with jax.set_mesh(mesh):
+    params = put(make_params(), mesh, P())
+    trained = {name: (params, tx.init(params)) for name, tx in bound.items()}
+    for batch in make_batches():
+      trained, loss = train_all(trained, put(batch, mesh, P(names)))
+      losses.append(loss)
+  return trained, losses
+
+
+TRAIN = {
+    'shard_map': train_with_shard_map,
+    'pmap': train_with_pmap,
+    'jit': train_with_jit,
+}
+
+
+def rows_of(mode, axes):
+  """Returns the rows that a mode trains on a mesh with some axes."""
+  if mode == 'pmap' and axes != AXES[0]:
+    return {}
+  return {
+      name: row
+      for name, row in ROWS.items()
+      # Parameters that differ between shards need a mapped step.
+      if row.axes == axes and not (mode == 'jit' and row.per_shard)
+  }
 
 
 def of_own_shards(leaf):
@@ -252,8 +306,7 @@ def train_and_save(folder):
   saved = {}
   for mode in TRAIN:
     # All rows of a mesh train in one program, which is compiled much faster.
-    for axes in AXES if mode != 'pmap' else AXES[:1]:
-      rows = {name: row for name, row in ROWS.items() if row.axes == axes}
+    for rows in filter(None, (rows_of(mode, axes) for axes in AXES)):
       trained, losses = TRAIN[mode](rows)
       for name in rows:
         params, state = trained[name]

@@ -176,3 +176,77 @@ class NTimesTest(parameterized.TestCase):
     text = ' '.join([text, *(fn.__doc__ for fn in documented)])
 
     self.assertRegex(re.sub(r'\s+', ' ', text), pattern)
+
+
+def stacked(of):
+  """Returns the gradients of the shards under plain `jax.jit`, of `of`."""
+
+  def grads(w, x):
+    return shard_transforms.value_and_grad(lambda w, x: of(w, x)[0], AXIS)(
+        w, x
+    )[1]
+
+  return grads
+
+
+# What comes of a way under plain `jax.jit`: an error with its words, or a
+# multiple of the true mean.
+BARE = ValueError, 'must get the gradient of each shard, .* reduced already'
+PLAIN_WAYS = {
+    'grad(mean loss)': (lambda w, x: grad(lambda w: (w * x).mean())(w), BARE),
+    'value_and_grad(loss)': (stacked(loss), RIGHT),
+    'value_and_grad(pmean(loss))': (stacked(pmean(loss)), RIGHT),
+    # The loss that is returned is the sum, and this is its gradient.
+    'value_and_grad(psum(loss))': (
+        stacked(psum(loss)),
+        (SHARDS, r'gradient of the mean of the losses'),
+    ),
+    'mean of value_and_grad(loss)': (
+        lambda w, x: stacked(loss)(w, x).tree.mean(0),
+        BARE,
+    ),
+    'mean of the stack': (
+        lambda w, x: jax.tree.map(lambda x: x.mean(0), stacked(loss)(w, x)),
+        (ValueError, r'got the shape \(\) instead of \(8,\)'),
+    ),
+    'reduced before': (
+        lambda w, x: reduced(stacked(loss)(w, x)),
+        BARE,
+    ),
+    'all rows in the loss': (
+        lambda w, x: shard_transforms.value_and_grad(
+            lambda w: (w * x).mean(), AXIS
+        )(w)[1],
+        (ValueError, 'no argument that is split'),
+    ),
+}
+
+
+def reduced(grads):
+  tx = shard_transforms.on_mesh(
+      shard_transforms.cross_shard_mean(AXIS),
+      jax.sharding.get_abstract_mesh(),
+  )
+  return tx.update(grads, optax.EmptyState())[0]
+
+
+class PlainJitTest(parameterized.TestCase):
+
+  @cases.product(mode=modes.PLAIN, way=PLAIN_WAYS)
+  def test_each_way_is_right_or_refused_or_listed(self, mode, way):
+    grad_fn, (outcome, words) = PLAIN_WAYS[way]
+    mesh = modes.plain_mesh(mode)
+    x = modes.place(np.arange(SHARDS, dtype=np.float32), mesh, AXIS)
+
+    with jax.set_mesh(mesh):
+      w = modes.place(np.float32(1), mesh)
+      call = functools.partial(
+          jax.jit(lambda w, x: reduced(grad_fn(w, x))), w, x
+      )
+      if isinstance(outcome, type):
+        with self.assertRaisesRegex(outcome, words):
+          call()
+        return
+      np.testing.assert_allclose(call() / TRUE_MEAN, outcome, rtol=1e-6)
+    documented = shard_transforms.value_and_grad.__doc__
+    self.assertIsNotNone(re.search(words, re.sub(r'\s+', ' ', documented)))

@@ -343,6 +343,50 @@ class UpdateTest(Bench):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+class CheckpointTest(parameterized.TestCase):
+  """A state does not tell how it was trained, nor on how many devices."""
+
+  @cases.parameters(('jit_explicit', 'shard_map'), ('shard_map', 'jit'))
+  def test_goes_on_in_another_way_on_fewer_devices(self, first, second):
+    tx = st.shard_update(ADAM, AXIS)
+    start = jax.tree.map(jnp.asarray, PARAMS)
+
+    eight, four = (modes.plain_mesh('jit', n) for n in (8, 4))
+    params, state = self.train(first, tx, 8, start, None, BATCHES[:2])
+    full = jax.device_get(st.full_state(state, tx, params, eight))
+    params = jax.device_get(params)
+    state = st.place_state(full, tx, params, four)
+    params, _ = self.train(second, tx, 4, params, state, BATCHES[2:])
+
+    chex.assert_trees_all_close(
+        jax.device_get(params), one_device(ADAM), rtol=1e-4, atol=1e-5
+    )
+
+  def train(self, way, tx, num_shards, params, state, batches):
+    mesh = modes.plain_mesh(way if way in modes.PLAIN else 'jit', num_shards)
+    bound = st.on_mesh(tx, mesh)
+    grad_fn = st.value_and_grad(loss, AXIS)
+
+    def step(params, state, x):
+      _, grads = grad_fn(params, x)
+      updates, state = bound.update(grads, state, params)
+      return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+      params = modes.place(params, mesh)
+      state = bound.init(params) if state is None else state
+      if way == 'shard_map':
+        specs = P(), st.state_specs(tx, params, mesh)
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=(*specs, P(AXIS)), out_specs=specs
+        )
+      step = jax.jit(step)
+      for x in batches:
+        x = modes.place(x, mesh, AXIS)
+        params, state = jax.block_until_ready(step(params, state, x))
+    return params, state
+
+
 class UnreducedTest(parameterized.TestCase):
   """Gradients that JAX types as unreduced: parts whose sum is the gradient."""
 
@@ -443,6 +487,10 @@ REFUSED = {
     'too few weights': (
         lambda test: test.update(mean(ADAM), weight=jnp.ones(4)),
         r'each of the 8 shards, got the shape \(4,\)',
+    ),
+    'another state': (
+        lambda test: test.bound(mean(ADAM)).update(test.grads, (), test.params),
+        '`state` of `on_mesh` must be what its `init` returned',
     ),
     'state per shard': (
         lambda test: st.on_mesh(mean(ADAM), test.mesh, per_shard=True).update(

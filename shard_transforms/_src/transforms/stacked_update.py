@@ -79,6 +79,7 @@ def stacked_update(
         of_extra,
     )
     args = stack, state, params, extra_args
+    _check_state(state, kept)
     return mapping.call(
         of_shard,
         args,
@@ -190,6 +191,21 @@ def _check(stack, params, extra_args, mesh):
 def _stack_spec(axes, spec, grad, param):
   """Returns the spec of stacked gradients, which may be those of towers."""
   return P(axes, *(None,) * (jnp.ndim(grad) - jnp.ndim(param)), *spec)
+
+
+def _check_state(state, kept):
+  """Checks that a state has the tree of that of `init`.
+
+  Raises:
+    ValueError: If it has another one.
+  """
+  try:
+    jax.tree.broadcast(kept, state, is_leaf=specs_lib.is_spec)
+  except ValueError as error:
+    raise ValueError(
+        '`state` of `on_mesh` must be what its `init` returned for these'
+        f' parameters, got {jax.tree.structure(state)}.'
+    ) from error
 
 
 def _check_reduced(tree, tree_specs, what):
