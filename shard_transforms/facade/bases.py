@@ -12,6 +12,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpy.typing as npt
 import optax
 
@@ -147,8 +148,23 @@ class TensorFlowOptimizer(FunctionalOptimizer):
     self._hyperparameters = hyperparameters
 
   def _transformation(self):
-    tx = self._factory(*map(_number, self._hyperparameters))
-    return optax.with_extra_args_support(tx)
+    numbers = [_number(value) for value in self._hyperparameters]
+
+    def made(dtype):
+      rounded = [
+          np.asarray(x, dtype).item() if isinstance(x, float) else x
+          for x in numbers
+      ]
+      return optax.with_extra_args_support(self._factory(*rounded))
+
+    def update_fn(updates, state, params=None, **extra_args):
+      # In TensorFlow, hyperparameters have the dtype of the variable: 1 - decay
+      # is the difference of numbers of 32 bits.
+      dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(updates))
+      return made(dtype).update(updates, state, params, **extra_args)
+
+    init_fn = made(jnp.float32).init
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
   def _create_slots(self, var_list):
     for variables in (*([v] for v in var_list), []):

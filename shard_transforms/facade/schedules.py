@@ -135,7 +135,8 @@ class ExponentialMovingAverage:
             '`var_list` must hold variables of floating-point types, got'
             f' {variable!r}. Keep a number that is no variable in one.'
         )
-    decay = leaves.present(self._decay)
+    # As in TensorFlow, 1 - decay is the difference of numbers of 32 bits.
+    decay = jnp.asarray(leaves.present(self._decay), jnp.float32)
     if self._num_updates is not None:
       n = jnp.asarray(leaves.present(self._num_updates), jnp.float32)
       decay = jnp.minimum(decay, (1 + n) / (10 + n))

@@ -97,7 +97,7 @@ class RecordedTest(graphs.GraphTest):
       pairs = [(grads[k], v) for k, v in variables.items()]
       opt.apply_gradients(pairs, step, **chosen if 'chosen' in name else {})
 
-    recorded_parts.check(self, train, RECORDED[name], 1e-5, 2e-6)
+    recorded_parts.check(self, train, RECORDED[name], 2e-6)
 
   def test_slots_have_the_names_of_tensorflow(self):
     w = facade.Variable(jnp.ones((2, 3)), name='w')
@@ -111,6 +111,28 @@ class RecordedTest(graphs.GraphTest):
     opt.apply_gradients([(jnp.ones((2, 3)), w)])
     slots = [opt.get_slot(w, name).name for name in ('accum', 'linear')]
     self.assertEqual(slots, ['w/sum:0', 'w/z:0'])
+
+
+class DecaysTest(graphs.GraphTest):
+
+  @cases.parameters(
+      ('v', lambda decay: facade.AdamOptimizer(0.1, beta2=decay)),
+      ('accum', lambda decay: facade.AdadeltaOptimizer(0.1, decay)),
+      ('rms', lambda decay: facade.RMSPropOptimizer(0.1, decay)),
+  )
+  def test_are_subtracted_from_one_in_the_dtype_of_the_variable(
+      self, slot, make
+  ):
+    self.enterContext(jax.enable_x64(True))
+    for dtype in (np.float32, np.float64):
+      w, opt = facade.Variable(np.ones(2, dtype)), make(0.999)
+
+      opt.apply_gradients([(np.full(2, 1000, dtype), w)])
+
+      before = 1 if slot == 'rms' else 0  # Of RMSProp, ones in TensorFlow.
+      moved = before + (10**6 - before) * (dtype(1) - dtype(0.999))
+      found = np.asarray(opt.get_slot(w, slot))
+      np.testing.assert_allclose(found, moved, rtol=3e-7)
 
 
 class WeightDecayTest(graphs.OptimizerTest):

@@ -101,7 +101,18 @@ class ExponentialMovingAverageTest(graphs.OptimizerTest):
     if not compiled:
       ema.apply()  # As the documentation says, where nothing is compiled.
     train = graphs.mapped(train, None, compiled)
-    recorded_parts.check(self, train, RECORDED[options], 2e-6, 1e-7)
+    recorded_parts.check(self, train, RECORDED[options], 1e-6)
+
+  def test_subtracts_the_decay_from_one_in_32_bits(self):
+    ema = facade.ExponentialMovingAverage(0.9999)
+    ema.apply([self.w])
+    self.w.assign_add([1000.0, 1000.0])
+
+    ema.apply([self.w])
+
+    part = np.float32(1) - np.float32(0.9999)  # 1.7e-4 above 0.0001.
+    moved = graphs.W + 1000 * part
+    np.testing.assert_allclose(ema.average(self.w), moved, rtol=1e-6)
 
   def test_names_averages_after_variables(self):
     ema = facade.ExponentialMovingAverage(0.9, name='mean')

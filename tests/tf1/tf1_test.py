@@ -100,6 +100,17 @@ class OptimizerTest(parameterized.TestCase):
 
 class AdamTest(parameterized.TestCase):
 
+  @cases.parameters(0.999, np.float32(0.999))
+  def test_subtracts_betas_from_one_in_the_dtype_of_the_parameters(self, beta):
+    tx = tf1.adam(0.1, beta, beta, 1e-8)
+
+    _, state = tx.update(GRADS, tx.init(PARAMS))
+
+    part = np.float32(1) - np.float32(0.999)  # 1.3e-5 below 0.001.
+    assert_close(state.m, jax.tree.map(lambda g: part * g, GRADS), rtol=3e-7)
+    squares = jax.tree.map(lambda g: part * g * g, GRADS)
+    assert_close(state.v, squares, rtol=3e-7)
+
   def test_goes_on_below_the_smallest_power(self):
     tx = tf1.adam(0.1, 0.8, 0.95, 1e-8)
     state = tx.init(PARAMS)._replace(
