@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy.typing as npt
 import optax
 
+from shard_transforms._src.tf1 import ties
 from shard_transforms.facade import bases
 from shard_transforms.facade import optimizer as optimizer_lib
 from shard_transforms.facade import variables as variables_lib
@@ -35,7 +36,9 @@ def clip_by_global_norm(
     name: Ignored.
 
   Returns:
-    The list of scaled arrays, and the norm before, [].
+    The list of scaled arrays, and the norm before, []. If the norm is not
+    finite (in float32, that of numbers above 1.8e19 overflows), all elements
+    are NaN.
 
   Raises:
     TypeError: If `t_list` is not a sequence of floating-point arrays.
@@ -50,13 +53,12 @@ def clip_by_global_norm(
     `tf.clip_by_global_norm` of TensorFlow 1.15.
   """
   arrays = _arrays(t_list)
-  if use_norm is None:
-    tx = optax.clip_by_global_norm(clip_norm)
-    clipped: Any = tx.update(arrays, tx.init(arrays))[0]
-    return clipped, optax.tree.norm(arrays)
-  norm = jnp.asarray(use_norm)
+  norm = optax.tree.norm(arrays) if use_norm is None else jnp.asarray(use_norm)
   scale = jnp.minimum(clip_norm / norm, 1)
-  return optax.tree.scale(scale, arrays), norm
+  # As in TensorFlow: zeros would hide that the step went wrong.
+  scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
+  clipped = [x if x is None else (scale * x).astype(x.dtype) for x in arrays]
+  return clipped, norm
 
 
 def global_norm(
@@ -122,7 +124,10 @@ def clip_by_value(
     clip_value_max: jax.typing.ArrayLike,
     name: str | None = None,
 ) -> jax.Array:
-  """Limits the elements of an array: `jax.numpy.clip`.
+  """Limits the elements of an array.
+
+  An element at a limit has a gradient, as in TensorFlow; `jax.numpy.clip` halves
+  it there.
 
   Args:
     t: The array.
@@ -141,7 +146,7 @@ def clip_by_value(
   References:
     `tf.clip_by_value` of TensorFlow 1.15.
   """
-  return jnp.clip(jnp.asarray(t), clip_value_min, clip_value_max)
+  return ties.maximum(ties.minimum(t, clip_value_max), clip_value_min)
 
 
 def clip_gradient_norms(

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from shard_transforms import facade
+from shard_transforms._src.tf1 import ties
 from shard_transforms.facade import leaves
 from shard_transforms.facade import variables
 
@@ -168,10 +169,6 @@ def _members(names: str, prefix: str = '', module: Any = jnp):
       f'{prefix}{name}': getattr(module, member or name)
       for name, _, member in pairs
   }
-
-
-def _leaky_relu(features, alpha=0.2):
-  return jax.nn.leaky_relu(features, alpha)
 
 
 def _normal(stddev=1.0, **options):
@@ -352,13 +349,14 @@ _LOSS = 'scope=None loss_collection reduction'
 _FUNCTIONS = {
     'x name': {
         **_members(
-            'abs acos=arccos asin=arcsin atan=arctan ceil cos cosh exp expm1'
+            'acos=arccos asin=arcsin atan=arctan ceil cos cosh exp expm1'
             ' floor is_finite=isfinite is_inf=isinf is_nan=isnan log log1p'
             ' logical_not negative nn.tanh=tanh reciprocal rint round sign sin'
             ' sinh sqrt square tan tanh'
         ),
         **_members('log_sigmoid nn.sigmoid=sigmoid sigmoid', module=_nn),
         **_members('erf lgamma=gammaln', module=jax.scipy.special),
+        'abs': ties.magnitude,
         'rsqrt': jax.lax.rsqrt,
         'to_float': functools.partial(jnp.asarray, dtype=jnp.float32),
         'to_int32': functools.partial(jnp.asarray, dtype=jnp.int32),
@@ -367,9 +365,10 @@ _FUNCTIONS = {
         **_members(
             'add divide equal floordiv=floor_divide floormod=mod greater'
             ' greater_equal less less_equal logical_and logical_or logical_xor'
-            ' maximum minimum mod multiply not_equal pow=power subtract'
+            ' mod multiply not_equal pow=power subtract'
             ' truediv=true_divide'
         ),
+        **_members('maximum minimum', module=ties),
         'squared_difference': optax.squared_error,
     },
     'input_tensor axis keepdims name reduction_indices keep_dims': {
@@ -412,13 +411,18 @@ _FUNCTIONS = {
     'values axis name': _members('concat=concatenate stack'),
     'x dtype name': _members('cast=asarray'),
     # Losses, and the layers of networks.
-    'features name': _members('elu relu relu6 selu softplus', 'nn.', _nn),
-    'features alpha name': {'nn.leaky_relu': _leaky_relu},
+    'features name': {
+        **_members('elu relu relu6 softplus', 'nn.', _nn),
+        'nn.selu': ties.selu,
+    },
+    'features alpha name': {'nn.leaky_relu': ties.leaky_relu},
     'indices depth on_value=... off_value=... axis dtype name': _members(
         'one_hot', module=_nn
     ),
     f'labels=1 predictions=0 weights {_LOSS}': {
-        'losses.absolute_difference': _mean_loss(lambda x, y: jnp.abs(x - y)),
+        'losses.absolute_difference': _mean_loss(
+            lambda x, y: ties.magnitude(x - y)
+        ),
         'losses.mean_squared_error': _mean_loss(optax.squared_error),
     },
     f'labels=1 predictions=0 weights delta=2 {_LOSS}': {

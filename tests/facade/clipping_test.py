@@ -40,6 +40,19 @@ class ClippingTest(graphs.GraphTest):
         (clipped, used), ([jnp.float32(3 * scale), None], jnp.float32(norm))
     )
 
+  def test_a_norm_that_is_not_finite_gives_nan(self):
+    for norm, grad in ((None, np.inf), (None, 3e20), (np.inf, 1.0)):
+      given = [np.float32([grad, 1]), None, jnp.bfloat16(2)]
+
+      clipped, _ = facade.clip_by_global_norm(given, 1.0, norm)
+
+      nan = [jnp.full(2, jnp.nan), None, jnp.bfloat16(jnp.nan)]
+      self.assert_equal(clipped, nan)
+    w = facade.Variable([1.0, 2.0], name='w')
+    opt = facade.clip_gradients_by_norm(facade.MomentumOptimizer(0.1, 0.9), 1.0)
+    opt.minimize(lambda: jnp.sum(w * np.float32([3e20, 4e20])))
+    self.assert_holds(w, jnp.full(2, jnp.nan))
+
   def test_zeros_stay_zeros(self):
     clipped, norm = facade.clip_by_global_norm((np.float32(0),), 1.0)
 
@@ -79,6 +92,13 @@ class ClippingTest(graphs.GraphTest):
     )
 
     self.assert_equal(clipped, jnp.float32([-1, 0.5, 2]))
+
+  def test_an_element_at_a_limit_has_a_gradient(self):
+    w = facade.Variable([-2.0, -1.0, 0.0, 2.0, 3.0])
+
+    [grad] = facade.gradients(lambda: facade.clip_by_value(w, -1.0, 2.0), [w])
+
+    self.assert_equal(grad, jnp.float32([0, 1, 1, 1, 0]))
 
   def test_an_optimizer_clips_by_the_global_norm(self):
     w = facade.Variable([3.0, 4.0], name='w')

@@ -131,7 +131,51 @@ CALLS = {
 }
 
 
+# By name: a function of zero, and the gradient that TensorFlow 1.15.5 gives.
+TIES = {
+    'abs': (tf.abs, 0.0),
+    'maximum left': (lambda x: tf.maximum(x, 0.0), 1.0),
+    'maximum right': (lambda x: tf.maximum(0.0, x), 0.0),
+    'maximum of both': (lambda x: tf.maximum(0.5 * x, x), 0.5),
+    'minimum left': (lambda x: tf.minimum(x, 0.0), 1.0),
+    'minimum right': (lambda x: tf.minimum(0.0, x), 0.0),
+    'leaky_relu': (nn.leaky_relu, 0.2),
+    'selu': (nn.selu, 1.0507010),
+    'relu': (nn.relu, 0.0),
+    'relu6': (lambda x: nn.relu6(x + 6.0), 0.0),
+    'elu': (nn.elu, 1.0),
+    'reduce_max': (lambda x: tf.reduce_max(tf.stack([x, 3 * x])), 2.0),
+    'absolute_difference': (lambda x: difference(2.0, x + 2.0), 0.0),
+}
+
+
 class FunctionsTest(graphs.GraphTest):
+
+  @cases.parameters(*TIES)
+  def test_has_the_gradient_of_tensorflow_at_a_tie(self, name):
+    function, expected = TIES[name]
+    w = tf.Variable(0.0)
+
+    [grad] = tf.gradients(lambda: function(w), [w])
+
+    self.assert_close(grad, jnp.float32(expected))
+
+  @cases.parameters(tf.abs, nn.leaky_relu, nn.selu)
+  def test_has_its_values_beside_a_tie(self, function):
+    x = np.float32([-2, -0.5, 0, 0.5, 3, np.inf, np.nan])
+    of_jax = {tf.abs: jnp.abs, nn.selu: jax.nn.selu}.get(
+        function, lambda x: jnp.where(x < 0, 0.2 * x, x)
+    )
+
+    self.assert_close(function(x), of_jax(x))
+
+  @cases.parameters('maximum', 'minimum')
+  def test_an_extreme_of_nan_is_nan(self, name):
+    x, y = np.float32([1, 2, np.nan, 3]), np.float32([2, 1, 3, np.nan])
+
+    found = getattr(tf, name)(x, y)
+
+    self.assert_equal(found, getattr(jnp, name)(x, y))
 
   @cases.parameters(sorted(CALLS))
   def test_means_what_it_means_in_tensorflow(self, name):
