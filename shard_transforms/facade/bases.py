@@ -19,6 +19,7 @@ import optax
 from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
 from shard_transforms.facade import optimizer
+from shard_transforms.facade import passes
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
@@ -57,7 +58,8 @@ class FunctionalOptimizer(optimizer.Optimizer, abc.ABC):
     """Updates variables and their slots, and those that all share."""
     given = [variable for _, variable in pairs]
     grads: Any = {v.op.name: grad for grad, v in pairs}
-    params: Any = {v.op.name: v.value() for v in given}
+    with passes.settled():
+      params: Any = {v.op.name: v.value() for v in given}
     state = self.slots.load(given)
     updates, state = self._prepared.update(grads, state, params)
     params = optax.apply_updates(params, updates)

@@ -126,8 +126,8 @@ def clip_by_value(
 ) -> jax.Array:
   """Limits the elements of an array.
 
-  An element at a limit has a gradient, as in TensorFlow; `jax.numpy.clip` halves
-  it there.
+  An element at a limit has a gradient, as in TensorFlow; that of
+  `jax.numpy.clip` is half as large.
 
   Args:
     t: The array.
@@ -146,7 +146,8 @@ def clip_by_value(
   References:
     `tf.clip_by_value` of TensorFlow 1.15.
   """
-  return ties.maximum(ties.minimum(t, clip_value_max), clip_value_min)
+  array = jnp.asarray(t)
+  return ties.maximum(ties.minimum(array, clip_value_max), clip_value_min)
 
 
 def clip_gradient_norms(

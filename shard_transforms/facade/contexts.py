@@ -12,6 +12,7 @@ import threading
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
@@ -129,12 +130,14 @@ class Template:
 
   Attributes:
     made: The objects by kind, place and number.
+    entries: The entries of collections that a call has added for good.
     mapped: What `shard` found in the last call, by mesh.
     lock: Excludes other threads while an object is created.
   """
 
   def __init__(self):
     self.made = {}
+    self.entries = set()
     self.mapped = {}
     self.lock = threading.Lock()
 
@@ -150,6 +153,7 @@ class _Thread(threading.local):
     towers: The towers, even if there is only one.
     call: The call of a function that runs again: its template, how many
       objects of each kind it has asked for at each place, and its depth.
+    run: The `passes.Pass` of the outermost function that runs again, if any.
     frames: The frames that are open, outermost first.
     is_making: Whether a variable or a slot is made, outside of all frames.
     locks: The locks that are held.
@@ -161,6 +165,7 @@ class _Thread(threading.local):
   shards: Shards | None = None
   towers: Towers | None = None
   call: tuple[Template | None, collections.Counter, int] | None = None
+  run: Any = None
   frames: tuple[Any, ...] = ()
   is_making: bool = False
   locks: tuple[Any, ...] = ()
@@ -282,7 +287,7 @@ def persistent(kind: Hashable, make: Callable[[], Any]) -> Any:
 
 _LIBRARIES = tuple(
     os.path.join(os.path.dirname(file), '')
-    for file in (os.path.dirname(__file__), jax.__file__)
+    for file in (os.path.dirname(__file__), jax.__file__, np.__file__)
 )
 
 
@@ -292,10 +297,22 @@ def _place():
   Those of the façade and of JAX differ between a step that is compiled and one
   that is not.
   """
-  frame, place = sys._getframe(2), []
+  return [_position(frame) for frame in lines()][::-1]
+
+
+def line() -> Hashable:
+  """Returns where the program's innermost call around is."""
+  return next(map(_position, lines()), None)
+
+
+def lines():
+  """Yields the frames of the program's calls around, innermost first."""
+  frame = sys._getframe(1)
   while frame is not None:
-    file = frame.f_code.co_filename
-    if not file.startswith(_LIBRARIES):
-      place.append((file, frame.f_lineno, frame.f_lasti))
+    if not frame.f_code.co_filename.startswith(_LIBRARIES):
+      yield frame
     frame = frame.f_back
-  return place[::-1]
+
+
+def _position(frame):
+  return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti

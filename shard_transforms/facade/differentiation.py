@@ -16,6 +16,7 @@ from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
+from shard_transforms.facade import passes
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
@@ -52,22 +53,35 @@ def compute_gradients(
   arity = _arity(loss, None if chosen is None else len(chosen))
   # The first evaluation may create variables, which have no gradient yet; the
   # second differentiates by them too.
+  of_one_pass = passes.repeated(loss)
   for _ in range(2):
-    found = lookup.trainable_variables() if chosen is None else chosen
+    found = _all_trainable() if chosen is None else chosen
     if found:
       check_variables(found)
-    grads, written, assigned = _differentiate(loss, found, grad_loss, arity)
-    if chosen is not None or found == lookup.trainable_variables():
-      check_variables(found)
+    grads, written, assigned = _differentiate(
+        of_one_pass, found, grad_loss, arity
+    )
+    wanted = lookup.trainable_variables() if chosen is None else chosen
+    if set(wanted) <= set(found):
+      check_variables(wanted)
       frames.commit(written, assigned)
       towers = contexts.towers()
       if towers is not None:  # What the loss assigns counts for each tower.
         values = zip(written, assigned, strict=True)
         towers.assigned |= {v: x for v, x in values if isinstance(v, Variable)}
-      return list(zip(grads, found, strict=True))
+      pairs = zip(grads, found, strict=True)
+      return [(grad, v) for grad, v in pairs if v in wanted]
   raise ValueError(
       '`loss` must not make other variables each time, as `facade.Variable`'
       ' does. Use `facade.get_variable`, or make them outside.'
+  )
+
+
+def _all_trainable():
+  """Returns the trainable variables, also those that the loss will find."""
+  graph = graph_lib.get_default_graph()
+  return list(
+      graph.get_collection_ref(variables_lib.GraphKeys.TRAINABLE_VARIABLES)
   )
 
 
@@ -254,7 +268,9 @@ def _differentiate(loss, found, grad_loss, arity):
     )
   else:
     value_and_grad = jax.value_and_grad(differentiated, has_aux=True)
-  (_, (read, assigned)), grads = value_and_grad([v.value() for v in found])
+  with contexts.replaced(run=None):
+    values = [v.value() for v in found]
+  (_, (read, assigned)), grads = value_and_grad(values)
   pairs = zip(grads, read, strict=True)
   return [g if used else None for g, used in pairs], written, assigned
 

@@ -269,10 +269,9 @@ def collect(key: Any, outermost: list[Any], value: Any) -> None:
   into.append(value)
 
 
-def collected(key: Any) -> list[Any]:
-  """Returns what the frames around the caller hold of a collection."""
-  frames = contexts.around.frames
-  return [x for opened in frames for x in opened.collected.get(key, ())]
+def collected(key: Any) -> list[list[Any]]:
+  """Returns what each frame around the caller holds of a collection."""
+  return [opened.collected.get(key, []) for opened in contexts.around.frames]
 
 
 def is_open() -> bool:

@@ -16,6 +16,7 @@ from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import leaves
+from shard_transforms.facade import passes
 from shard_transforms.facade import shards
 from shard_transforms.facade import variables as variables_lib
 
@@ -140,9 +141,11 @@ class Function:
         contexts.replaced(scopes=self._scopes),
         frames.renamed(),
         contexts.call_of(self._template),
+        passes.begun(self._template),
     ):
       out = self._fn(*args, **kwargs)
-    return jax.tree.map(lambda x: x, out)
+      with contexts.replaced(run=None):
+        return jax.tree.map(lambda x: x, out)
 
   def _learn(self, frame):
     """Records the variables of a trace; returns whether any is new."""
@@ -277,11 +280,14 @@ def select(
   Raises:
     ValueError: If they return other structures or shapes.
   """
-  outputs, tried = [], []
+  outputs, tried, runs = [], [], []
+  before = contexts.around.run
   for branch in (true_fn, false_fn):
-    with frames.frame('undecided') as opened:
+    with contexts.replaced(run=before), frames.frame('undecided') as opened:
       outputs.append(jax.tree.map(jnp.asarray, branch()))
+      runs.append(contexts.around.run)
     tried.append(opened)
+  passes.join(runs)
   if any(output is None for output in outputs):
     outputs = [None, None]
   shapes = [jax.tree.map(jnp.shape, output) for output in outputs]
@@ -359,5 +365,7 @@ def control_dependencies(
   References:
     `tf.control_dependencies` of TensorFlow 1.15.
   """
-  group(*(control_inputs or ()))
-  yield
+  inputs = tuple(control_inputs or ())
+  group(*inputs)
+  with passes.settled() if inputs else contextlib.nullcontext():
+    yield

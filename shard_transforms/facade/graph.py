@@ -14,14 +14,22 @@ import jax
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import leaves
+from shard_transforms.facade import passes
 
 
 @dataclasses.dataclass
 class _Unnamed:
-  """An item of a collection without a name, and the prefix of those around."""
+  """An item of a collection without a name.
+
+  Attributes:
+    value: The item.
+    name: The prefix of names around, if a step has added it.
+    line: The line of the program that has added it.
+  """
 
   value: Any
-  name: str
+  name: str | None
+  line: Any
 
 
 @dataclasses.dataclass
@@ -61,7 +69,10 @@ class Graph:
 
   There is no graph of operations: computations are Python functions. An item
   that a step or a loss adds to a collection is there until that ends; the next
-  call adds its own.
+  call adds its own. Variables that a step makes stay, but the next call of a
+  `function` sees them only from the line on that makes or uses them, as if it
+  built the graph. In a loss, what a line adds takes the place of what the same
+  line has added before the loss.
 
   Attributes:
     seed: A number for the initial values of variables without an initializer.
@@ -86,6 +97,7 @@ class Graph:
 
   def __init__(self):
     self._collections = {}
+    self._entries = {}
     self._names = {}
     self.seed = 0
     self.variables = {}
@@ -106,15 +118,22 @@ class Graph:
     Raises:
       ValueError: If items are wanted by name, and arrays have none.
     """
-    found = [*self._collections.get(name, ()), *frames.collected((self, name))]
+    kept = [
+        x
+        for x in self._collections.get(name, ())
+        if not (
+            isinstance(x, leaves.Leaf) and passes.is_hidden((self, name, x))
+        )
+    ]
+    found = _latest([kept, *frames.collected((self, name))])
     if scope:
-      if any(isinstance(x, jax.Array) for x in found):
+      if any(_is_unnamed(x) for x in found):
         raise ValueError(
             f'`scope` must be left out for collection {name!r}, got {scope!r}:'
             ' it has arrays, which have no name outside of a step.'
         )
       found = [x for x in found if re.match(scope, getattr(x, 'name', ''))]
-    items = [x.value if isinstance(x, _Unnamed) else x for x in found]
+    items = _values(found)
     if not leaves.is_step():
       return items
     # A regularization loss has a name. It would be a constant if it were
@@ -127,7 +146,9 @@ class Graph:
 
   def get_collection_ref(self, name: str) -> list[Any]:
     """Returns a collection itself."""
-    return self._collections.setdefault(name, [])
+    collection = self._collections.setdefault(name, [])
+    collection[:] = _values(collection)
+    return collection
 
   def add_to_collection(self, name: str, value: Any) -> None:
     """Appends a value to a collection.
@@ -139,20 +160,35 @@ class Graph:
       name: The name of the collection.
       value: The value.
     """
-    collection = self.get_collection_ref(name)
-    if frames.is_open() and not hasattr(value, 'name'):
-      value = _Unnamed(value, scope_of(self).names)
+    collection = self._collections.setdefault(name, [])
+    is_open = frames.is_open()
+    if not hasattr(value, 'name'):
+      names = scope_of(self).names if is_open else None
+      value = _Unnamed(value, names, contexts.line())
     op_name = getattr(getattr(value, 'op', None), 'name', None)
-    if not frames.is_open() or self.variables.get(op_name) is not value:
+    if not is_open or self.variables.get(op_name) is not value:
       frames.collect((self, name), collection, value)
-    elif not any(item is value for item in collection):
-      collection.append(value)
+    elif any(item is value for item in collection):
+      passes.show([(self, name, value)])
+    else:
+      self.keep(name, value)
 
   def add_variable(self, variable: Any, collections: Iterable[str]) -> None:
     """Appends a variable to collections, for good."""
     self.variables[variable.op.name] = variable
     for name in collections:
-      self.get_collection_ref(name).append(variable)
+      self.keep(name, variable, variable)
+
+  def keep(self, name: str, item: Any, of: Any = None) -> None:
+    """Appends an item to a collection for good, as a part of a variable."""
+    self._collections.setdefault(name, []).append(item)
+    entry = self, name, item
+    self._entries.setdefault(of, []).append(entry)
+    passes.keep(entry)
+
+  def show(self, variable: Any) -> None:
+    """Lets a step see a variable from here on, and what was made with it."""
+    passes.show(self._entries.get(variable, ()))
 
   def unique_name(self, name: str) -> str:
     """Takes a name: itself, or the first free one of `name_1`, `name_2`, ..."""
@@ -169,6 +205,30 @@ class Graph:
     """Makes this graph the default of the calling thread, inside `with`."""
     with contexts.replaced(graph=self), frames.renamed():
       yield self
+
+
+def _values(items):
+  return [x.value if isinstance(x, _Unnamed) else x for x in items]
+
+
+def _is_unnamed(item):
+  value = item.value if isinstance(item, _Unnamed) else item
+  return isinstance(value, jax.Array) and getattr(item, 'name', None) is None
+
+
+def _latest(collections):
+  """Returns the items of collections, the innermost last.
+
+  A step may call a loss to make its variables, before it is differentiated:
+  what a line adds takes the place of what it has added outside.
+  """
+  found, lines = [], set()
+  for items in reversed(collections):
+    own = [getattr(item, 'line', None) for item in items]
+    pairs = zip(items, own, strict=True)
+    found[:0] = [item for item, line in pairs if line not in lines]
+    lines |= {line for line in own if line is not None}
+  return found
 
 
 _shared = [Graph()]

@@ -91,6 +91,7 @@ def get_variable(
       _check('shape', variable.shape, shape, name)
       wanted = dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
       _check('dtype', variable.dtype, wanted, name)
+      graph.show(variable)
       return variable
     if scope.reuse:
       raise ValueError(
@@ -110,11 +111,9 @@ def get_variable(
       graph.shared[name] = made
       regularize: Any = regularizer or scope.regularizer
       if regularize is not None:
-        losses = graph.get_collection_ref(_KEYS.REGULARIZATION_LOSSES)
         loss = leaves.Rate(lambda: regularize(made), name)
-        losses.append(loss)
-        if regularize(made) is None:
-          losses[:] = [x for x in losses if x is not loss]
+        if regularize(made) is not None:
+          graph.keep(_KEYS.REGULARIZATION_LOSSES, loss, made)
   return made
 
 
@@ -346,7 +345,8 @@ def get_or_create_global_step(
     if step is None:
       zero = np.zeros([], np.int32)
       step = get_variable('global_step', initializer=zero, trainable=False)
-      graph.add_to_collection(_KEYS.GLOBAL_STEP, step)
+      if step not in graph.get_collection_ref(_KEYS.GLOBAL_STEP):
+        graph.keep(_KEYS.GLOBAL_STEP, step, step)
     return step
 
 

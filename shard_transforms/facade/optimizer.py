@@ -13,6 +13,7 @@ from shard_transforms.facade import contexts
 from shard_transforms.facade import differentiation
 from shard_transforms.facade import frames
 from shard_transforms.facade import lookup
+from shard_transforms.facade import passes
 from shard_transforms.facade import slots as slots_lib
 from shard_transforms.facade import variables as variables_lib
 
@@ -325,7 +326,8 @@ class Optimizer(Updater):
       update_ops = self._apply_all([(g, v) for g, v in pairs if g is not None])
       for variable in given:
         if variable.constraint is not None:
-          variable.assign(variable.constraint(variable.value()))
+          with passes.settled():
+            variable.assign(variable.constraint(variable.value()))
       finished = self._finish(update_ops, name or self._name)
       return finished if global_step is None else global_step.assign_add(1)
 

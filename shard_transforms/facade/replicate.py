@@ -19,6 +19,7 @@ from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
+from shard_transforms.facade import passes
 from shard_transforms.facade import variables as variables_lib
 
 
@@ -198,7 +199,7 @@ def replicate_model_fn(
     if contexts.around.towers is not None:
       raise NotImplementedError('`replicate_model_fn` cannot be nested.')
     towers = contexts.Towers(num_towers, kind)
-    with contexts.replaced(towers=towers):
+    with contexts.replaced(towers=towers), passes.begun(template):
       try:
         if num_towers == 1:
           return call(*batch)
@@ -239,7 +240,7 @@ def _in_turn(call, batch, mode, towers):
 def _take_turn(call, part, towers):
   """Runs a tower; in training, only its loss and the last one assign."""
   towers.assigned = {}
-  with frames.frame() as opened:
+  with frames.frame() as opened, passes.settled():
     spec = call(*part)
   new = {variable: opened.values[variable] for variable in opened.written}
   is_last = towers.tower == towers.num_towers - 1

@@ -143,7 +143,7 @@ class ExponentialMovingAverage:
     with frames.transaction():
       # In a step that runs again, its averages are among the variables.
       own = {*self._averages.values()}
-      for variable in (v for v in given if v not in own):
+      for variable in dict.fromkeys(v for v in given if v not in own):
         average = self._made(variable)
         moved: Any = optax.incremental_update(
             variable.value(), average.value(), 1 - decay
@@ -214,5 +214,6 @@ class ExponentialMovingAverage:
       ):
         value, name = variable.value(), self._new_name(variable)
         self._averages[variable] = Variable(value, trainable=False, name=name)
-        graph.add_to_collection(_KEYS.MOVING_AVERAGE_VARIABLES, variable)
+        average = self._averages[variable]
+        graph.keep(_KEYS.MOVING_AVERAGE_VARIABLES, variable, average)
     return self._averages[variable]

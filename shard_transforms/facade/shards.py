@@ -19,7 +19,8 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
-from shard_transforms.facade import lookup
+from shard_transforms.facade import graph as graph_lib
+from shard_transforms.facade import passes
 
 
 def shard(
@@ -113,7 +114,8 @@ def shard(
     place_leaf = functools.partial(_place, name, mesh)
     specs.append(jax.tree.map(of_leaf, tree))
     placed.append(jax.tree.map(place_leaf, tree, specs[-1]))
-  outputs = _map_variables(run, placed, specs, mesh, template)
+  with passes.begun(template or contexts.Template()):
+    outputs = _map_variables(run, placed, specs, mesh, template)
   from_all = _per_item(
       'outputs_from_all_shards', outputs_from_all_shards, len(outputs)
   )
@@ -212,7 +214,8 @@ def _map_variables(
     RuntimeError: If each call makes new variables.
   """
   frames.mark_mapped(mesh)
-  mapping = _Mapping(run, inputs, specs, mesh)
+  # It runs several times, to find its variables first.
+  mapping = _Mapping(passes.repeated(run), inputs, specs, mesh)
   mapped = {} if template is None else template.mapped
   known = None if frames.is_discovering() else mapped.get(mesh)
   for _ in range(MAX_TRACES):
@@ -252,9 +255,10 @@ class _Mapping:
 
     Also the shapes of the outputs.
     """
+    graph = graph_lib.get_default_graph()
     known = {
         v: x
-        for v, x in frames.known(lookup.global_variables()).items()
+        for v, x in frames.known(graph.variables.values()).items()
         if x.ndim == v.ndim or len(x) == self.mesh.size
     }
     found = []
@@ -349,7 +353,8 @@ class _Mapping:
 def _stack(x, axis):
   if isinstance(x, str) or (not hasattr(x, 'dtype') and not np.isscalar(x)):
     raise TypeError(f'An output of `shard` must be an array, got {x!r}.')
-  return axes_lib.to_varying(jnp.asarray(x)[None], [axis])
+  with contexts.replaced(run=None):
+    return axes_lib.to_varying(jnp.asarray(x)[None], [axis])
 
 
 def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:

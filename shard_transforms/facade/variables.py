@@ -17,6 +17,7 @@ from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import leaves
+from shard_transforms.facade import passes
 
 
 class GraphKeys:
@@ -218,6 +219,8 @@ class Variable(leaves.Leaf):
           ' because a `CrossShardOptimizer` with `group_assignment` updated'
           ' it. Read all with `shard_values()`, or assign one to all.'
       )
+    self.graph.show(self)
+    passes.warn_if_written(self)
     return array
 
   read_value = initialized_value = value
@@ -268,15 +271,23 @@ class Variable(leaves.Leaf):
           f' {array.shape}.'
       )
     frames.write(self, array)
+    self.graph.show(self)
+    passes.write(self)
     return array
 
   def assign_add(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
     """Adds to the value, and returns it; takes the arguments of `assign`."""
-    return self.assign(self + delta)
+    return self._change(operator.add, delta)
 
   def assign_sub(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
     """Subtracts from the value, and returns it, as `assign_add` adds."""
-    return self.assign(self - delta)
+    return self._change(operator.sub, delta)
+
+  def _change(self, operation, delta):
+    """Assigns the result of an operation, which TensorFlow does at once."""
+    delta = _operand(delta)
+    with passes.settled():
+      return self.assign(operation(self, delta))
 
   def __jax_array__(self) -> jax.Array:
     return self.value()

@@ -21,6 +21,7 @@ from shard_transforms.facade import functions
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
 from shard_transforms.facade import optimizer
+from shard_transforms.facade import passes
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
@@ -51,6 +52,11 @@ class LocalStep(Variable):
   def stored(self, value: Any):
     self._of_thread.value = value
 
+  def value(self) -> jax.Array:
+    """Returns the current array; no line of the program reads it."""
+    with passes.settled():
+      return super().value()
+
   @property
   def step(self) -> jax.Array:
     """The oldest recorded step, `NO_STEP` if there is none, int32 []."""
@@ -73,28 +79,29 @@ class LocalStep(Variable):
 
 
 class _Worker(bases.Wrapper):
-  """An optimizer that records at which global step gradients were computed."""
-
-  # Whether gradients cannot be computed without a global step.
-  _needs_step = False
+  """An optimizer that records at which step gradients were computed."""
 
   def __init__(self, opt: optimizer.Optimizer, use_locking: bool, name: str):
     super().__init__(opt, use_locking, name)
     self._local_step = contexts.persistent('local_step', LocalStep)
 
-  def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-    """Records the global step, then calls that of the wrapped optimizer."""
+  def _present_step(self) -> Variable:
+    """Returns the number of the step whose variables are read now."""
     step = lookup.get_global_step()
-    if step is None and self._needs_step:
+    if step is None:
       raise ValueError(
           f'`compute_gradients` of `{type(self).__name__}` needs the global'
           ' step, which the graph lacks. Call'
           ' `facade.get_or_create_global_step()` first.'
       )
-    read_at = None if step is None else step.value()
+    return step
+
+  def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+    """Records the step, then calls that of the wrapped optimizer."""
+    with passes.settled():
+      read_at = self._present_step().value()
     computed = super().compute_gradients(*args, **kwargs)
-    if read_at is not None:
-      self._local_step.record(read_at)
+    self._local_step.record(read_at)
     return computed
 
   def _checked(self, pairs, global_step):
@@ -153,8 +160,6 @@ class DropStaleGradientOptimizer(_Worker):
     `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
   """
 
-  _needs_step = True
-
   def __init__(
       self,
       opt: optimizer.Optimizer,
@@ -203,10 +208,11 @@ class DropStaleGradientOptimizer(_Worker):
 
   def _state(self, global_step):
     """Returns the state of `drop_stale`."""
-    return self._tx.init(())._replace(
-        global_step=jnp.asarray(global_step.value(), jnp.int32),
-        stale_count=self.stale_counter.value(),
-    )
+    with passes.settled():
+      return self._tx.init(())._replace(
+          global_step=jnp.asarray(global_step.value(), jnp.int32),
+          stale_count=self.stale_counter.value(),
+      )
 
 
 class Averages(Protocol):
@@ -223,7 +229,9 @@ class SyncReplicasOptimizer(_Worker):
   `apply_gradients` hands in its gradients and waits for the end of the step: as
   soon as there are `replicas_to_aggregate` gradients, their mean is applied
   once. Gradients that arrive later belong to an earlier step and are dropped:
-  additional workers are backups. Let workers run until a global step is
+  additional workers are backups. Steps are those of this object: another
+  optimizer may count the same global step. Let workers run until a global step
+  is
   reached, not for a number of rounds; else the last of them would wait for
   workers that have ended.
 
@@ -316,12 +324,16 @@ class SyncReplicasOptimizer(_Worker):
     # many calls a step return at once.
     self._num_extra = self._num_needed - self._num_replicas
     self._round = _Round(self._num_extra)
+    self._num_rounds = contexts.persistent('num_rounds', _num_rounds)
     self._condition = threading.Condition()
 
   def make_session_run_hook(self, *args: Any, **kwargs: Any) -> None:
     """Returns no hook: there are no queues to fill."""
 
   get_chief_queue_runner = get_init_tokens_op = make_session_run_hook
+
+  def _present_step(self):
+    return self._num_rounds
 
   def _apply(self, pairs, global_step, name):
     bases.check_decided(self)
@@ -336,10 +348,10 @@ class SyncReplicasOptimizer(_Worker):
       )
     with frames.at_once(), self._condition:
       own = int(self._local_step.step)
-      if own == NO_STEP or own >= int(global_step):
+      if own == NO_STEP or own >= int(frames.read(self._num_rounds)):
         self._hand_in(pairs, global_step)
-      self._local_step.set(global_step.value())
-      return global_step.value()
+      self._local_step.set(frames.read(self._num_rounds))
+      return frames.read(global_step)
 
   def _hand_in(self, pairs, global_step):
     """Hands in gradients for the current step, and waits for its end."""
@@ -361,8 +373,9 @@ class SyncReplicasOptimizer(_Worker):
     ):
       current.calls = [call for call in current.calls if call is not pairs]
       raise TimeoutError(
-          f'Step {int(global_step)} was not over within {self.timeout_secs} s:'
-          f' fewer than {self._num_needed} gradients were handed in.'
+          f'Step {int(frames.read(self._num_rounds))} was not over within'
+          f' {self.timeout_secs} s: fewer than {self._num_needed} gradients'
+          ' were handed in.'
       )
     elif current.error is not None:
       raise RuntimeError(
@@ -374,6 +387,7 @@ class SyncReplicasOptimizer(_Worker):
     current, self._round = self._round, _Round(self._num_extra)
     try:
       self._apply_mean(current.calls, global_step)
+      self._num_rounds.assign_add(1)
     except Exception as error:
       current.error = error
       raise
@@ -387,8 +401,15 @@ class SyncReplicasOptimizer(_Worker):
     pairs = differentiation.of_variables(mean, calls[0])
     step = super()._apply(pairs, global_step, None)
     if self._averages is not None and self._to_average is not None:
-      self._averages.apply(self._to_average)
+      with passes.settled():
+        self._averages.apply(self._to_average)
     return step
+
+
+def _num_rounds():
+  """Returns a variable that no graph saves, at 0."""
+  with frames.outside(), graph_lib.Graph().as_default():
+    return Variable(np.int32(0), trainable=False, name='num_rounds')
 
 
 @dataclasses.dataclass

@@ -41,8 +41,8 @@ class FunctionTest(StepTest):
 
     @facade.function
     def step(x, *, scale):
-      mean.assign(jnp.mean(x['x']))
-      self.w.assign_add(scale * mean * x['x'])
+      with facade.control_dependencies([mean.assign(jnp.mean(x['x']))]):
+        self.w.assign_add(scale * mean * x['x'])
       return {'w': self.w, 'sum': jnp.sum(x['v'])}
 
     for start in W, 2 * W:
@@ -107,7 +107,8 @@ class FunctionTest(StepTest):
     def step(x):
       for rate in 0.1, 0.2:
         opt = facade.MomentumOptimizer(rate, 0.9)
-        opt.minimize(lambda: jnp.sum(self.w * x), var_list=[self.w])
+        with facade.control_dependencies([None]):  # One after the other.
+          opt.minimize(lambda: jnp.sum(self.w * x), var_list=[self.w])
       return opt.get_slot(self.w, 'momentum')
 
     inner = facade.function(step)
@@ -275,8 +276,9 @@ class ControlFlowTest(graphs.OptimizerTest):
     opt = facade.MomentumOptimizer(1.0, 0.9)
 
     def apply():
-      opt.apply_gradients([(2.0, self.b)], self.step)
-      return {'b': self.b.value()}
+      step = opt.apply_gradients([(2.0, self.b)], self.step)
+      with facade.control_dependencies([step]):
+        return {'b': self.b.value()}
 
     def keep():
       self.w.assign_add(jnp.ones(2))
@@ -315,9 +317,9 @@ class FrameTest(graphs.OptimizerTest):
 
     @facade.function
     def step():
-      self.b.assign(5.0)
+      assigned = self.b.assign(5.0)
       graphs.run_threads(lambda: seen.append(float(self.b)))
-      return self.b * 1.0
+      return assigned
 
     self.assertEqual(float(step()), 5)
     self.assertEqual(set(seen), {3.0})

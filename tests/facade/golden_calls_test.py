@@ -195,7 +195,10 @@ def wrapped_only_in(number):
 def numbers_of_calls(*numbers):
   def step(t):
     opt = tower_sgd()
-    return [t.minimize(opt) for _ in range(numbers[t.number])][-1]
+    for _ in range(numbers[t.number]):
+      with facade.control_dependencies([None]):  # One after the other.
+        train_op = t.minimize(opt)
+    return train_op
 
   return towers(step)
 

@@ -231,9 +231,7 @@ class CrossShardReplay(Replay):
       chex.assert_equal(variable.is_per_shard, grouped and updated)
     if handed and 'contributions' in recorded:
       contributions = {'grads': recorded['contributions']}
-      assert_close(
-          jax.device_get(handed), stacked(self.tape, contributions)
-      )
+      assert_close(jax.device_get(handed), stacked(self.tape, contributions))
 
 
 class CrossShardTest(ReplayTest):
@@ -303,14 +301,17 @@ class TowerReplay(Replay):
     loss = loss_of(tape, variables, data)
     opts = self.make()
     self.made.append(opts)
+    value, train_op = loss(), None
     for i, opt in enumerate(opts):
       owned, passed = variables, self.global_step
       if 'inners' in tape:
         names = tape['owned_variables'][i]
         owned = [v for v in variables if v.op.name in names]
         passed = passed if tape['global_step_passed_by'][i] else None
-      train_op, _ = call(tape, opt, loss, data, owned, passed)
-    return facade.EstimatorSpec(mode, loss=loss(), train_op=train_op)
+      # Their losses are sums over variables, so that the order is no matter.
+      with facade.control_dependencies([train_op]):
+        train_op, _ = call(tape, opt, loss, data, owned, passed)
+    return facade.EstimatorSpec(mode, loss=value, train_op=train_op)
 
   def train(self, features):
     self.made.clear()

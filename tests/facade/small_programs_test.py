@@ -1,6 +1,7 @@
 """Small programs give what TensorFlow 1.15.5 gives, or an error."""
 
 import gc
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -184,14 +185,147 @@ def averages_that_are_chosen_among_all_variables():
   return int(step), len(averages), len(tf.moving_average_variables())
 
 
+def run(step, kind, times=3):
+  """Runs a step, which takes a one; returns all variables."""
+  mapped = graphs.mapped(
+      lambda x: step(x[0]), 2 if 'shards' in kind else None, 'function' in kind
+  )
+  for _ in range(times):
+    mapped(np.ones(2, np.float32))
+  return {v.op.name: round(float(v), 6) for v in tf.global_variables()}
+
+
+def wrapped(opt, kind):
+  return facade.CrossShardOptimizer(opt) if 'shards' in kind else opt
+
+
+def averages_of_averages(kind):
+  w = variable(ONES)
+  ema = tf.train.ExponentialMovingAverage(0.5)
+  opt = wrapped(tf.train.GradientDescentOptimizer(1.0), kind)
+
+  def step(x):
+    train_op = opt.minimize(lambda: x * w, var_list=[w])
+    averaged = tf.trainable_variables() + tf.moving_average_variables()
+    with tf.control_dependencies([train_op]):
+      ema.apply(averaged)
+
+  return run(step, kind)
+
+
+def target_network(kind):
+  def net(scope):
+    with tf.variable_scope(scope):
+      return tf.get_variable('w', [], initializer=ONES())
+
+  opt = wrapped(tf.train.GradientDescentOptimizer(0.5), kind)
+
+  def step(x):
+    actor = net('actor')
+    params = tf.trainable_variables()
+    net('target')
+    targets = tf.trainable_variables()[len(params) :]
+    train_op = opt.minimize(lambda: x * actor, var_list=params)
+    with tf.control_dependencies([train_op]):
+      for target, param in zip(targets, params, strict=True):
+        target.assign(0.5 * target + 0.5 * param)
+
+  return run(step, kind, 2 if 'function' in kind else 1)
+
+
+def new_variables(kind):
+  """The names that a step finds at its lines."""
+  seen, opt = [], wrapped(tf.train.MomentumOptimizer(0.5, 0.5), kind)
+
+  def names(find, *args):
+    return [x.op.name for x in find(*args)]
+
+  def loss(x):
+    before = names(tf.trainable_variables)
+    w = tf.get_variable('w', [], initializer=ONES(), regularizer=tf.nn.l2_loss)
+    seen[-1].append(f'{before} {names(tf.trainable_variables)}')
+    return x * w
+
+  def step(x):
+    seen.append(
+        [
+            f'{tf.train.get_global_step()} {names(tf.global_variables)}',
+            f'{len(tf.losses.get_regularization_losses())}'
+            f' {names(tf.get_collection, "mine")}',
+        ]
+    )
+    step = tf.train.get_or_create_global_step()
+    opt.minimize(lambda: loss(x), step)
+    tf.add_to_collection('mine', step)
+    seen[-1].append(
+        f'{tf.train.get_global_step().op.name} {names(tf.global_variables)}'
+        f' {len(tf.losses.get_regularization_losses())}'
+    )
+
+  run(step, kind)
+  lines = [[*dict.fromkeys(x)] for x in seen]  # A loss may run twice.
+  return lines[0], [x for x in lines if x != lines[0]]
+
+
+def variables_that_towers_find():
+  seen = []
+
+  def model_fn(features, mode):
+    seen.append(len(tf.trainable_variables()))
+    w = variable(ONES)
+    opt = tf.contrib.estimator.TowerOptimizer(graphs.sgd())
+    op = opt.minimize(lambda: w * features[0], var_list=[w])
+    return tf.estimator.EstimatorSpec(mode, loss=0.0, train_op=op)
+
+  step = facade.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)
+  for _ in range(2):
+    step(np.ones(2, np.float32), mode='train')
+  return seen
+
+
+def layer_that_keeps_its_variable():
+  layers, opt = {}, tf.train.GradientDescentOptimizer(0.5)
+
+  def loss():
+    if not layers:
+      layers['w'] = variable(ONES)
+    return 1.0 * layers['w']
+
+  return run(lambda x: opt.minimize(loss), 'function')
+
+
+def loss_that_made_its_variables(calls, in_step, get_loss):
+  def model():
+    w = tf.get_variable('w', [], initializer=ONES())
+    tf.losses.add_loss(2.0 * w)
+    tf.losses.absolute_difference(0.0, w)
+    return tf.losses.get_total_loss()
+
+  def call():
+    for _ in range(calls):
+      model()
+
+  @facade.function
+  def step():
+    if in_step:
+      call()
+    opt = tf.train.GradientDescentOptimizer(0.5)
+    return opt.minimize(get_loss(model), return_loss=True)[1]
+
+  if not in_step:
+    call()
+  return [float(step()) for _ in range(2)]
+
+
 def slots_in_a_scope():
   w = tf.Variable(1.0, name='w')
 
   @facade.function
   def train():
     with tf.variable_scope('training'):
-      tf.train.AdamOptimizer(0.1).minimize(lambda: w * w)
-      tf.train.ExponentialMovingAverage(0.9).apply([w])
+      train_op = tf.train.AdamOptimizer(0.1).minimize(lambda: w * w)
+      with tf.control_dependencies([train_op]):
+        tf.train.ExponentialMovingAverage(0.9).apply([w])
 
   train()
   return [v.op.name for v in tf.global_variables()]
@@ -203,7 +337,56 @@ def constrained(opt):
   return round(float(w), 4)
 
 
+# What each call of a step must see at its lines.
+LINES = [
+    *('None []', '0 []', "[] ['w']"),
+    "global_step ['global_step', 'w', 'w/Momentum'] 1",
+]
 PROGRAMS = {
+    **{
+        f'averages of averages, {kind}': (
+            lambda kind=kind: averages_of_averages(kind),
+            {'w': -2.0, 'w/ExponentialMovingAverage': average},
+        )
+        # Where nothing is compiled, it begins with the value after the step.
+        for kind, average in (
+            *(('plain', -1.25), ('function', -1.125)),
+            ('function of shards', -1.125),
+        )
+    },
+    **{
+        f'target network, {kind}': (
+            lambda kind=kind: target_network(kind),
+            {'actor/w': 1 - 0.5 * n, 'target/w': target},
+        )
+        for kind, n, target in (
+            *(('plain', 1, 0.75), ('shards', 1, 0.75)),
+            *(('function', 2, 0.375), ('function of shards', 2, 0.375)),
+        )
+    },
+    **{
+        f'new variables, {kind}': (
+            lambda kind=kind: new_variables(kind),
+            (LINES, []),
+        )
+        for kind in ('function', 'function of shards')
+    },
+    'variables of towers': (variables_that_towers_find, [0, 1, 0, 1]),
+    'a layer': (layer_that_keeps_its_variable, {'w': -0.5}),
+    **{
+        f'loss, called {calls} times {"in" if in_step else "before"} the step'
+        f' {i}': (
+            lambda args=(calls, in_step, get_loss): (
+                loss_that_made_its_variables(*args)
+            ),
+            [3.0, -0.5],
+        )
+        for calls in (0, 1, 2)
+        for in_step in (False, True)
+        for i, get_loss in enumerate(
+            (lambda model: model, lambda model: lambda: 1.0 * model())
+        )
+    },
     'a loss of no scope': (lambda: loss_of_another_scope('', True), (1, 1)),
     'the same at once': (lambda: loss_of_another_scope('', False), (1, 1)),
     'of its scope': (lambda: loss_of_another_scope('train', True), (1, 1)),
@@ -241,7 +424,101 @@ PROGRAMS = {
 }
 
 
+def two_optimizers(order):
+  """Trains two variables by one loss, and the second optimizer last."""
+  w, b = (tf.get_variable(x, [], initializer=ONES()) for x in 'wb')
+  opts = [tf.train.GradientDescentOptimizer(0.5) for _ in range(2)]
+
+  def loss():
+    return w * b
+
+  @facade.function
+  def step():
+    if order == 'gradients first':
+      computed = [
+          opt.compute_gradients(loss, [v])
+          for opt, v in zip(opts, (w, b), strict=True)
+      ]
+      for opt, pairs in zip(opts, computed, strict=True):
+        opt.apply_gradients(pairs)
+      return
+    first, second = (
+        lambda opt=opt, v=v: opt.minimize(loss, var_list=[v])
+        for opt, v in zip(opts, (w, b), strict=True)
+    )
+    if order == 'functions':
+      facade.function(first)()
+      facade.function(second)()
+    elif order == 'dependencies':
+      with tf.control_dependencies([first()]):
+        second()
+    elif order == 'dependencies of both':
+      with tf.control_dependencies([tf.no_op()]):
+        tf.group(first(), second())
+    else:
+      tf.group(first(), second())
+
+  step()
+  return [float(w), float(b)]
+
+
+def reads_after_assignments(order):
+  t = tf.get_variable('t', [], initializer=ZEROS())
+  rate = tf.get_variable('rate', [], initializer=ZEROS())
+
+  def step():
+    if order == 'before':
+      new = t / 2.0
+      updates = [t.assign(t + 1), rate.assign(new)]
+    elif order == 'result':
+      updates = [rate.assign(t.assign(t + 1) / 2.0)]
+    elif order == 'added':
+      updates = [tf.assign_add(t, 1.0), t.assign_add(1.0), t.assign_sub(1.0)]
+      updates.append(tf.cond(rate < 1, lambda: rate.assign(0.5), lambda: rate))
+    elif order == 'branches':
+      updates = [tf.cond(t < 1, lambda: t.assign(1.0), lambda: 1.0 * t)]
+    elif order == 'an average':
+      updates = [t.assign(t + 1)]
+      tf.train.ExponentialMovingAverage(0.5).apply([t])
+    else:
+      updates = [t.assign(t + 1), rate.assign(t / 2.0)]
+    tf.group(*updates)
+    return t, rate
+
+  step = step if order == 'no function' else facade.function(step)
+  step()
+  return [float(t), float(rate)]
+
+
 class SmallProgramsTest(graphs.GraphTest):
+
+  @cases.parameters(
+      (two_optimizers, 'as written', "'w:0' is read after", [0.5, 0.75]),
+      (two_optimizers, 'dependencies of both', "'w:0' is read", [0.5, 0.75]),
+      (two_optimizers, 'dependencies', None, [0.5, 0.75]),
+      (two_optimizers, 'functions', None, [0.5, 0.75]),
+      (two_optimizers, 'gradients first', None, [0.5, 0.5]),
+      (reads_after_assignments, 'as written', "'t:0' is read", [1, 0.5]),
+      (reads_after_assignments, 'an average', "'t:0' is read", [1, 0]),
+      (reads_after_assignments, 'no function', None, [1, 0.5]),
+      (reads_after_assignments, 'before', None, [1, 0]),
+      (reads_after_assignments, 'result', None, [1, 0.5]),
+      (reads_after_assignments, 'added', None, [1, 0.5]),
+      (reads_after_assignments, 'branches', None, [1, 0]),
+  )
+  def test_what_tensorflow_does_not_order_is_warned_of(
+      self, program, order, words, expected
+  ):
+    with warnings.catch_warnings(record=True) as found:
+      warnings.simplefilter('always')
+      values = program(order)
+
+    self.assertEqual(values, expected)
+    # Each trace warns once, of the program's line.
+    self.assertLen(found, 2 if words else 0)
+    for warning in found:
+      self.assertRegex(str(warning.message), words)
+      self.assertEqual(warning.filename, __file__)
 
   @cases.parameters(0, 3)
   def test_names_of_slots_do_not_count_the_steps_before(self, first):

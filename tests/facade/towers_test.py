@@ -96,7 +96,8 @@ class TowersTest(graphs.GraphTest):
     def train_op(x):
       opt = facade.TowerOptimizer(sgd())
       for _ in range(next(towers)):
-        opt.minimize(lambda: self.loss(x), self.step)
+        with facade.control_dependencies([None]):  # One after the other.
+          opt.minimize(lambda: self.loss(x), self.step)
 
     with self.assertRaisesRegex(
         ValueError, 'same optimizer calls|no gradients'

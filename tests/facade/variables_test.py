@@ -237,11 +237,13 @@ class TracedTest(graphs.GraphTest):
       before = net(x)
       (grad,) = facade.gradients(lambda: net(x), [self.w])
       net(x)
-      self.w.assign(10.0)
-      assigned = net(x)
-      opt.minimize(lambda: net(x))
-      opt.minimize(lambda: net(x))
-      return before, grad, assigned, net(x)
+      with facade.control_dependencies([self.w.assign(10.0)]):
+        assigned = net(x)
+        train_op = opt.minimize(lambda: net(x))
+      with facade.control_dependencies([train_op]):
+        train_op = opt.minimize(lambda: net(x))
+      with facade.control_dependencies([train_op]):
+        return before, grad, assigned, net(x)
 
     for value in (1.0, 3.0):
       self.w.assign(value)

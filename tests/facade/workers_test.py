@@ -238,6 +238,27 @@ class SyncReplicasTest(WorkersTest):
 
     self.assertEqual([float(self.w), int(self.step)], [-1, 1])
 
+  @cases.parameters(False, True)
+  def test_another_optimizer_may_count_the_same_step(self, both):
+    b = facade.Variable(0.0, name='b')
+    opts = [self.optimizer(1, total_num_replicas=2, inner=sgd(0.5))]
+    opts.append(
+        self.optimizer(1, total_num_replicas=2, inner=sgd(0.5))
+        if both
+        else sgd(0.5)
+    )
+    for _ in range(3):
+      computed = [
+          opt.compute_gradients(lambda v=v: (v - 1.0) ** 2 / 2, [v])
+          for opt, v in zip(opts, (self.w, b), strict=True)
+      ]
+      for opt, pairs in reversed([*zip(opts, computed, strict=True)]):
+        opt.apply_gradients(pairs, self.step)
+
+    self.assertEqual(
+        [float(self.w), float(b), int(self.step)], [7 / 8] * 2 + [6]
+    )
+
   def test_a_worker_does_not_wait_for_ever(self):
     opt = self.optimizer(2, timeout=0.1)
     other = facade.Variable(0.0, name='other')
