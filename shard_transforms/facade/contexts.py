@@ -24,15 +24,16 @@ class Reduction:
   """How the losses and gradients of shards or towers are reduced.
 
   `CrossShardOptimizer` takes `MEAN` and `SUM`. For towers, `SUM` is the sum,
-  `NONE` is refused, and all others are the mean over the towers.
+  `NONE` is refused, and all others are the mean over the towers. The functions
+  of `tf.losses` take all of them.
 
   Attributes:
     NONE: No reduction.
     SUM: The sum.
-    SUM_OVER_BATCH_SIZE: In TensorFlow, the sum divided by the number of losses.
-    MEAN: The mean; in TensorFlow, the sum divided by the sum of the weights.
-    SUM_BY_NONZERO_WEIGHTS: In TensorFlow, the sum divided by the number of
-      weights that are not zero.
+    SUM_OVER_BATCH_SIZE: Of losses, the sum divided by their number.
+    MEAN: The mean; of losses, the sum divided by the sum of the weights.
+    SUM_BY_NONZERO_WEIGHTS: Of losses, the sum divided by the number of weights
+      that are not zero.
     SUM_OVER_NONZERO_WEIGHTS: The same, by its older name.
 
   Examples:

@@ -3,7 +3,8 @@
 `from shard_transforms.facade import tf` takes the place of
 `import tensorflow as tf`. Each name is a function of the façade, JAX or Optax
 that takes the arguments of TensorFlow; this module computes nothing itself. Any
-other name raises an `AttributeError`. The porting page tells what differs.
+other name raises an `AttributeError`. The porting page tells what differs, and
+what takes the place of other frequent names.
 """
 
 import contextlib
@@ -42,7 +43,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _missing(path):
-  return f'`{path}` is not here. {_PAGE} tells what to write in its place.'
+  return (
+      f'`{path}` is not here. {_PAGE} lists what takes the place of frequent'
+      ' names; for others, use JAX, Optax or Flax.'
+  )
 
 
 def _renamed(function, name, parameters):
@@ -191,8 +195,17 @@ def _variance_scaling(
 _DTYPES = {'dtype', 'output_type'}
 # Parameters that TensorFlow also takes as lists of numbers.
 _TENSORS = (
-    *('a', 'b', 'condition', 'features', 'indices', 'input', 'input_tensor'),
-    *('labels', 'logits', 'onehot_labels', 'params', 'predictions', 't'),
+    *('a', 'b', 'condition', 'features', 'ids', 'indices', 'input'),
+    *(
+        'input_tensor',
+        'labels',
+        'lengths',
+        'logits',
+        'onehot_labels',
+        'params',
+        'predictions',
+        't',
+    ),
     *('tensor', 'weights', 'x', 'y'),
 )
 
@@ -219,9 +232,19 @@ def _smoothed_cross_entropy(logits, labels, label_smoothing=0.0):
   return _cross_entropy(logits, optax.smooth_labels(labels, label_smoothing))
 
 
-def _mean_loss(of_example, labels_dtype=jnp.float32):
-  """Returns a loss that is the mean over the weights that are not zero."""
-  default = facade.Reduction.SUM_BY_NONZERO_WEIGHTS
+# What the sum of weighted losses is divided by, of the losses and the weights.
+_DIVISORS = {
+    facade.Reduction.SUM: lambda losses, weights: 1,
+    facade.Reduction.MEAN: lambda losses, weights: jnp.sum(weights),
+    facade.Reduction.SUM_OVER_BATCH_SIZE: lambda losses, weights: losses.size,
+    facade.Reduction.SUM_BY_NONZERO_WEIGHTS: (
+        lambda losses, weights: jnp.count_nonzero(weights)
+    ),
+}
+
+
+def _reduced_loss(of_example, labels_dtype=jnp.float32):
+  """Returns a loss that is reduced over the examples."""
 
   def loss(
       predictions,
@@ -229,13 +252,9 @@ def _mean_loss(of_example, labels_dtype=jnp.float32):
       *args,
       weights=1.0,
       loss_collection=facade.GraphKeys.LOSSES,
-      reduction=default,
+      reduction=facade.Reduction.SUM_BY_NONZERO_WEIGHTS,
   ):
-    if reduction != default:
-      raise ValueError(
-          f'`reduction` of a loss must be {default!r}, got {reduction!r}. Give'
-          ' `weights`, or write the loss with `tf.reduce_sum`.'
-      )
+    facade.Reduction.validate(reduction)
     # As in TensorFlow: sums of many numbers of 16 bits are inf or lose bits.
     predictions = jnp.asarray(predictions, jnp.float32)
     labels = jnp.asarray(labels, labels_dtype)
@@ -248,11 +267,14 @@ def _mean_loss(of_example, labels_dtype=jnp.float32):
           f' {losses.shape}, got {jnp.shape(weights)}.'
       )
     weights = jnp.broadcast_to(weights, losses.shape)
-    count = jnp.maximum(jnp.count_nonzero(weights), 1)
-    mean = jnp.sum(losses * weights) / count
+    out = losses * weights
+    if reduction != facade.Reduction.NONE:
+      divisor = _DIVISORS[reduction](losses, weights)
+      is_zero = divisor == 0  # The loss is zero then, too.
+      out = jnp.where(is_zero, 0, jnp.sum(out) / jnp.where(is_zero, 1, divisor))
     if loss_collection is not None:
-      facade.add_to_collection(loss_collection, mean)
-    return mean
+      facade.add_to_collection(loss_collection, out)
+    return out
 
   return loss
 
@@ -292,6 +314,71 @@ def _unstack(value, num=None, axis=0):
 def _matmul(a, b, transpose_a=False, transpose_b=False):
   a = jnp.matrix_transpose(a) if transpose_a else a
   return jnp.matmul(a, jnp.matrix_transpose(b) if transpose_b else b)
+
+
+def _div(x, y):
+  is_integer = jnp.issubdtype(jnp.result_type(x, y), jnp.integer)
+  return jnp.floor_divide(x, y) if is_integer else jnp.true_divide(x, y)
+
+
+def _einsum(equation, *inputs, name=None):
+  del name
+  return jnp.einsum(equation, *inputs)
+
+
+def _gather_nd(params, indices):
+  return params[tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))]
+
+
+def _hinge(logits, labels):
+  return jax.nn.relu(1 - (2 * labels - 1) * logits)
+
+
+def _l2_normalize(x, epsilon=1e-12, axis=None):
+  axis = tuple(axis) if isinstance(axis, list) else axis
+  squares = jnp.sum(x * x, axis, keepdims=True)
+  return x * jax.lax.rsqrt(ties.maximum(squares, epsilon))
+
+
+def _log_loss(predictions, labels, epsilon=1e-7):
+  return -labels * jnp.log(predictions + epsilon) - (1 - labels) * jnp.log(
+      1 - predictions + epsilon
+  )
+
+
+def _pad(tensor, paddings, mode='CONSTANT', **options):
+  return jnp.pad(tensor, paddings, mode.lower(), **options)
+
+
+def _regularizer(of_weights):
+  """Returns what makes a regularizer of a scale, such as 1e-4."""
+  return lambda scale, scope=None: lambda w: scale * of_weights(jnp.asarray(w))
+
+
+def _sequence_mask(lengths, maxlen, dtype=bool):
+  positions = jnp.arange(maxlen)[(None,) * lengths.ndim]
+  return jnp.asarray(positions < lengths[..., None], dtype)
+
+
+def _slice(x, begin, size):
+  sizes = zip(begin, size, jnp.shape(x), strict=True)
+  ends = [n if length == -1 else b + length for b, length, n in sizes]
+  return jax.lax.slice(x, begin, ends)
+
+
+def _uniform(minval=0.0, maxval=1.0, **options):
+  return functools.partial(_draw_uniform, minval, maxval, options)
+
+
+def _draw_uniform(minval, maxval, options, key, shape, dtype):
+  return jax.random.uniform(
+      key, shape, options.get('dtype', dtype), minval, maxval
+  )
+
+
+def _xavier(uniform=True):
+  kind = 'glorot_uniform' if uniform else 'glorot_normal'
+  return getattr(_initializers, kind)()
 
 
 def _without_effect(name, result=None):
@@ -369,19 +456,23 @@ _FUNCTIONS = {
             ' truediv=true_divide'
         ),
         **_members('maximum minimum', module=ties),
+        'div': _div,
         'squared_difference': optax.squared_error,
     },
     'input_tensor axis keepdims name reduction_indices keep_dims': {
-        **_members('all any max mean min prod sum', 'reduce_'),
+        **_members('all any max mean min prod std sum variance=var', 'reduce_'),
         **_members('logsumexp', 'reduce_', jax.scipy.special),
     },
     'input_tensor axis keepdims dtype name reduction_indices keep_dims': {
         'count_nonzero': _count_nonzero
     },
+    'a b axes name': _members('tensordot'),
     'a b transpose_a transpose_b name': {'matmul': _matmul},
     'a perm=axes name': _members('transpose'),
     'condition x y name': {'where': _where},
     'dims value name': _members('fill=full'),
+    'fn elems dtype=None parallel_iterations=None back_prop=None'
+    ' swap_memory=None infer_shape=None name': {'map_fn': jax.lax.map},
     'input axis name dim': _members('expand_dims'),
     'input axis name dimension output_type=dtype': {
         name: functools.partial(_arg, getattr(jnp, name))
@@ -390,29 +481,47 @@ _FUNCTIONS = {
     'input axis name squeeze_dims': _members('squeeze'),
     'input k sorted=None name': {'nn.top_k': _top_k},
     'input multiples name': _members('tile'),
+    'input shape name': _members('broadcast_to'),
+    'input_ begin size name': {'slice': _slice},
     'input name': {
         **_members('identity=asarray rank=ndim shape size'),
         **_members('stop_gradient', module=jax.lax),
     },
     'inputs name': {'add_n': _add_n},
+    'lengths maxlen dtype name': {'sequence_mask': _sequence_mask},
+    'num_rows num_columns batch_shape=... dtype name': _members('eye'),
+    'params ids partition_strategy=None name validate_indices max_norm=...': {
+        'nn.embedding_lookup': functools.partial(jnp.take, axis=0)
+    },
+    'params indices name batch_dims=...': {'gather_nd': _gather_nd},
     'params indices validate_indices name axis': {
         'gather': functools.partial(jnp.take, axis=0)
     },
     'scalar x name': _members('scalar_mul=multiply'),
     'shape dtype name': _members('ones zeros'),
+    'start stop num name': _members('linspace'),
     'start limit=stop delta=step dtype name': _members('range=arange'),
+    'tensor axis name': _members('reverse=flip'),
     'tensor dtype name': _members('ones_like zeros_like'),
     'tensor ord=order axis keepdims name': {'norm': _norm},
+    'tensor paddings mode=mode name constant_values=constant_values': {
+        'pad': _pad
+    },
     'tensor shape name': _members('reshape'),
+    'value bias data_format=... name': {'nn.bias_add': jnp.add},
     'value dtype name': _members('convert_to_tensor=asarray'),
     'value dtype shape=shape name': {'constant': _constant},
     'value num=num axis name': {'unstack': _unstack},
     'value num_or_size_splits axis name': {'split': _split},
     'values axis name': _members('concat=concatenate stack'),
+    'x axis epsilon=epsilon name dim': {'nn.l2_normalize': _l2_normalize},
+    'x axis exclusive=... reverse=... name': {
+        'cumsum': functools.partial(jnp.cumsum, axis=0)
+    },
     'x dtype name': _members('cast=asarray'),
     # Losses, and the layers of networks.
     'features name': {
-        **_members('elu relu relu6 softplus', 'nn.', _nn),
+        **_members('elu relu relu6 softplus swish', 'nn.', _nn),
         'nn.selu': ties.selu,
     },
     'features alpha name': {'nn.leaky_relu': ties.leaky_relu},
@@ -420,28 +529,32 @@ _FUNCTIONS = {
         'one_hot', module=_nn
     ),
     f'labels=1 predictions=0 weights {_LOSS}': {
-        'losses.absolute_difference': _mean_loss(
+        'losses.absolute_difference': _reduced_loss(
             lambda x, y: ties.magnitude(x - y)
         ),
-        'losses.mean_squared_error': _mean_loss(optax.squared_error),
+        'losses.mean_squared_error': _reduced_loss(optax.squared_error),
     },
     f'labels=1 predictions=0 weights delta=2 {_LOSS}': {
-        'losses.huber_loss': _mean_loss(
+        'losses.huber_loss': _reduced_loss(
             lambda x, y, delta=1.0: optax.huber_loss(x, y, delta=delta)
         )
     },
     f'multi_class_labels=1 logits=0 weights label_smoothing=... {_LOSS}': {
-        'losses.sigmoid_cross_entropy': _mean_loss(
+        'losses.sigmoid_cross_entropy': _reduced_loss(
             optax.sigmoid_binary_cross_entropy
         )
     },
     f'onehot_labels=1 logits=0 weights label_smoothing=2 {_LOSS}': {
-        'losses.softmax_cross_entropy': _mean_loss(_smoothed_cross_entropy)
+        'losses.softmax_cross_entropy': _reduced_loss(_smoothed_cross_entropy)
+    },
+    f'labels=1 predictions=0 weights epsilon=2 {_LOSS}': {
+        'losses.log_loss': _reduced_loss(_log_loss)
     },
     f'labels=1 logits=0 weights {_LOSS}': {
-        'losses.sparse_softmax_cross_entropy': _mean_loss(
+        'losses.hinge_loss': _reduced_loss(_hinge),
+        'losses.sparse_softmax_cross_entropy': _reduced_loss(
             _sparse_cross_entropy, labels_dtype=None
-        )
+        ),
     },
     'add_regularization_losses name scope=scope': {
         'losses.get_total_loss': _total_loss
@@ -473,9 +586,16 @@ _FUNCTIONS = {
         'random_normal_initializer': _normal,
         'truncated_normal_initializer': _truncated_normal,
     },
+    'minval maxval seed dtype': {'random_uniform_initializer': _uniform},
     'seed dtype': _members(
-        'glorot_uniform_initializer=glorot_uniform', module=_initializers
+        'glorot_normal_initializer=glorot_normal'
+        ' glorot_uniform_initializer=glorot_uniform'
+        ' initializers.he_normal=he_normal initializers.he_uniform=he_uniform'
+        ' initializers.lecun_normal=lecun_normal'
+        ' initializers.lecun_uniform=lecun_uniform',
+        module=_initializers,
     ),
+    'uniform seed dtype': {'contrib.layers.xavier_initializer': _xavier},
     'value dtype': _members(
         'constant_initializer=constant', module=_initializers
     ),
@@ -545,6 +665,11 @@ def _names() -> dict[str, Any]:
       'tf.losses.get_regularization_losses': functools.partial(
           get, regularization
       ),
+      'tf.contrib.layers.l1_regularizer': _regularizer(
+          lambda w: jnp.sum(ties.magnitude(w))
+      ),
+      'tf.contrib.layers.l2_regularizer': _regularizer(_l2_loss),
+      'tf.einsum': _einsum,
       'tf.newaxis': None,
       # No gradient is of this type.
       'tf.IndexedSlices': type('IndexedSlices', (), {}),
@@ -562,6 +687,8 @@ def _names() -> dict[str, Any]:
       found[f'tf.{name}'] = renamed
       if '.' not in name:
         found[f'tf.math.{name}'] = renamed
+      if name.endswith('_initializer') and '.' not in name:
+        found[f'tf.initializers.{name.removesuffix("_initializer")}'] = renamed
   return found
 
 

@@ -301,10 +301,12 @@ class Variable(leaves.Leaf):
       self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
   ) -> Any:
     # NumPy calls this for all operators, and for many of its functions.
+    if inputs[0] is self and kwargs.get('out') == (self,):
+      del kwargs['out']  # As in TensorFlow, `v *= 2` makes `v` an array.
     if any(isinstance(out, Variable) for out in kwargs.get('out', ())):
       raise TypeError(
-          f'Variable {self.name!r} must not be changed by an operator: use'
-          ' `assign`, `assign_add` or `assign_sub`.'
+          f'Variable {self.name!r} must not be changed by NumPy: use `assign`,'
+          ' `assign_add` or `assign_sub`.'
       )
     of_jax = getattr(jnp, ufunc.__name__, None)
     if of_jax is not None and method == '__call__' and 'out' not in kwargs:

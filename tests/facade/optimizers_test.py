@@ -97,7 +97,9 @@ class RecordedTest(graphs.GraphTest):
       pairs = [(grads[k], v) for k, v in variables.items()]
       opt.apply_gradients(pairs, step, **chosen if 'chosen' in name else {})
 
-    recorded_parts.check(self, train, RECORDED[name], 2e-6)
+    # A momentum of a scalar cancels.
+    tolerance = 1e-5 if name == 'momentum_decayed' else 2e-6
+    recorded_parts.check(self, train, RECORDED[name], tolerance)
 
   def test_slots_have_the_names_of_tensorflow(self):
     w = facade.Variable(jnp.ones((2, 3)), name='w')

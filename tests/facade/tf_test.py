@@ -13,7 +13,7 @@ from shard_transforms.facade import tf
 X = np.float32([[0.1, 0.5, 0.9], [0.2, 0.4, 0.7]])
 Y = np.float32([[0.4, 0.5, 0.3], [0.9, 0.1, 0.6]])
 LABELS = np.float32([[0, 1, 0], [1, 0, 0]])
-losses, nn = tf.losses, tf.nn
+losses, nn, R = tf.losses, tf.nn, tf.losses.Reduction
 mse, difference = losses.mean_squared_error, losses.absolute_difference
 softmax, sparse = (
     losses.softmax_cross_entropy,
@@ -38,6 +38,53 @@ CALLS = {
     'pow': (lambda: tf.pow(X, 2.0), X**2),
     'floordiv': (lambda: tf.floordiv([7, -7], 2), np.int32([3, -4])),
     'truediv': (lambda: tf.truediv([7, -7], 2), np.float32([3.5, -3.5])),
+    'div': (lambda: tf.div([7, -7], 2), np.int32([3, -4])),
+    'div of floats': (lambda: tf.div(X, 2.0), X / 2),
+    'einsum': (lambda: tf.einsum('ij,kj->ik', tf.Variable(X), Y), X @ Y.T),
+    'tensordot': (lambda: tf.tensordot(X, Y, [[1], [1]]), X @ Y.T),
+    'pad': (
+        lambda: tf.pad(X, [[1, 0], [0, 2]], constant_values=3.0),
+        np.pad(X, [[1, 0], [0, 2]], constant_values=3),
+    ),
+    'pad mirrored': (
+        lambda: tf.pad(X, [[0, 0], [1, 0]], 'REFLECT'),
+        np.pad(X, [[0, 0], [1, 0]], 'reflect'),
+    ),
+    'slice': (lambda: tf.slice(X, [1, 0], [-1, 2]), X[1:, :2]),
+    'gather_nd': (lambda: tf.gather_nd(X, [[1, 2], [0, 1]]), X[[1, 0], [2, 1]]),
+    'gather_nd rows': (lambda: tf.gather_nd(X, [[1]]), X[[1]]),
+    'lookup': (lambda: nn.embedding_lookup(X, [[1], [0]]), X[[1, 0]][:, None]),
+    'map_fn': (
+        lambda: tf.map_fn(lambda x: x * x.sum(), X),
+        X * X.sum(1)[:, None],
+    ),
+    'cumsum': (lambda: tf.cumsum(X), np.cumsum(X, 0)),
+    'cumsum axis': (lambda: tf.cumsum(X, 1), np.cumsum(X, 1)),
+    'linspace': (lambda: tf.linspace(0.0, 1.0, 5), np.linspace(0, 1, 5)),
+    'eye': (lambda: tf.eye(2, 3), np.eye(2, 3)),
+    'reverse': (lambda: tf.reverse(X, [1]), X[:, ::-1]),
+    'broadcast_to': (lambda: tf.broadcast_to(X[0], [2, 3]), X[[0, 0]]),
+    'sequence_mask': (
+        lambda: tf.sequence_mask([1, 3], 3, tf.float32),
+        np.float32([[1, 0, 0], [1, 1, 1]]),
+    ),
+    'bias_add': (lambda: nn.bias_add(X, X[:1]), X + X[:1]),
+    'swish': (lambda: nn.swish(X), X / (1 + np.exp(-X))),
+    'l2_normalize': (
+        lambda: nn.l2_normalize(X, 1),
+        X / np.sqrt((X**2).sum(1))[:, None],
+    ),
+    'l2_normalize dim': (lambda: nn.l2_normalize(0 * X, dim=0), 0 * X),
+    'reduce_std': (lambda: tf.math.reduce_std(X, 0), X.std(0)),
+    'reduce_variance': (lambda: tf.math.reduce_variance(X), X.var()),
+    'l1_regularizer': (
+        lambda: tf.contrib.layers.l1_regularizer(0.5)(-X),
+        X.sum() / 2,
+    ),
+    'l2_regularizer': (
+        lambda: tf.contrib.layers.l2_regularizer(0.5)(tf.Variable(X)),
+        (X**2).sum() / 4,
+    ),
     'mod': (lambda: tf.floormod([7, -7], 4), np.int32([3, 1])),
     'greater': (lambda: tf.math.greater(X, Y), X > Y),
     'reduce_sum': (lambda: tf.reduce_sum(X), X.sum()),
@@ -111,6 +158,30 @@ CALLS = {
     'softmax int': (lambda: softmax(np.int32(LABELS), X), LOSS.mean()),
     'sparse column': (lambda: sparse([[1], [0]], X), LOSS.mean()),
     'int8': (lambda: sparse(np.int8([1, -1]), np.zeros([2, 300])), np.nan),
+    'hinge_loss': (
+        lambda: losses.hinge_loss(LABELS, X),
+        np.maximum(1 - (2 * LABELS - 1) * X, 0).mean(),
+    ),
+    'log_loss': (
+        lambda: losses.log_loss(LABELS, X, epsilon=0.01),
+        -np.log(np.where(LABELS, X, 1 - X) + 0.01).mean(),
+    ),
+    **{
+        f'reduction {i}': (
+            lambda r=r: mse(X, Y, [[2.0, 0.0, 1.0]], reduction=r),
+            expected,
+        )
+        for i, (r, expected) in enumerate(
+            {
+                R.NONE: SQUARES * [2, 0, 1],
+                R.SUM: WEIGHTED * 4,
+                R.MEAN: WEIGHTED * 4 / 6,
+                R.SUM_OVER_BATCH_SIZE: WEIGHTED * 4 / 6,
+                R.SUM_BY_NONZERO_WEIGHTS: WEIGHTED,
+            }.items()
+        )
+    },
+    'no weights': (lambda: mse(X, Y, 0.0, reduction=R.MEAN), 0.0),
     'losses.sigmoid': (
         lambda: losses.sigmoid_cross_entropy(Y, X),
         SIGMOID_LOSS.mean(),
@@ -232,6 +303,12 @@ class FunctionsTest(graphs.GraphTest):
         tf.truncated_normal_initializer(stddev=0.02),
         *(tf.glorot_uniform_initializer(), tf.orthogonal_initializer(gain=2.0)),
         tf.variance_scaling_initializer(4.0, 'fan_avg', distribution='normal'),
+        tf.random_uniform_initializer(-3.0, 3.0),
+        *(tf.glorot_normal_initializer(), tf.initializers.he_normal()),
+        *(
+            tf.contrib.layers.xavier_initializer(uniform=u)
+            for u in (True, False)
+        ),
     ]
     made = [
         tf.get_variable(f'w{i}', [20, 30], tf.float32, initializer)
@@ -241,7 +318,9 @@ class FunctionsTest(graphs.GraphTest):
     means = [float(jnp.mean(w)) for w in made[:3]]
     spreads = [float(jnp.std(w)) for w in made[3:]]
     self.assertEqual(means, [0, 1, 3])
-    np.testing.assert_allclose(spreads, [1, 0.0176, 0.2, 0.365, 0.4], 0.1)
+    expected = 1, 0.0176, 0.2, 0.365, 0.4, 3**0.5, 0.2, 0.1**0.5, 0.2, 0.2
+    np.testing.assert_allclose(spreads, expected, 0.1)
+    self.assertIs(tf.initializers.zeros, tf.zeros_initializer)
 
   def test_has_the_losses_of_a_step(self):
     tf.get_variable('w', [2], tf.float32, jnp.ones, regularizer=tf.reduce_sum)
