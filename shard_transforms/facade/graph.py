@@ -132,7 +132,9 @@ class Graph:
             f'`scope` must be left out for collection {name!r}, got {scope!r}:'
             ' it has arrays, which have no name outside of a step.'
         )
-      found = [x for x in found if re.match(scope, getattr(x, 'name', ''))]
+      found = [
+          x for x in found if re.match(scope, getattr(x, 'name', None) or '')
+      ]
     items = _values(found)
     if not leaves.is_step():
       return items

@@ -62,6 +62,7 @@ class GraphTest(parameterized.TestCase):
     graph = facade.Graph()
 
     graph.add_to_collection('losses', 1)
+    self.assertEqual(graph.get_collection('losses', 'a'), [])
     graph.get_collection('losses').append('copy')
     graph.get_collection_ref('losses').append(2)
 

@@ -317,6 +317,22 @@ def loss_that_made_its_variables(calls, in_step, get_loss):
   return [float(step()) for _ in range(2)]
 
 
+def variables_built_by_a_function():
+  seen = tf.get_variable('seen', [], initializer=ZEROS(), trainable=False)
+
+  def loss():
+    w = tf.get_variable('w', [], initializer=ONES())
+    seen.assign_add(1.0)
+    tf.losses.add_loss(2.0 * w)
+    return tf.losses.get_total_loss()
+
+  facade.function(loss).build()
+  found = float(seen), len(tf.trainable_variables())
+  opt = tf.train.GradientDescentOptimizer(0.5)
+  _, value = facade.function(lambda: opt.minimize(loss, return_loss=True))()
+  return *found, float(value), float(seen)
+
+
 def slots_in_a_scope():
   w = tf.Variable(1.0, name='w')
 
@@ -333,7 +349,7 @@ def slots_in_a_scope():
 
 def constrained(opt):
   w = tf.Variable(1.0, constraint=lambda w: tf.maximum(w, 0.0))
-  opt.minimize(lambda: 3.0 * w)
+  facade.function(lambda: opt.minimize(lambda: 3.0 * w))()
   return round(float(w), 4)
 
 
@@ -371,6 +387,7 @@ PROGRAMS = {
         )
         for kind in ('function', 'function of shards')
     },
+    'built variables': (variables_built_by_a_function, (0.0, 1, 2.0, 1.0)),
     'variables of towers': (variables_that_towers_find, [0, 1, 0, 1]),
     'a layer': (layer_that_keeps_its_variable, {'w': -0.5}),
     **{
@@ -477,6 +494,9 @@ def reads_after_assignments(order):
       updates.append(tf.cond(rate < 1, lambda: rate.assign(0.5), lambda: rate))
     elif order == 'branches':
       updates = [tf.cond(t < 1, lambda: t.assign(1.0), lambda: 1.0 * t)]
+    elif order == 'after a branch':
+      updates = [tf.cond(rate < 1, lambda: t.assign(1.0), lambda: 0.0)]
+      updates.append(rate.assign(t / 2.0))
     elif order == 'an average':
       updates = [t.assign(t + 1)]
       tf.train.ExponentialMovingAverage(0.5).apply([t])
@@ -499,6 +519,7 @@ class SmallProgramsTest(graphs.GraphTest):
       (two_optimizers, 'functions', None, [0.5, 0.75]),
       (two_optimizers, 'gradients first', None, [0.5, 0.5]),
       (reads_after_assignments, 'as written', "'t:0' is read", [1, 0.5]),
+      (reads_after_assignments, 'after a branch', "'t:0' is read", [1, 0.5]),
       (reads_after_assignments, 'an average', "'t:0' is read", [1, 0]),
       (reads_after_assignments, 'no function', None, [1, 0.5]),
       (reads_after_assignments, 'before', None, [1, 0]),

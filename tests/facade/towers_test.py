@@ -52,7 +52,7 @@ class TowersTest(graphs.GraphTest):
 
     def train_op(x):
       def loss():
-        seen.assign_add(1)
+        seen.assign(seen + 1)
         return self.loss(x)
 
       facade.TowerOptimizer(sgd()).minimize(loss, var_list=[self.w])
