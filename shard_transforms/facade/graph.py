@@ -149,7 +149,9 @@ class Graph:
   def get_collection_ref(self, name: str) -> list[Any]:
     """Returns a collection itself."""
     collection = self._collections.setdefault(name, [])
-    collection[:] = _values(collection)
+    # Other threads may add to it: it is left as it is where it can be.
+    if any(isinstance(x, _Unnamed) for x in collection):
+      collection[:] = _values(collection)
     return collection
 
   def add_to_collection(self, name: str, value: Any) -> None:
