@@ -47,6 +47,8 @@ def map_shards(
     A compiled function of the shared tree and of a tree with a leading axis of
     shards; its results have that axis as well.
   """
+  if mode not in (*MAPPED, 'hosts'):
+    raise ValueError(f'`map_shards` does not map shards in the mode {mode!r}.')
   if mode == 'vmap':
     return jax.jit(jax.vmap(fn, (None, 0), axis_name=AXIS))
   if mode == 'pmap':

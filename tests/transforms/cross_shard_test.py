@@ -71,9 +71,33 @@ def _reduce(mode, weighted=False):
 
     return [reduce(*given) for given in zip(x, weights, strict=True)]
 
+  if mode in modes.PLAIN:
+    return functools.partial(_reduce_stacked, mode, txs)
   mapped = modes.map_shards(mode, shard)
 
   return lambda x, weights: mapped(PARAMS, (x, weights))
+
+
+def _reduce_stacked(mode, txs, x, weights):
+  """Returns the weighted reductions under plain `jax.jit`."""
+  mesh = modes.plain_mesh(mode)
+  bound = {kind: st.on_mesh(tx, mesh) for kind, tx in txs.items()}
+
+  @jax.jit
+  def reduce(x, weight):
+    _, grads = st.value_and_grad(
+        lambda params, x: _loss(params, x[0]), modes.AXIS
+    )(PARAMS, x)
+    return {
+        kind: tx.update(grads, tx.init(PARAMS), PARAMS, weight=weight)[0]
+        for kind, tx in bound.items()
+    }
+
+  with jax.set_mesh(mesh):
+    return [
+        modes.of_shards(reduce(*modes.place(given, mesh, modes.AXIS)))
+        for given in zip(x, weights, strict=True)
+    ]
 
 
 def _expected(kind, weight):
