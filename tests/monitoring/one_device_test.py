@@ -248,7 +248,33 @@ class OneDeviceTest(parameterized.TestCase):
       )
       return {'update': jax.jit(mapped)(np.ones(3, np.float32))}
 
-    self.assertIn('update: relative difference 0.5', message_of(run))
+    words = 'update: relative difference 0.5, 2 different values in 4 copies'
+    self.assertIn(words, message_of(run))
+
+  @cases.parameters(*modes.UNTRACKED_MODES)
+  def test_copies_with_other_bits_fail_where_each_is_close(self, mode):
+    # Under Adam, gradients of equal signs give nearly equal first updates.
+    # Nothing reduces them.
+    def step(params, shift):
+      grads = jax.tree.map(lambda x: x + 1 + shift.sum(), params)
+      return {'update': ADAM.update(grads, ADAM.init(params), params)[0]}
+
+    def run(num_shards):
+      shifts = jnp.arange(SHARDS, dtype=jnp.float32).reshape(num_shards, -1)
+      return modes.map_shards(mode, step, num_shards)({'w': ONES}, shifts / 100)
+
+    message = message_of(run)
+
+    self.assertContainsInOrder(
+        [
+            "copies of a result differ from each other in\n  update['w']: rel",
+            '4 different values in 4 copies\n',
+            'no reduction at all',
+            'a metric that is not reduced',
+            'state that differs',
+        ],
+        message,
+    )
 
   def test_rounding_of_a_small_leaf_is_none(self):
     one = {'gradient': {'large': np.ones(3), 'b': np.array([1e-9, 0])}}

@@ -1,5 +1,6 @@
 """`assert_trains_as_one_device`: N shards against one device, in tests."""
 
+import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -37,6 +38,13 @@ _CAUSES = {
         ' keys that depend on the shard.'
     ),
 }
+_CAUSES_OF_COPIES = (
+    'no reduction at all, which no type shows under `check_vma=False`,'
+    ' `jax.pmap` and `jax.vmap`; a metric that is not reduced: return its'
+    ' `shard_transforms.shard_mean`; random keys that depend on the shard;'
+    ' state that differs between shards although its spec is `P()`: make it'
+    ' with `init_state`, and map it with `state_specs`.'
+)
 _CAUSES_OF_MORE = (
     '`jax.grad` of replicated parameters, which JAX sums: use'
     ' `shard_transforms.value_and_grad` and `cross_shard_mean`; a sum in place'
@@ -60,11 +68,15 @@ class _Leaf(NamedTuple):
     name: Its name.
     found: The values of all shards.
     expected: The values of one device, as often.
+    num_copies: How many copies of the leaf there are, on devices or as rows.
+    num_values: How many of these have different bits.
   """
 
   name: str
   found: np.ndarray
   expected: np.ndarray
+  num_copies: int
+  num_values: int
 
   def difference(self, scale: float = 0) -> float:
     """Returns how large the difference is, relative to at least `scale`."""
@@ -93,7 +105,9 @@ def assert_trains_as_one_device(
   A leaf agrees if :math:`\lVert a - b\rVert \le r \max(\lVert b\rVert, s)`.
   There :math:`b` is that of one device, :math:`r` is `rtol`, and :math:`s` is a
   thousandth of the norm that the leaf would have if its elements were as large
-  as those of its whole part. All copies on devices are compared.
+  as those of its whole part. All copies on devices are compared, and first of
+  all with each other: they must have equal bits, because copies that differ a
+  little train different models.
 
   Args:
     run: Takes a number of shards; returns a mapping with some of the keys
@@ -102,16 +116,18 @@ def assert_trains_as_one_device(
       and as update the parameters after the step minus those before. A leading
       axis of shards, as `jax.pmap` adds it, is compared row by row. Return
       the loss of the first step: a later one may differ because of an earlier
-      update. Return the gradient if the optimizer clips, takes signs or is
-      like Adam: these hide a gradient that is N times too large.
+      update. Return the update: its copies show a reduction that is missing.
+      Return the gradient if the optimizer clips, takes signs or is like Adam:
+      these hide a gradient that is N times too large.
     num_shards: The number of shards, at least 2.
     rtol: The relative difference that still counts as rounding. Give more for
       16-bit parameters. Adam and signs magnify rounding where a gradient is
       about zero: in the test, give Adam an `eps` such as 1e-3.
 
   Raises:
-    AssertionError: If results differ. The message lists the parts that differ,
-      in the order in which a step computes them, and the usual causes.
+    AssertionError: If copies of a result differ from each other, or results
+      from those of one device. The message lists the parts that differ, in the
+      order in which a step computes them, and the usual causes.
     TypeError: If an argument or what `run` returns is of the wrong kind.
     ValueError: If `num_shards` is less than 2, `rtol` is not positive, results
       of one device are not finite, or `run` returns no known keys, or other
@@ -146,11 +162,14 @@ def assert_trains_as_one_device(
         f' shards, got {jax.tree.structure(expected)} for one and'
         f' {jax.tree.structure(found)} for {num_shards}.'
     )
+  parts = {
+      part: _leaves(part, found[part], expected[part])
+      for part in filter(expected.__contains__, _CAUSES)
+  }
+  _check_copies(parts, num_shards)
   lines, causes = [], None
-  for part in filter(expected.__contains__, _CAUSES):
-    leaves = _leaves(part, found[part], expected[part])
-    everything = np.concatenate([x.expected for x in leaves] or [np.zeros(0)])
-    scale = _SMALL * _root_mean_square(everything)
+  for part, leaves in parts.items():
+    scale = _scale(leaves)
     for leaf in leaves:
       if not leaf.difference(scale) <= rtol:
         known = {num_shards: _CAUSES_OF_MORE, 1 / num_shards: _CAUSES_OF_LESS}
@@ -165,6 +184,34 @@ def assert_trains_as_one_device(
         f'{num_shards} shards must train as one device, but they differ in'
         f'{"".join(lines)}\nThe usual causes of the first: {causes}'
     )
+
+
+def _check_copies(parts, num_shards):
+  """Checks that all copies of a leaf have equal bits.
+
+  Raises:
+    AssertionError: If they do not.
+  """
+  lines = [
+      f'\n  {leaf.name}: relative difference'
+      f' {leaf.difference(_scale(leaves)):.2g}, {leaf.num_values} different'
+      f' values in {leaf.num_copies} copies'
+      for leaves in parts.values()
+      for leaf in leaves
+      if leaf.num_values > 1
+  ]
+  if lines:
+    raise AssertionError(
+        f'{num_shards} shards must train as one device, but the copies of a'
+        f' result differ from each other in{"".join(lines)}\nThe usual causes'
+        f' of the first: {_CAUSES_OF_COPIES}'
+    )
+
+
+def _scale(leaves):
+  """Returns the size below which differences in a part are rounding."""
+  everything = np.concatenate([x.expected for x in leaves] or [np.zeros(0)])
+  return _SMALL * _root_mean_square(everything)
 
 
 def _checked(results):
@@ -210,13 +257,28 @@ def _leaves(part, found, expected):
           f'`run(1)` of `{_CALLER}` must return finite values, got {b} at'
           f' {name}.'
       )
+    has_rows = b.shape != a.shape
     b = np.broadcast_to(b, a.shape)
     copies = [
         (np.ravel(_widened(x.data)), np.ravel(b[x.index]))
         for x in a.addressable_shards
     ]
-    leaves.append(_Leaf(name, *map(np.concatenate, zip(*copies, strict=True))))
+    values = map(np.concatenate, zip(*copies, strict=True))
+    leaves.append(_Leaf(name, *values, *_count_copies(a, has_rows)))
   return leaves
+
+
+def _count_copies(array, has_rows):
+  """Returns the largest number of copies, and of those with other bits."""
+  bits = collections.defaultdict(list)
+  for shard in array.addressable_shards:
+    data = np.asarray(shard.data)
+    rows = data if has_rows else [data]
+    # Each row is a copy of what one device has.
+    index = str(shard.index[1:] if has_rows else shard.index)
+    bits[index] += [np.asarray(row).tobytes() for row in rows]
+  num_copies = max(map(len, bits.values()), default=0)
+  return num_copies, max((len(set(x)) for x in bits.values()), default=0)
 
 
 def _widened(x):
