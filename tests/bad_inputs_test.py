@@ -47,6 +47,7 @@ from shard_transforms.launch import run_processes
 from shard_transforms.monitoring import cross_check
 from shard_transforms.monitoring import metrics
 from shard_transforms.monitoring import wire_report
+from shard_transforms.owners import owned_update
 
 AXIS = modes.AXIS
 SHARDS, TOWERS = 8, 3
@@ -112,6 +113,16 @@ def beside_explicit(tx):
   return on_mesh
 
 
+def of_slices(tx):
+  """Returns a function of parameters that are sliced over the axis of `tx`."""
+
+  def step(params):
+    return tx.update(params, tx.init(jnp.zeros(16)), params)[0]
+
+  mapped = jax.shard_map(step, mesh=MESH, in_specs=P(AXIS), out_specs=P(AXIS))
+  return functools.partial(jax.eval_shape, mapped)
+
+
 CHECK = cross_check(lambda w, batch: jax.tree.map(w.__mul__, batch), AXIS)
 
 
@@ -174,6 +185,30 @@ CALLS = {
         '/no/such/program': of(run_processes, 2, ['/no/such/program'])
     },
     ValueError: {
+        # Slices of parameters over the axis that is reduced.
+        r"`params` of `shard_update` .* all shards of \['data'\].*\(FSDP\)": of(
+            state_specs,
+            *(shard_update(SGD, AXIS), np.ones(16, 'f'), MESH),
+            in_specs=P(AXIS),
+        ),
+        '`params` of `owned_update` must be .* typed varying': of(
+            state_specs,
+            *(owned_update(SGD, AXIS), np.ones(16, 'f'), MESH),
+            in_specs=P(AXIS),
+        ),
+        **{
+            f'`params` of `{name}` must be the same on all shards': of(
+                of_slices(tx), jax.ShapeDtypeStruct((16,), np.float32)
+            )
+            for name, tx in {
+                'cross_shard_mean': cross_shard_mean(AXIS),
+                'cross_shard_sum': cross_shard_sum(AXIS),
+                'compressed_mean': compressed_mean(AXIS, quantize(8)),
+                'power_sgd': power_sgd(AXIS, 1),
+                'reproducible.mean': reproducible.mean(AXIS),
+                'reproducible.towers': reproducible.towers(2, SGD, AXIS),
+            }.items()
+        },
         '`groups` must not be empty': of(cross_shard_mean, AXIS, groups=[]),
         "`on_bad` must be 'skip' or 'exclude'": of(guard, SGD, on_bad='drop'),
         "`on_bad='exclude'` of `guard` must come with `axis_name`": of(

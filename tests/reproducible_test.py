@@ -246,13 +246,16 @@ class SumsTest(parameterized.TestCase):
 
     def shard(params, own):
       x, half = own
-      state = plain.init({'x': x[0], 'id': jnp.int32(0)})
+      state = plain.init({'x': params, 'id': jnp.int32(0)})
       for tower in (x[0], None):
         missing, state = plain.update({'x': tower, 'id': None}, state)
       assert missing['id'] is None
       nothing, state = _window(adam, x, params, weight=0.0)
       count = optax.tree_utils.tree_get(state, 'count')
-      halves = _window(plain, half)[0], stacked.update(half, ())[0]
+      halves = (
+          _window(plain, half, params)[0],
+          stacked.update(half, ())[0],
+      )
       return halves, missing['x'], nothing, count
 
     own = x, x.astype(jnp.bfloat16)

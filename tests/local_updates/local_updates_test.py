@@ -596,7 +596,11 @@ MUST_REDUCE = "`outer` .* must reduce .*along \\['data'\\]"
 NESTED = optax.chain(_local())
 # Outer and inner transformations, and what is said of them.
 REFUSED = (
-    ({'inner': _mean(SGD)}, '`inner` .* must not send .*`psum`.*`outer`'),
+    # Where types tell, the mean says it first.
+    (
+        {'inner': _mean(SGD)},
+        '`inner` .* must not send .*`psum`.*`outer`|reduce in `outer`',
+    ),
     ({'outer': optax.sgd(0.7, 0.9)}, MUST_REDUCE),
     ({'outer': cross_shard_mean(AXIS, groups=HALVES)}, MUST_REDUCE),
     ({'outer': optax.masked(_mean(), {'a': True, 'b': False})}, MUST_REDUCE),

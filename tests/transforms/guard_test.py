@@ -231,7 +231,7 @@ class ModelAxisTest(parameterized.TestCase):
 
     def step(x):
       x = jax.tree.map(lambda x: x[0], x)
-      updates, state = tx.update(x, tx.init(x), x)
+      updates, state = tx.update(x, tx.init(x))
       return updates, state.last_bad_step
 
     x = {'sliced': np.ones((4, 2), 'f'), 'whole': np.zeros((4, 3), 'f')}

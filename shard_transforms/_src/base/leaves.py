@@ -215,6 +215,36 @@ def check_per_shard(
       )
 
 
+def check_not_slices(
+    params: Any, axes: Sequence[Hashable], caller: str
+) -> None:
+  """Checks that parameters are not slices over the axes of a reduction.
+
+  The gradient of a slice has other elements on each shard, so that neither a
+  mean nor a sum over the shards is the gradient of anything.
+
+  Raises:
+    ValueError: If the type of a parameter varies over one of `axes`.
+  """
+  # On one shard, a slice is whole.
+  axes = [a for a in axes if axes_lib.is_bound(a) and lax.axis_size(a) > 1]
+  for path, leaf in jax.tree.leaves_with_path(params) if axes else ():
+    if not isinstance(leaf, jax.Array):
+      continue
+    if sliced := axes_lib.varying_axes(leaf).intersection(axes):
+      raise ValueError(
+          f'`params` of `{caller}` must be the same on all shards of'
+          f' {sorted(sliced, key=str)}, got {name_of(path)}'
+          f' {list(jnp.shape(leaf))}, typed varying: each shard has another'
+          ' slice (FSDP), or has marked it by `per_shard`. Give whole'
+          ' parameters, `PartitionSpec()` in `in_specs`, and shard the state of'
+          ' the optimizer by `shard_update` or `owners.owned_update`; or train'
+          ' sharded parameters under plain `jax.jit`, by'
+          ' `accumulated_value_and_grad`. With `local_updates`, reduce in'
+          ' `outer`.'
+      )
+
+
 def check_not_explicit(updates: Any, caller: str) -> None:
   """Checks that JAX lets leaves be cut: none has an axis of type `Explicit`.
 

@@ -127,7 +127,8 @@ def compressed_mean(
   )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    del params, extra_args
+    del extra_args
+    reduction.options.check_params(params)
     return reduction.update(updates, state, weight)
 
   return optax.GradientTransformationExtraArgs(reduction.init, update_fn)

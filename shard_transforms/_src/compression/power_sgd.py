@@ -113,7 +113,8 @@ def power_sgd(
   )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    del params, extra_args
+    del extra_args
+    factors.options.check_params(params)
     return factors.update(updates, state, weight)
 
   return optax.GradientTransformationExtraArgs(factors.init, update_fn)

@@ -40,9 +40,11 @@ class OwnedInner:
     """Returns the initial state, as each shard keeps it.
 
     Raises:
-      ValueError: If it mixes leaves, or an axis of the mesh is not mapped.
+      ValueError: If it mixes leaves, parameters differ between shards, or an
+        axis of the mesh is not mapped.
     """
     self.reduction.check_mapped()
+    self.reduction.check_params(params)
     # `optax.tree_utils.tree_map_params` calls `init` with an empty stand-in for
     # the parameters.
     if not jax.tree.leaves(params):

@@ -120,7 +120,9 @@ def owned_update(
       `weight` is not a real number, or the state is of another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
       sizes, or `cost` gives a negative number; in `init` and `update`, if
-      `inner` mixes leaves, unless it is assumed not to; in `update`, as in
+      `inner` mixes leaves, unless it is assumed not to; in `init`, if types
+      show that the parameters are slices over `axis_name` (FSDP); in `update`,
+      as in
       `cross_shard_mean`, or if the state was made for other parameters or
       another number of shards.
 

@@ -103,6 +103,12 @@ class Reduction:
       reduced = reduce(leaves, share(checked, self), self)
     return treedef.unflatten(reduced)
 
+  def check_params(self, params: optax.Params | None) -> None:
+    """Checks that parameters are the same on all shards that reduce."""
+    # Groups hold different parameters.
+    axes = self.axes if self.groups is None else ()
+    leaves_lib.check_not_slices(params, axes, self.caller)
+
   def sum_over(self, x: jax.Array, axes: tuple[Hashable, ...]) -> jax.Array:
     """Returns the sum of an array over the shards."""
     if self.groups is not None:

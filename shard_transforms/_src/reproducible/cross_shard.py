@@ -108,8 +108,9 @@ def _cross_shard(kind, axis_name, num_towers):
     return optax.EmptyState()
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    del params, extra_args
+    del extra_args
     reduction.num_shards()
+    reduction.check_params(params)
     leaves_lib.check_inexact(updates, caller)
     leaves_lib.check_per_shard(updates, axes, caller)
     leaves_lib.check_not_explicit(updates, caller)

@@ -126,6 +126,7 @@ def transformation(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     _check(updates, state, num_levels(), reduction)
+    reduction.check_params(params)
     window = _collect(updates, state, weight, reduction)
 
     def end(window, params, /, **extra_args):

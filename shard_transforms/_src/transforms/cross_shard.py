@@ -59,7 +59,8 @@ def cross_shard_mean(
       an integer or boolean, or `weight` is not a real number.
     ValueError: If an argument has a wrong value, such as groups of different
       sizes; in `update`, if a leaf is already reduced, `weight` is not a
-      scalar or known to be negative, or the groups do not fit the axis.
+      scalar or known to be negative, the groups do not fit the axis, or types
+      show that `params` are slices over the axis (FSDP).
 
   Examples:
     >>> import jax
@@ -175,12 +176,15 @@ def _cross_shard(kind, axis_name, groups, on_invariant):
   )
 
   def init_fn(params):
+    # These may be marked as per shard, for moments before the reduction.
     del params
     return optax.EmptyState()
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
-    del params, extra_args
-    return reduction(updates, weight), state
+    del extra_args
+    reduced = reduction(updates, weight)
+    reduction.check_params(params)
+    return reduced, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

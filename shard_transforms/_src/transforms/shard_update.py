@@ -109,8 +109,9 @@ def shard_update(
       another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
       sizes; in `init` and `update`, if `inner` looks across elements, unless it
-      is assumed not to; in `update`, as in `cross_shard_mean`, or if the state
-      was made for other parameters or another number of shards.
+      is assumed not to; in `init`, if types show that the parameters are
+      slices over `axis_name` (FSDP); in `update`, as in `cross_shard_mean`, or
+      if the state was made for other parameters or another number of shards.
 
   Examples:
     >>> import jax

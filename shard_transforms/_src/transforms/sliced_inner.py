@@ -40,10 +40,11 @@ class SlicedInner:
     """Returns the initial state, as each shard keeps it.
 
     Raises:
-      ValueError: If it looks across elements, or an axis of the mesh is not
-        mapped.
+      ValueError: If it looks across elements, parameters differ between
+        shards, or an axis of the mesh is not mapped.
     """
     self._reduction.check_mapped()
+    self._reduction.check_params(params)
     problem = None
     # `inner` may need an extra argument, or updates of another tree than the
     # parameters. Only `update` gets these, so it checks `inner`.
