@@ -95,6 +95,34 @@ class ClipTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"must name \['model'\]"):
       clip(tree_of())
 
+  @cases.product(
+      caller=('clip_by_global_norm', 'global_norm'), check=(True, False)
+  )
+  def test_refuses_specs_of_an_axis_that_is_not_named(self, caller, check):
+    specs = {'a': P('model'), 'b': P(), 'c': P(), 's': P()}
+    sharded = specs | {'a': P('model', AXIS)}
+    tx = clip_by_global_norm(1.0, 'model', sharded=sharded)
+
+    def fn(tree):
+      if caller == 'global_norm':
+        return st.global_norm(tree, 'model', sharded=sharded)
+      return tx.update(tree, tx.init(tree))[0]['c']
+
+    with self.assertRaisesRegex(
+        ValueError,
+        rf"`axis_name` of `{caller}` .* got \('model',\) without \['data'\]"
+        r".* write `axis_name=\('model', 'data'\)`",
+    ):
+      on_mesh(fn, specs, check)(tree_of())
+
+  def test_refuses_leaves_that_vary_over_an_axis_that_is_not_named(self):
+    tx = clip_by_global_norm(1.0, 'model')
+    specs = {'a': P('model'), 'b': P(None, AXIS), 'c': P(), 's': P()}
+    clip = on_mesh(lambda tree: tx.update(tree, tx.init(tree))[0]['c'], specs)
+
+    with self.assertRaisesRegex(ValueError, r"must name \['data'\], over"):
+      clip(tree_of())
+
   @cases.parameters(
       (np.nan, ValueError, '`max_norm` must be positive, got nan'),
       (None, TypeError, '`max_norm` must be a real number, got None'),

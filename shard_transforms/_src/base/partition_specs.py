@@ -64,6 +64,26 @@ def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
     )
 
 
+def check_names_all(
+    sharded: SpecTree, axes: Collection[Hashable], caller: str
+) -> None:
+  """Checks that specs slice leaves over no mapped axis but `axes`.
+
+  Raises:
+    ValueError: If they name another.
+  """
+  specs = jax.tree.leaves(sharded, is_leaf=is_spec)
+  others = frozenset().union(*map(axes_of, specs)).difference(axes)
+  missing = sorted(filter(axes_lib.is_bound, others), key=str)
+  if missing and axes:
+    raise ValueError(
+        f'`axis_name` of `{caller}` must name all mapped axes over which'
+        f' `sharded` slices leaves, got {tuple(axes)!r} without {missing}.'
+        ' Shards along a missing axis would get different norms: write'
+        f' `axis_name={(*axes, *missing)!r}`.'
+    )
+
+
 def of_params(in_specs: SpecTree, params: Any, caller: str) -> Any:
   """Returns the `PartitionSpec` of each parameter, from those that are given.
 

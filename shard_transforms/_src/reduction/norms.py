@@ -48,8 +48,8 @@ def global_norm(
     TypeError: If a leaf is an integer or boolean, or `sharded` is not made of
       `PartitionSpec`s.
     ValueError: If `sharded` is missing where JAX does not track types,
-      contradicts the types, or has no place in the tree; or if it comes without
-      `axis_name`.
+      contradicts the types, has no place in the tree, or names a mapped axis
+      that `axis_name` lacks; or if it comes without `axis_name`.
 
   Examples:
     >>> import jax
@@ -65,6 +65,7 @@ def global_norm(
   partition_specs.check(sharded, caller)
   axes = axes_lib.optional_axes(axis_name)
   leaves_lib.check_inexact(tree, caller)
+  partition_specs.check_names_all(sharded, axes, caller)
   return jnp.sqrt(sum_of_squares(tree, axes, sharded, caller))
 
 

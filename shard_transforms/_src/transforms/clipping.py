@@ -50,7 +50,7 @@ def clip_by_global_norm(
     TypeError: If `max_norm` is not a real number, or `sharded` not made of
       `PartitionSpec`s; in `update`, if a leaf is an integer or boolean.
     ValueError: If `max_norm` is not positive; in `update`, as in `global_norm`,
-      or if without `axis_name` some leaves vary over an axis and some do not.
+      or if some leaves vary over an axis that `axis_name` lacks and some do not.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -78,8 +78,8 @@ def clip_by_global_norm(
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     leaves_lib.check_inexact(updates, caller)
-    if not axes:
-      _check_alike(updates)
+    _check_alike(updates, axes)
+    partition_specs.check_names_all(sharded, axes, caller)
     norm = jnp.sqrt(norms.sum_of_squares(updates, axes, sharded, caller))
 
     def clip(leaf):
@@ -95,13 +95,17 @@ def clip_by_global_norm(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_alike(tree):
-  """Checks that all leaves vary over the same axes.
+def _check_alike(tree, axes):
+  """Checks that all leaves vary over the same axes, apart from `axes`.
 
   Raises:
     ValueError: If they do not, so that some seem to be slices.
   """
-  kinds = {axes_lib.varying_axes(leaf) for leaf in jax.tree.leaves(tree)}
+  kinds = {
+      axes_lib.varying_axes(leaf).difference(axes)
+      for leaf in jax.tree.leaves(tree)
+      if not leaves_lib.is_float0(leaf)
+  }
   if len(kinds) > 1:
     some = frozenset.union(*kinds) - frozenset.intersection(*kinds)
     raise ValueError(
