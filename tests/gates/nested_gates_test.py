@@ -95,7 +95,7 @@ class WeightTest(parameterized.TestCase):
     # weight was only read to leave out a shard.
     hides = ('tower_reduce',)
     if link:
-      hides += 'drop_stale', 'scale_by_staleness'
+      hides += 'drop_stale', 'scale_by_staleness', 'one_tower'
     for words in (), (0,), (1,):
       tx = nested(outer, inner, link, BY_HAND, words=words)
       if words == (1,) and inner in hides:

@@ -130,6 +130,34 @@ class TowerReduceTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(np.signbit(updates), np.signbit(x))
 
+  @cases.product(num_towers=(1, 2, 4), reduction=('mean', 'sum'))
+  def test_a_window_without_any_weight_is_no_step(self, num_towers, reduction):
+    inner = optax.chain(
+        st.cross_shard_mean(modes.AXIS), optax.sgd(1.0, momentum=0.5)
+    )
+    given = {'axis_name': modes.AXIS, 'reduction': reduction}
+    tx = st.tower_reduce(num_towers, inner, **given)
+
+    def shard(params, x):
+      def window(state, weight, x):
+        for _ in range(num_towers):
+          updates, state = tx.update(x, state, params, weight=weight)
+        return updates, state
+
+      first, before = window(tx.init(params), 2.0, x)
+      skipped, after = window(before, 0.0, jnp.full_like(x, jnp.nan))
+      return first, skipped, before, after
+
+    run = modes.map_shards('shard_map', shard)
+    first, skipped, before, after = run(jnp.zeros(5), DATA[:, 0])
+
+    expected = -DATA[:, 0].mean(0)
+    if reduction == 'sum':
+      expected *= 2 * num_towers
+    np.testing.assert_allclose(first, np.stack([expected] * 8), rtol=1e-5)
+    np.testing.assert_array_equal(skipped, np.zeros((8, 5)))
+    chex.assert_trees_all_equal(after, before, strict=True)
+
   def test_one_tower_hands_all_extra_arguments_on(self):
     tx = st.tower_reduce(1, harness.recorder(), axis_name=modes.AXIS)
 

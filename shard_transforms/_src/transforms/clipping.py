@@ -50,7 +50,8 @@ def clip_by_global_norm(
     TypeError: If `max_norm` is not a real number, or `sharded` not made of
       `PartitionSpec`s; in `update`, if a leaf is an integer or boolean.
     ValueError: If `max_norm` is not positive; in `update`, as in `global_norm`,
-      or if some leaves vary over an axis that `axis_name` lacks and some do not.
+      or if some leaves vary over an axis that `axis_name` lacks, and some do
+      not.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -143,8 +143,8 @@ def tower_reduce(
   last tower's `local_step`.
 
   Args:
-    num_towers: How many updates count as one step, at least 1. With 1, `inner`
-      is called with the arguments of `update`.
+    num_towers: How many updates count as one step, at least 1. With 1, each
+      call is a window, and nothing is kept.
     inner: The transformation that is applied once a window.
     axis_name: The mapped axis, or a sequence of them, between whose shards the
       updates differ; the sum is then kept per shard (see `init_state`). `None`
@@ -216,8 +216,13 @@ def tower_reduce(
     if num_towers == 1:
       _check_single(state)
       extra_args |= weights.given(local_step=local_step)
+      accept = None
+      if weight is not None:
+        accept = collectives.total(weight, axes) > 0
+        updates = _weighted(weight, updates, divides)
+        weight = weights.passed_on(weight, reduction)
       given = updates, state.inner_state, params, weight, extra_args
-      updates, inner_state = gate.update_or_skip(checked, None, *given)
+      updates, inner_state = gate.update_or_skip(checked, accept, *given)
       return updates, state._replace(inner_state=inner_state)
     window = _collect(state, updates, weight, local_step, axes)
     # The window has used the weights that gates around it care about.
@@ -322,6 +327,20 @@ def _reduced(sums, updates, params, divides):
 
   likes = updates if params is None else params
   return leaves_lib.tree_map(divide, sums.total, updates, likes)
+
+
+def _weighted(weight, updates, divides):
+  """Returns the mean or sum of one tower: zero where it has no weight."""
+  zero_unless_counted = leaves_lib.zeroing_unless(weight > 0)
+  weigh = zero_unless_counted if divides else weights.weighing(weight)
+
+  def apply(update):
+    if update is None or leaves_lib.is_float0(update) or not jnp.size(update):
+      return update
+    x = jnp.asarray(update)
+    return leaves_lib.as_dtype(weigh(leaves_lib.as_accumulator(x)), x.dtype)
+
+  return leaves_lib.tree_map(apply, updates)
 
 
 def _emptied(window, inner_state):
