@@ -164,6 +164,11 @@ def partition(inner):
   return optax.partition(by_label, {'w': 'decay', 'b': 'no decay'})
 
 
+def freezing(inner):
+  by_label = {'train': inner, 'frozen': optax.set_to_zero()}
+  return optax.partition(by_label, {'w': 'train', 'b': 'frozen'})
+
+
 YES = 'yes'
 CUT = ('yes', 'ours: elements', 'yes', 'yes')
 NOT_FORWARDED = (*('no weights',) * 3, 'Optax: arguments')
@@ -204,6 +209,9 @@ ROWS = {
         split=True,
     ),
     '`partition`': Row(partition, YES, YES, split=True),
+    '`partition`, with `set_to_zero` for some leaves': Row(
+        freezing, YES, 'JAX: types / yes', split=True
+    ),
     '`inject_hyperparams`': Row(injected, YES, YES),
     '`flatten`': Row(optax.flatten, CUT, YES, split=True),
     '`contrib.split_real_and_imaginary`': Row(

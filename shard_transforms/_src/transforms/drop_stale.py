@@ -92,7 +92,9 @@ def drop_stale(
   `inner` reduces in groups.
 
   Without `inner`, the update goes to the next link of an `optax.chain`, as
-  zeros if it is dropped. Use that only with links that keep no moments.
+  zeros if it is dropped. That is right only for links that keep no state and do
+  not read the parameters: with a dropped update, weight decay would still
+  shrink them, a schedule would count, and moments would decay. No error tells.
 
   Args:
     staleness: The age up to which updates are accepted, in steps. 0 accepts

@@ -76,7 +76,8 @@ class TowerReduceState(NamedTuple):
     tower: Number of towers collected since the last update, int32 [].
     total: Their (weighted) sum, a tree like the parameters, in float32 for
       leaves of fewer bits; `()` where there is but one tower.
-    total_weight: The sum of their weights, float32 [].
+    total_weight: The sum of their weights, float32 [], or float64 if a
+      parameter is.
     oldest_local_step: The minimum of their local steps, int32 []; the largest
       int32 where no tower gave one.
     inner_state: State of the inner transformation.
@@ -138,9 +139,12 @@ def tower_reduce(
   `inner` run once a window.
 
   Without `inner`, the result goes to the next link of an `optax.chain`, as
-  zeros in all calls but the last: right for links that keep no moments, such as
-  `optax.sgd` without momentum. Weights then raise, and the next link sees the
-  last tower's `local_step`.
+  zeros in all calls but the last. That is right only for links that keep no
+  state and do not read the parameters, such as `optax.clip_by_global_norm` and
+  `optax.sgd` with a fixed rate and without momentum. All others belong in
+  `inner`: behind a link, weight decay would shrink the parameters in each call,
+  a schedule would count the calls, and moments would decay in each. No error
+  tells. Weights raise, and the next link sees the last tower's `local_step`.
 
   Args:
     num_towers: How many updates count as one step, at least 1. With 1, each
@@ -196,7 +200,7 @@ def tower_reduce(
     axes_lib.size(axes, _CALLER)
     sums = _Sums(
         total=leaves_lib.accumulators(params if num_towers > 1 else ()),
-        total_weight=jnp.zeros([], jnp.float32),
+        total_weight=jnp.zeros([], weights.dtype_for(params)),
         oldest_local_step=jnp.full([], _NO_STEP, jnp.int32),
     )
     return TowerReduceState(
@@ -225,15 +229,17 @@ def tower_reduce(
       updates, inner_state = gate.update_or_skip(checked, accept, *given)
       return updates, state._replace(inner_state=inner_state)
     window = _collect(state, updates, weight, local_step, axes)
+    # `end` must not close over arrays: `jax.checking_leaks` would find them.
+    is_weighted, has_steps = weight is not None, local_step is not None
     # The window has used the weights that gates around it care about.
     checked = checked._replace(unchecked=(), may_be_local=True)
 
     def end(window, updates, params, /, **extra_args):
       sums = _own_sums(window, axes)
-      if local_step is not None:
+      if has_steps:
         extra_args['local_step'] = sums.oldest_local_step
       accept, total_weight = None, None
-      if weight is not None:
+      if is_weighted:
         accept = collectives.total(sums.total_weight, axes) > 0
         total_weight = weights.usable(
             weights.passed_on(sums.total_weight, reduction)
@@ -283,7 +289,7 @@ def _collect(state, updates, weight, local_step, axes):
   sums = _Sums(
       leaves_lib.tree_map(add, total, updates),
       # In place, `+=` would change a state that is in NumPy.
-      total_weight + (1 if weight is None else weight),
+      total_weight + _counted(weight, total_weight.dtype),
       oldest,
   )
   window = state._replace(
@@ -292,6 +298,11 @@ def _collect(state, updates, weight, local_step, axes):
   )
   states.check_kept(state, window, _CALLER)
   return window
+
+
+def _counted(weight, dtype):
+  """Returns the number by which a tower counts."""
+  return 1 if weight is None else weight.astype(dtype)
 
 
 def _add(weigh, total, update):
