@@ -40,6 +40,8 @@ JAX = {
     'JAX_NUM_PROCESSES': '2',
     'JAX_PROCESS_ID': '1',
 }
+CONDOR = {'_CONDOR_NPROCS': '2', '_CONDOR_PROCNO': '0'}
+SAGEMAKER = {'SM_HOSTS': '["a", "b"]', 'SM_CURRENT_HOST': 'a'}
 SLICES = KUBERNETES | {'MEGASCALE_NUM_SLICES': '2'}
 ELSEWHERE = JAX | {'JAX_COORDINATOR_ADDRESS': '10.0.0.1:80'}
 FOUND = 'h:1', 3, 1, None
@@ -90,6 +92,7 @@ TIMEOUTS = [name for name in INITIALIZE if 'timeout' in name]
 def environment(values):
   """Returns the environment with these variables of launchers alone."""
   kinds = ('SLURM_', 'OMPI_', 'PMI_', 'KUBERNETES_', 'JOB_COMPLETION', 'JAX_')
+  kinds += ('PMIX_', 'FLUX_', '_CONDOR_', 'SM_')
   others = {k: v for k, v in os.environ.items() if not k.startswith(kinds)}
   return others | values
 
@@ -104,15 +107,38 @@ def start(values):
         'JAX_NUM_CPU_DEVICES': '1',
     }
   ranks = [name for name in RANKS if name in values]
+  return run_each(
+      JOIN, [values | dict.fromkeys(ranks, str(rank)) for rank in range(2)]
+  )
+
+
+def start_told(*told):
+  """Runs tasks that are told a number of processes, and their own."""
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{probe.getsockname()[1]}'
+  seconds = 2 if len(told) == 1 else 60
+  code = (
+      'import shard_transforms; shard_transforms.launch.join_processes('
+      f'initialization_timeout={seconds}, shutdown_timeout=2)'
+  )
+  names = 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
+  common = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_PLATFORMS': 'cpu'}
+  return run_each(
+      code, [common | dict(zip(names, x, strict=True)) for x in told]
+  )
+
+
+def run_each(code, environments):
   tasks = [
       subprocess.Popen(
-          [*python_command.STRICT, '-c', JOIN],
-          env=environment(values | dict.fromkeys(ranks, str(rank))),
+          [*python_command.STRICT, '-c', code],
+          env=environment(values),
           stdout=subprocess.PIPE,
           stderr=subprocess.PIPE,
           text=True,
       )
-      for rank in range(2)
+      for values in environments
   ]
   try:
     ends = [task.communicate(timeout=120) for task in tasks]
@@ -140,7 +166,7 @@ def start_job(code, num_processes):
 
 class JoinProcessesTest(parameterized.TestCase):
 
-  def join(self, values, detected=None, **kwargs):
+  def join(self, values, detected=None, published='2', **kwargs):
     """Joins with what JAX detects; returns the number and the call of JAX."""
     with (
         mock.patch.dict(os.environ, environment(values), clear=True),
@@ -148,6 +174,8 @@ class JoinProcessesTest(parameterized.TestCase):
         mock.patch.object(
             jax_internals, 'detect_cluster', return_value=detected
         ) as detect,
+        mock.patch.object(jax_internals, 'publish'),
+        mock.patch.object(jax_internals, 'published', return_value=published),
         mock.patch('atexit.register') as register,
     ):
       count = shard_transforms.launch.join_processes(**kwargs)
@@ -225,6 +253,8 @@ class JoinProcessesTest(parameterized.TestCase):
       ({'SLURM_NTASKS': '2'}, None),
       ({'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '1'}, None),
       ({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}, None),
+      (SAGEMAKER | {'SM_HOSTS': '["a"]'}, None),
+      (ONE_OF_OPEN_MPI | {'PMIX_RANK': '0'}, None),
       (KUBERNETES | {'JOB_COMPLETION_INDEX': '0'}, ('h:1', 1, 0, None)),
   )
   def test_a_single_task_runs_alone(self, values, detected):
@@ -246,6 +276,11 @@ class JoinProcessesTest(parameterized.TestCase):
       ({'PMI_SIZE': '2', 'PMI_RANK': '0'}, None, r'MPI \(PMI_SIZE=2, PMI_RANK'),
       ({'WORLD_SIZE': '2', 'RANK': '0'}, None, 'torchrun .* unset RANK'),
       (KUBERNETES, None, r"pip install 'jax\[k8s\]'"),
+      ({'FLUX_JOB_SIZE': '2', 'FLUX_TASK_RANK': '0'}, None, 'Flux .* unset FL'),
+      (CONDOR, None, r'HTCondor \(_CONDOR_NPROCS=2, _CONDOR_PROCNO=0\)'),
+      ({'PMIX_RANK': '0'}, None, r'PMIx \(PMIX_RANK=0\).* unset PMIX_RANK'),
+      (SAGEMAKER, None, r'SageMaker \(SM_HOSTS=.*"b"\], SM_CURRENT_HOST=a\)'),
+      (SAGEMAKER | {'SM_CURRENT_HOST': 'c'}, None, "HOSTS` must be .* and 'c'"),
       (OPEN_MPI, None, 'knows nothing .*OMPI_MCA_orte_hnp_uri'),
       (SLURM, None, 'nothing. Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_P'),
       (SLICES, None, 'knows nothing .it needs Kubernetes'),
@@ -270,6 +305,24 @@ class JoinProcessesTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       self.join(values, found)
 
+  def test_refuses_another_number_of_processes_than_process_0_has(self):
+    with self.assertRaisesRegex(
+        ValueError, '`JAX_NUM_PROCESSES` .* got 2 in process 1, and 3 in proc'
+    ):
+      self.join(JAX, published='3')
+
+  def test_refuses_an_address_where_another_program_listens(self):
+    with socket.socket() as other:
+      other.bind(('127.0.0.1', 0))
+      other.listen()
+      address = f'127.0.0.1:{other.getsockname()[1]}'
+      values = JAX | {'JAX_COORDINATOR_ADDRESS': address, 'JAX_PROCESS_ID': '0'}
+
+      with self.assertRaisesRegex(
+          OSError, f"free port .* '{address}', where another .* another port"
+      ):
+        self.join(values)
+
   def test_tells_why_jax_finds_no_other_task(self):
     no_host = TimeoutError('no host')
     message = 'must find the other tasks, got TimeoutError: no'
@@ -284,6 +337,8 @@ class JoinProcessesTest(parameterized.TestCase):
       (SLURM | JAX,),
       (OPEN_MPI | JAX,),
       (KUBERNETES | ELSEWHERE,),
+      # It counts hosts, each of which may have several processes.
+      (SAGEMAKER | ELSEWHERE,),
       # The processes of `run_processes` are no tasks of what it runs in.
       (BATCH_SCRIPT | JAX,),
       (KUBERNETES | {'JOB_COMPLETION_INDEX': '5'} | JAX,),
@@ -305,6 +360,20 @@ class JoinProcessesTest(parameterized.TestCase):
       self.assertEqual(status, 0, errors)
       self.assertStartsWith(output, '2\n')
       self.assertEndsWith(output, f'[0, 1] {rank}\n')
+
+  @pytest.mark.slow
+  def test_two_tasks_that_are_told_other_numbers_do_not_train(self):
+    (_, _, _), (status, output, errors) = start_told(('2', '0'), ('3', '1'))
+
+    self.assertEqual(status, 1, output)
+    self.assertIn('got 3 in process 1, and 2 in process 0', errors)
+
+  @pytest.mark.slow
+  def test_says_for_whom_it_has_waited(self):
+    ((_, _, errors),) = start_told(('2', '0'))
+
+    self.assertIn('Process 0 of 2 has waited 1 seconds for the oth', errors)
+    self.assertIn('with the numbers from 0 to 1, each once', errors)
 
   @pytest.mark.slow
   def test_neither_of_two_tasks_trains_alone(self):

@@ -134,6 +134,11 @@ class ProcessesTest(parameterized.TestCase):
     self.assertLen(self.pids(), len(deeds))
     self.assertFalse(any(map(is_alive, self.pids())))
 
+  def test_names_who_still_ran_when_another_had_failed(self):
+    words = 'status 7. Still running then, and ended: process 0, 2. If a deadl'
+    with self.assertRaisesRegex(RuntimeError, words):
+      self.run_children('wait', 'exit', 'wait', grace=0.2)
+
   @cases.parameters(
       (('report', 'be_killed'), (1, 0)), (('be_killed', 'report'), (0, 1))
   )

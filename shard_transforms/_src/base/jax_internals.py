@@ -1,4 +1,4 @@
-"""What JAX has no public name for: its cluster, and whether it stages."""
+"""What JAX has no public name for: clusters, their keys, and staging."""
 
 from collections.abc import Sequence
 import functools
@@ -31,6 +31,20 @@ def detect_cluster(
           *(None, None, None, None), kind.name, timeout
       )
   return None
+
+
+def publish(key: str, value: str) -> None:
+  """Tells the processes that JAX has joined the value of a key, once."""
+  _client().key_value_set(key, value)
+
+
+def published(key: str, timeout: int) -> str:
+  """Returns the value of a key, for which it waits some seconds."""
+  return _client().blocking_key_value_get(key, 1000 * timeout)
+
+
+def _client():
+  return importlib.import_module('jax._src.distributed').global_state.client
 
 
 def trace_state() -> Any:

@@ -1,14 +1,18 @@
 """`join_processes`: one program in many processes, over the devices of all."""
 
 import atexit
+import errno
 import ipaddress
 import math
 import os
+import socket
 import sys
+import threading
 
 import jax
 
 from shard_transforms._src.base import arguments
+from shard_transforms._src.base import jax_internals
 from shard_transforms._src.launch import schedulers
 
 # JAX reads the first and the last by itself; the others are named after its
@@ -17,6 +21,7 @@ ADDRESS = 'JAX_COORDINATOR_ADDRESS'
 NUM_PROCESSES = 'JAX_NUM_PROCESSES'
 PROCESS_ID = 'JAX_PROCESS_ID'
 LOCAL_DEVICE_IDS = 'JAX_LOCAL_DEVICE_IDS'
+_COUNT_KEY = 'shard_transforms/num_processes'
 
 
 def join_processes(
@@ -58,12 +63,14 @@ def join_processes(
     The number of processes; 1 for a program that runs alone.
 
   Raises:
+    OSError: If another program listens at the address of process 0.
     RuntimeError: If JAX has started a backend, or has joined before, or cannot
       find the other tasks.
     TypeError: If a time-out is not an integer.
-    ValueError: If only some of the variables are set, or one of them cannot be
-      understood; if the process is one of several tasks that JAX cannot join;
-      or if a time-out is less than 1.
+    ValueError: If only some of the variables are set, one of them cannot be
+      understood, or processes are told different numbers of processes; if the
+      process is one of several tasks that JAX cannot join; or if a time-out is
+      less than 1.
 
   Examples:
     >>> import shard_transforms
@@ -81,6 +88,9 @@ def join_processes(
   if cluster is None:
     return 1
   address, num_processes, process_id, local_device_ids = cluster
+  if process_id == 0:
+    _check_free(address)
+  waiting = _warning_before(initialization_timeout, cluster)
   jax.distributed.initialize(
       address,
       num_processes,
@@ -93,7 +103,9 @@ def join_processes(
       heartbeat_timeout_seconds=heartbeat_timeout,
       shutdown_timeout_seconds=shutdown_timeout,
   )
+  waiting.cancel()
   atexit.register(_leave_at_once_if_failed, process_id, num_processes)
+  _check_same_number(num_processes, process_id, initialization_timeout)
   return num_processes
 
 
@@ -146,6 +158,72 @@ def _is_loopback(address):
     return ipaddress.ip_address(host.strip('[]')).is_loopback
   except ValueError:
     return host == 'localhost'
+
+
+def _check_free(address):
+  """Checks that process 0 can listen at its address.
+
+  Raises:
+    OSError: If another program listens there.
+  """
+  host, _, port = address.rpartition(':')
+  host = host.strip('[]') if _is_loopback(address) else ''
+  family = socket.AF_INET6 if ':' in host else socket.AF_INET
+  with socket.socket(family) as probe:
+    # The end of an earlier run may still hold its connections.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+      probe.bind((host, int(port)))
+    except OSError as error:
+      if error.errno != errno.EADDRINUSE:
+        return  # JAX says it.
+      raise OSError(
+          error.errno,
+          f'`{ADDRESS}` must have a free port on the host of process 0, got'
+          f' {address!r}, where another program listens, or another process of'
+          ' the number 0. Choose another port, the same for all processes, and'
+          f' give each its own {PROCESS_ID}.',
+      ) from error
+
+
+def _warning_before(timeout, cluster):
+  """Starts a timer that says for whom a process waits, before JAX ends it."""
+  seconds = max(timeout - 1, timeout / 2)
+
+  def warn():
+    print(
+        f'Process {cluster.process_id} of {cluster.num_processes} has waited'
+        f' {seconds:g} seconds for the others at {cluster.address}, and gives'
+        f' up at {timeout}. Start {cluster.num_processes} processes that can'
+        ' reach this address, with the numbers from 0 to'
+        f' {cluster.num_processes - 1}, each once ({NUM_PROCESSES},'
+        f' {PROCESS_ID}).',
+        file=sys.stderr,
+        flush=True,
+    )
+
+  timer = threading.Timer(seconds, warn)
+  timer.daemon = True
+  timer.start()
+  return timer
+
+
+def _check_same_number(num_processes, process_id, timeout):
+  """Checks that all processes know of the same number of processes.
+
+  Raises:
+    ValueError: If process 0 knows of another.
+  """
+  if process_id == 0:
+    jax_internals.publish(_COUNT_KEY, str(num_processes))
+    return
+  expected = int(jax_internals.published(_COUNT_KEY, timeout))
+  if num_processes != expected:
+    raise ValueError(
+        f'`{NUM_PROCESSES}` must be the same in all processes, got'
+        f' {num_processes} in process {process_id}, and {expected} in process'
+        ' 0. Start all of them with the number of all processes.'
+    )
 
 
 def _leave_at_once_if_failed(process_id, num_processes):

@@ -93,11 +93,12 @@ def run_processes(
 
   children: list[subprocess.Popen] = []
   ends: queue.SimpleQueue = queue.SimpleQueue()
-  grace_left = grace
+  grace_left, running = grace, []
   with _noting_sigterm(ends) as sigterms:
     try:
       _start(num_processes, command, children, ends)
       failed = _wait_for_all(len(children), ends, grace)
+      running = _running(children)
       if not sigterms:
         grace_left = _grace_after(failed, grace)
     finally:
@@ -111,8 +112,8 @@ def run_processes(
     ]
     raise RuntimeError(
         '`command` must exit with status 0 in every process, got'
-        f' {", then ".join(deaths)}. What they wrote to the standard error says'
-        ' why.'
+        f' {", then ".join(deaths)}.{_tell_of(running, stopped)} What they'
+        ' wrote to the standard error says why.'
     )
 
 
@@ -217,6 +218,22 @@ def _stop(children, grace_left):
     for child in children:
       child.kill()
       child.wait()
+
+
+def _running(children):
+  """Returns the numbers of the processes that have not ended."""
+  return [i for i, child in enumerate(children) if child.returncode is None]
+
+
+def _tell_of(running, stopped):
+  """Says who had to be ended: they may be what others waited for."""
+  hung = [str(i) for i in running if i not in stopped]
+  if not hung:
+    return ''
+  return (
+      f' Still running then, and ended: process {", ".join(hung)}. If a'
+      ' deadline struck the first, one of these may have hung.'
+  )
 
 
 def _is_stopped(child):

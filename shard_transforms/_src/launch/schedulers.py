@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence
+import json
 import os
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ class Scheduler(NamedTuple):
     method: JAX's name of its detection of such a cluster, if it has one.
     hint: What that detection may lack.
     hosts: The variable with the number of hosts, for where there is no size.
+    counts: Whether it counts processes; otherwise hosts, or it does not tell.
   """
 
   name: str
@@ -26,6 +28,7 @@ class Scheduler(NamedTuple):
   method: str = ''
   hint: str = ''
   hosts: str = ''
+  counts: bool = True
 
 
 class Cluster(NamedTuple):
@@ -53,6 +56,9 @@ _SLURM = Scheduler(
     ' (a batch script is no task: start the program by `srun`)',
     'SLURM_JOB_NUM_NODES',
 )
+# Its variables are a list of the names of hosts, and one of them.
+_SAGEMAKER = Scheduler('SageMaker', 'SM_HOSTS', 'SM_CURRENT_HOST', counts=False)
+_PMIX = Scheduler('PMIx', '', 'PMIX_RANK', counts=False)
 _SCHEDULERS = (
     Scheduler(
         'Open MPI',
@@ -64,6 +70,10 @@ _SCHEDULERS = (
     Scheduler('MPI', 'PMI_SIZE', 'PMI_RANK'),
     Scheduler('torchrun', 'WORLD_SIZE', 'RANK'),
     _SLURM,
+    Scheduler('Flux', 'FLUX_JOB_SIZE', 'FLUX_TASK_RANK'),
+    Scheduler('HTCondor', '_CONDOR_NPROCS', '_CONDOR_PROCNO'),
+    _SAGEMAKER,
+    _PMIX,
     Scheduler(
         'Kubernetes',
         '',
@@ -72,6 +82,7 @@ _SCHEDULERS = (
         " (it needs Kubernetes' Python client, `pip install 'jax[k8s]'`)",
     ),
 )
+_COUNTS = tuple(x.size for x in _SCHEDULERS if x.size and x.counts)
 # JAX asks the machine, because some hosts set no variables.
 _CLOUD_TPU = ('gketpu', 'gcetpu')
 
@@ -117,6 +128,8 @@ def check_agrees(cluster: Cluster | None, *, only_sure: bool) -> None:
     is_sure = _is_sure(scheduler)
     if only_sure and not is_sure:
       continue
+    if cluster is not None and not scheduler.counts:
+      continue
     if cluster is not None:
       num_tasks = num_tasks or cluster.num_processes
       if cluster[1:3] == (num_tasks, process_id) and process_id < num_tasks:
@@ -146,8 +159,14 @@ def _tasks() -> Iterator[tuple[Scheduler, int | None, int]]:
     is_shell = scheduler.size and not has_size and is_one_host
     if is_shell or not os.environ.get(scheduler.process_id):
       continue
-    num_tasks = _number(scheduler.size) if has_size else None
-    process_id = _number(scheduler.process_id)
+    # What counts beside it knows more.
+    if scheduler is _PMIX and any(os.environ.get(x) for x in _COUNTS):
+      continue
+    if scheduler is _SAGEMAKER:
+      num_tasks, process_id = _place_among_hosts(scheduler)
+    else:
+      num_tasks = _number(scheduler.size) if has_size else None
+      process_id = _number(scheduler.process_id)
     # An `mpirun` knows more than the allocation of Slurm that it is in.
     is_around = (
         scheduler is _SLURM and os.environ.get(_OPEN_MPI_COUNT, '1') != '1'
@@ -156,13 +175,31 @@ def _tasks() -> Iterator[tuple[Scheduler, int | None, int]]:
       yield scheduler, num_tasks, process_id
 
 
+def _place_among_hosts(scheduler):
+  """Returns the number of hosts, and that of this one.
+
+  Raises:
+    ValueError: If the variables cannot be understood.
+  """
+  names = os.environ[scheduler.size], os.environ[scheduler.process_id]
+  try:
+    hosts = json.loads(names[0])
+    return len(hosts), hosts.index(names[1])
+  except (ValueError, AttributeError) as error:
+    raise ValueError(
+        f'`{scheduler.size}` must be a list of hosts with'
+        f' `{scheduler.process_id}` in it, got {names[0]!r} and {names[1]!r}.'
+        ' Unset both if no scheduler started this process.'
+    ) from error
+
+
 def _is_sure(scheduler):
   """Whether a scheduler started this process, and counts all of its program."""
   if scheduler is _SLURM:
     # A batch script or a shell is in no step.
     return any(name.startswith('SLURM_STEP_') for name in os.environ)
   # Kubernetes counts within a slice of TPUs.
-  return bool(scheduler.size)
+  return bool(scheduler.size) and scheduler.counts
 
 
 def _number(name):
