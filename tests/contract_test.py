@@ -580,6 +580,39 @@ def plain_calls(txs, mode, data, params, num_shards):
   }
 
 
+def weighted_call(txs, params, updates, weight):
+  """Returns the updates [shards, ...] of the first call of several rows.
+
+  Args:
+    txs: Transformations of one tower, by the names of rows.
+    params: The parameters.
+    updates: A tree [shards, ...].
+    weight: How much each shard counts.
+  """
+
+  def run_all(params, own):
+    updates, weight = own
+    stacked = jax.tree.map(lambda x: x[None], updates)
+    found = {}
+    for name, tx in txs.items():
+      row = ROWS[name]
+      try:
+        found[name], _ = tx.update(
+            stacked if row.towers == 'stacked' else updates,
+            tx.init(params),
+            params,
+            weight=weight[None] if row.towers == 'stacked' else weight,
+            **extra_args_of(row, np.int32(0)),
+        )
+      except Exception as error:
+        error.add_note(f'In the row {name!r}.')
+        raise
+    return found
+
+  mapped = modes.map_shards('shard_map', run_all, SHARDS)
+  return jax.device_get(mapped(params, (updates, weight)))
+
+
 @functools.cache
 def odd_calls(name):
   """Returns data of leaves of all kinds, and the updates expected of it."""
@@ -795,25 +828,6 @@ class MappedTest(parameterized.TestCase):
     }
     weight = np.arange(SHARDS, dtype=np.float32)
 
-    def run_all(params, own):
-      updates, weight = own
-      stacked = jax.tree.map(lambda x: x[None], updates)
-      found = {}
-      for name, tx in txs.items():
-        row = ROWS[name]
-        try:
-          found[name], _ = tx.update(
-              stacked if row.towers == 'stacked' else updates,
-              tx.init(params),
-              params,
-              weight=weight[None] if row.towers == 'stacked' else weight,
-              **extra_args_of(row, np.int32(0)),
-          )
-        except Exception as error:
-          error.add_note(f'In the row {name!r}.')
-          raise
-      return found
-
     def of_first(number):
       rng = np.random.default_rng(3)
       updates = jax.tree.map(
@@ -821,14 +835,39 @@ class MappedTest(parameterized.TestCase):
       )
       for leaf in jax.tree.leaves(updates):
         leaf[0] = number
-      mapped = modes.map_shards('shard_map', run_all, SHARDS)
-      return jax.device_get(mapped(params, (updates, weight)))
+      return weighted_call(txs, params, updates, weight)
 
     found, expected = of_first(np.nan), of_first(1.5)
     for name in txs:
       with self.subTest(name):
         chex.assert_tree_all_finite(found[name])
         chex.assert_trees_all_equal(found[name], expected[name], strict=True)
+
+  def test_weighs_leaves_of_64_bits_in_64_bits(self):
+    rows = {
+        name: row
+        for name, row in ROWS.items()
+        if row.per_shard and row.aggregate is None
+        # It rounds to 32 bits, and it takes no weight.
+        and name not in ('compressed_mean', 'trimmed_mean')
+    }
+    txs = {name: row.build(optax.identity(), 1) for name, row in rows.items()}
+    rng = np.random.default_rng(3)
+    weight = rng.random(SHARDS) + 0.1
+    own = {'w': rng.normal(size=(SHARDS, 5))}
+    own['complex'] = own['w'] * (1 + 2j)
+    params = jax.tree.map(lambda x: np.zeros_like(x[0]), own)
+
+    with jax.enable_x64(True):
+      found = weighted_call(txs, params, own, weight)
+
+    for name, row in rows.items():
+      total = 1 if row.factor == SHARDS else weight.sum()
+      expected = jax.tree.map(lambda x, n=total: weight @ x / n, own)
+      with self.subTest(name):
+        chex.assert_trees_all_close(
+            found[name], on_shards(expected), rtol=1e-13, strict=True
+        )
 
   def test_is_the_inner_transformation_at_one_shard_and_tower(self):
     # Exact products, so that it does not matter how the compiler fuses them.
@@ -1038,6 +1077,36 @@ class StateTest(parameterized.TestCase):
     for setting, enable in modes.SETTINGS.items():
       with self.subTest(setting), enable():
         self.assertEqual(types(), expected)
+
+  @cases.parameters(*ROWS)
+  def test_traces_leaves_of_all_dtypes_under_strict_settings(self, name):
+    row = ROWS[name]
+    tx = whole(row, optax.sgd(0.5, momentum=0.5))
+    number, weight = np.int32(0), np.ones(SHARDS, np.float32)
+    is_weighted = row.per_shard and not row.delays
+
+    def call(params, own):
+      updates, weight = own
+      if row.towers == 'stacked':
+        weight = jnp.stack([weight] * TOWERS)
+      given = {'weight': weight} if is_weighted else {}
+      given |= extra_args_of(row, number)
+      return tx.update(updates, tx.init(params), params, **given)[0]
+
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion('strict'),
+        jax.checking_leaks(),
+    ):
+      params = odd_params() | {
+          'wide': jnp.ones(3, jnp.float64),
+          'wide complex': jnp.ones(3, jnp.complex128),
+      }
+      own = jax.tree.map(lambda x: x[:, 0], shard_data(row, params)), weight
+      mapped = modes.map_shards('shard_map', call, SHARDS)
+      updates = jax.eval_shape(mapped, params, own)
+
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, on_shards(params))
 
 
 def own_data(name):

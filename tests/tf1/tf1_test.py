@@ -57,6 +57,19 @@ class OptimizerTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f'`{name}` of .* must not be NaN'):
       factory(*numbers)
 
+  @cases.product(name=FACTORIES, dtype=(jnp.bfloat16, jnp.float64))
+  def test_needs_no_implicit_promotion(self, name, dtype):
+    tx = FACTORIES[name]()
+
+    def step(params, updates):
+      return tx.update(updates, tx.init(params), params)[0]
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion('strict'):
+      params = {'w': jnp.ones(3, dtype), 'b': jnp.float32(1)}
+      updates = jax.eval_shape(step, params, params)
+
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+
   @cases.parameters('ftrl', 'lars')
   def test_needs_the_parameters(self, name):
     tx = FACTORIES[name]()

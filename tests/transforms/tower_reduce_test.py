@@ -186,7 +186,7 @@ class HandedOnTest(parameterized.TestCase):
     )
 
     def shard(_, own):
-      state = tx.init(jnp.zeros(5))
+      state = tx.init(jnp.zeros(5, jnp.float32))
       for i in range(NUM_TOWERS):
         extra = {name: x[i] for name, x in own.items() if name != 'x'}
         _, state = tx.update(own['x'][i], state, **extra, **fixed)
@@ -229,10 +229,12 @@ class HandedOnTest(parameterized.TestCase):
       def call(state, own):
         given = dict(zip(('local_step', 'weight'), own, strict=True))
         given = given if are_given else {}
-        _, state = tx.update(jnp.ones(3), state, value=zero, **given)
+        ones = jnp.ones(3, jnp.float32)
+        _, state = tx.update(ones, state, value=zero, **given)
         return state, state.inner_state
 
-      return lax.scan(call, tx.init(jnp.zeros(3)), (steps, weights))[1]
+      start = tx.init(jnp.zeros(3, jnp.float32))
+      return lax.scan(call, start, (steps, weights))[1]
 
     expected = {'weight': [-1] * 4, 'local_step': [-1] * 4}
     if are_given:

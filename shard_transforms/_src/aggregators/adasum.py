@@ -13,6 +13,7 @@ from shard_transforms._src.aggregators import aggregator
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import thresholds
+from shard_transforms._src.base import weights
 from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
@@ -89,7 +90,9 @@ def adasum(
     scaled = [x * (1 / s) for x, s in zip(leaves, sizes, strict=True)]
     groups = _alike(scaled, axes)
     order = [i for group in groups for i in group]
-    sizes = collectives.gather(jnp.stack([sizes[i] for i in order]), axes)
+    dtype = weights.dtype_for(leaves)
+    sizes = jnp.stack([sizes[i].astype(dtype) for i in order])
+    sizes = collectives.gather(sizes, axes)
     stacks = [jnp.stack([scaled[i] for i in group]) for group in groups]
     nodes = _Nodes(_rows(stacks, axes, is_cut), sizes)
     while len(nodes.sizes) > 1:
@@ -179,7 +182,8 @@ def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
   if aggregator.are_few_rows(num_nodes):
     rows = list(map(list, rows))
   pairs = [(row[:end:2], row[1:end:2]) for row in rows]
-  dots = [jnp.asarray(_each(_dots, *pair)) for pair in pairs]
+  dtype = nodes.sizes.dtype
+  dots = [jnp.asarray(_each(_dots, *pair), dtype) for pair in pairs]
   lengths = [x.shape[1] for x in dots]
   dots = collectives.total(jnp.concatenate(dots, axis=1), axes)
   if over == 'tree':

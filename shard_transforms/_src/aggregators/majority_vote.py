@@ -100,7 +100,7 @@ def _vote_in_bits(leaf, counts, axes):
   num_votes, has_vote = num_shards, jnp.ones(num_shards, bool)
   if counts is not None:
     ballots, has_vote = ballots[:, :-1], ballots[:, -1] > 0
-    num_votes = jnp.sum(has_vote)
+    num_votes = jnp.sum(has_vote, dtype=jnp.int32)
   is_negative = exchanges.unpack_integers(ballots, _BITS) > 0
   is_negative &= has_vote[:, None]
   num_negative = jnp.sum(is_negative, axis=0, dtype=jnp.int32)

@@ -52,17 +52,40 @@ def as_weight(
           f'{name} must be finite and not negative, got {weight!r}.'
       )
     weight = known
-  return usable(jnp.asarray(weight, jnp.float32))
+  return usable(jnp.asarray(weight, _dtype_of_weight(dtype)))
+
+
+def _dtype_of_weight(dtype):
+  """Returns the dtype in which weights of a dtype are kept: at least float32.
+
+  float32 rounds integers of 32 bits, too: with 64 bits, these are float64.
+  """
+  is_exact = jnp.issubdtype(dtype, jnp.integer)
+  is_wide = dtype.itemsize > 4 or (is_exact and dtype.itemsize == 4)
+  return jax.dtypes.canonicalize_dtype(jnp.float64 if is_wide else jnp.float32)
+
+
+def dtype_for(tree: chex.ArrayTree) -> np.dtype:
+  """Returns the dtype of a weight that multiplies all leaves of a tree.
+
+  It is float64 if a leaf has 64 bits or, if it is complex, parts of 64 bits.
+  """
+  kinds = map(leaves.dtype_of, jax.tree.leaves(tree))
+  floating = [jnp.finfo(x) for x in kinds if jnp.issubdtype(x, jnp.inexact)]
+  is_wide = any(x.bits > 32 for x in floating)
+  return np.dtype(np.float64 if is_wide else np.float32)
 
 
 @functools.partial(jax.jit, inline=True)
 def usable(weight: jax.Array) -> jax.Array:
-  """Returns a weight in float32; all but positive normal numbers become 0.
+  """Returns a weight; all but positive normal numbers of float32 become 0.
 
   The reciprocal of a subnormal number is infinite.
   """
   tiny = jnp.finfo(jnp.float32).tiny
-  return jnp.where(jnp.isfinite(weight) & (weight >= tiny), weight, 0)
+  # Leaves of 32 bits may be multiplied by a wider weight.
+  narrow = weight.astype(jnp.float32)
+  return jnp.where(jnp.isfinite(narrow) & (narrow >= tiny), weight, 0)
 
 
 def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:

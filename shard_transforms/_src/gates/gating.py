@@ -20,6 +20,7 @@ import jax
 from jax import lax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from shard_transforms._src.analysis import weight_flow
@@ -94,7 +95,7 @@ class Gate:
   def as_weight(
       self, checked: Checked, weight: chex.Numeric | None
   ) -> jax.Array:
-    """Returns the weight of a shard, float32 []; 1 if there is none.
+    """Returns the weight of a shard, at least float32 []; 1 if there is none.
 
     Raises:
       TypeError: If it is not a real number.
@@ -102,7 +103,8 @@ class Gate:
     """
     if checked.weight and isinstance(weight, jax.Array):
       return weight
-    return weights.as_weight(1.0 if weight is None else weight, (), self.caller)
+    weight = np.float32(1) if weight is None else weight
+    return weights.as_weight(weight, (), self.caller)
 
   def update_or_skip(
       self,

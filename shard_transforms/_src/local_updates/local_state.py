@@ -12,6 +12,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import stacked
 from shard_transforms._src.base import states
+from shard_transforms._src.base import weights as weights_lib
 from shard_transforms._src.local_updates import rounds as rounds_lib
 
 CALLER = 'local_updates'
@@ -74,7 +75,7 @@ class LocalUpdatesState(NamedTuple):
       for leaves that are not real or complex.
     inner_state: State of the inner transformation, each shard's own.
     total_weight: The sum of the weights of the steps since each fragment was
-      sent, float32 [fragments].
+      sent, [fragments]; float32, or float64 if a parameter is.
     outer_state: For each fragment, the state of the outer transformation.
 
   Examples:
@@ -199,7 +200,8 @@ def start(
     axes: tuple[Hashable, ...],
 ) -> LocalUpdatesState:
   """Returns the state before the first step."""
-  total_weight = jnp.zeros(len(outer_state), jnp.float32)
+  dtype = weights_lib.dtype_for(trained(params))
+  total_weight = jnp.zeros(len(outer_state), dtype)
   return LocalUpdatesState(
       step=states.counter(),
       num_rounds=states.counter(),

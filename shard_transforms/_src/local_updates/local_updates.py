@@ -163,7 +163,7 @@ def local_updates(
     own, inner_state = _step_alone(
         inner, updates, inner_state, own, weight, axes, extra_args
     )
-    total_weight += 1 if weight is None else weight
+    total_weight += 1 if weight is None else weight.astype(total_weight.dtype)
     sent = anchor, own, None if weight is None else total_weight
     moved, outer_state = meeting.send_fragments(
         due.sends, state.outer_state, *sent, extra_args

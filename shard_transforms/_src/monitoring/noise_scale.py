@@ -143,6 +143,7 @@ def track_noise_scale(
     )
     leaves.check_inexact(reduced, _CALLER)
     weight = weights.as_weight(1.0 if weight is None else weight, (), _CALLER)
+    weight = weight.astype(jnp.float32)
     noise, gradient_square = _estimates(updates, reduced, weight, axes)
     is_known = jnp.isfinite(noise) & jnp.isfinite(gradient_square)
 

@@ -13,6 +13,7 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
+from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import collectives
 
 
@@ -76,14 +77,15 @@ def sum_of_squares(
     caller: str,
 ) -> jax.Array:
   """Returns the sum of the squares of all elements, float32 or wider []."""
-  by_axes = collections.defaultdict(lambda: jnp.float32(0))
+  dtype = weights.dtype_for(tree)
+  by_axes = collections.defaultdict(lambda: jnp.zeros([], dtype))
   sliced_axes = partition_specs.sliced_axes(tree, axes, sharded, caller)
   for leaf, sliced in zip(jax.tree.leaves(tree), sliced_axes, strict=True):
     if not leaves_lib.is_float0(leaf):
-      by_axes[sliced] += _squares(leaf)
+      by_axes[sliced] += _squares(leaf).astype(dtype)
   with jax.named_scope(caller):
     totals = [collectives.total(x, sliced) for sliced, x in by_axes.items()]
-  return sum(totals, jnp.float32(0))
+  return sum(totals, jnp.zeros([], dtype))
 
 
 def _squares(leaf):

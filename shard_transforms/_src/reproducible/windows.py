@@ -61,8 +61,9 @@ class TowersState(NamedTuple):
     total: Partial sums of their (weighted) updates, a tree like the parameters
       with a further axis of log2 `num_towers`, at least 1, in float32 for
       leaves of fewer bits.
-    total_weight: Partial sums of their weights, float32, with a row for each
-      level of the tree over all towers of all shards.
+    total_weight: Partial sums of their weights, with a row for each level of
+      the tree over all towers of all shards; float32, or float64 if a parameter
+      is.
     inner_state: State of the inner transformation; for `sharded_towers`, a
       `ShardUpdateState`.
 
@@ -120,7 +121,7 @@ def transformation(
 
   def init_fn(params):
     total = partial_sums.empty(params, num_towers)
-    total_weight = jnp.zeros(num_levels(), jnp.float32)
+    total_weight = jnp.zeros(num_levels(), weights.dtype_for(params))
     total, total_weight = states.store((total, total_weight), reduction.axes)
     return TowersState(states.counter(), total, total_weight, init(params))
 
@@ -128,8 +129,10 @@ def transformation(
     _check(updates, state, num_levels(), reduction)
     reduction.check_params(params)
     window = _collect(updates, state, weight, reduction)
+    is_weighted = weight is not None
 
-    def end(window, params, /, **extra_args):
+    # It must not close over arrays: `jax.checking_leaks` would find them.
+    def end(window, updates, params, /, **extra_args):
       total, total_weight = states.own(
           (window.total, window.total_weight), reduction.axes, reduction.caller
       )
@@ -137,19 +140,17 @@ def transformation(
       like = leaves_lib.tree_map(
           _like, sums, updates, updates if params is None else params
       )
-      total = reduction.total(
-          num_towers if weight is None else row(total_weight)
-      )
+      total = reduction.total(row(total_weight) if is_weighted else num_towers)
       before = window.inner_state
       given = before, params, sums, total, like, extra_args
-      accept = None if weight is None else total > 0
+      accept = total > 0 if is_weighted else None
       made, inner_state = gating.select(accept, *finish(*given), before)
       tower = jnp.zeros_like(window.tower)
       return made, window._replace(tower=tower, inner_state=inner_state)
 
     is_last = collectives.agreed(window.tower >= num_towers)
     return gating.run_when_due(
-        is_last, end, window, params, extra_args=extra_args
+        is_last, end, window, updates, params, extra_args=extra_args
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -192,9 +193,10 @@ def _collect(updates, state, weight, reduction):
   zeros = jax.tree.map(partial_sums.zero, total)
   arguments.check_like(updates, zeros, caller)
   arguments.check_varies_with(updates, zeros, caller)
-  own_weight = jnp.ones([], jnp.float32)
+  own_weight = jnp.ones([], total_weight.dtype)
   if weight is not None:
-    weight = own_weight = weights.as_weight(weight, (), caller)
+    weight = weights.as_weight(weight, (), caller)
+    own_weight = weight.astype(total_weight.dtype)
   weigh = weights.weighing(weight)
 
   def add(rows, zero, update):

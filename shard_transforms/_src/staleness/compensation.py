@@ -245,7 +245,8 @@ def _compensate(update, moved, square, lam):
   """Returns the update of a leaf, corrected where its parameter has moved."""
   if update is None or moved is None:
     return update
-  nearer = leaves_lib.as_accumulator(update) + lam * square * moved
+  factor = (jnp.asarray(lam, square.dtype) * square).astype(moved.dtype)
+  nearer = leaves_lib.as_accumulator(update) + factor * moved
   nearer = nearer.astype(leaves_lib.dtype_of(update))
   # A correction of zero may change the sign of a zero, and gives NaN for
   # infinity.

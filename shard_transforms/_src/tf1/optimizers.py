@@ -109,9 +109,13 @@ def adam(
     v = jax.tree.map(functools.partial(_move, beta2), state.v, squares)
     rate = learning_rate * jnp.sqrt(1 - state.beta2_power)
     rate /= 1 - state.beta1_power
-    updates = jax.tree.map(
-        lambda m, v: (-rate * m / (jnp.sqrt(v) + epsilon)).astype(m.dtype), m, v
-    )
+
+    def step(m, v):
+      wide = jnp.float32 if m.dtype.itemsize < 4 else m.dtype
+      root = (jnp.sqrt(v) + epsilon).astype(wide)
+      return (-rate.astype(wide) * m.astype(wide) / root).astype(m.dtype)
+
+    updates = jax.tree.map(step, m, v)
     powers = state.beta1_power * beta1, state.beta2_power * beta2
     return updates, AdamState(*powers, m, v)
 

@@ -319,7 +319,8 @@ def _divided(sums, count, params):
   def divide(x, param):
     return leaves_lib.as_dtype(x / divisor, leaves_lib.dtype_of(param))
 
-  return loss / divisor, jax.tree.map(divide, grads, params)
+  loss = leaves_lib.as_dtype(loss / divisor, loss.dtype)
+  return loss, jax.tree.map(divide, grads, params)
 
 
 def _gather(axes, x, spec):

@@ -82,14 +82,16 @@ def clip_by_global_norm(
     _check_alike(updates, axes)
     partition_specs.check_names_all(sharded, axes, caller)
     norm = jnp.sqrt(norms.sum_of_squares(updates, axes, sharded, caller))
+    is_small = norm <= jnp.asarray(max_norm, norm.dtype)
 
     def clip(leaf):
       if leaves_lib.is_float0(leaf):
         return leaf
       leaf = jnp.asarray(leaf)
-      scaled = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-      scaled = (scaled / norm) * max_norm
-      return jnp.where(norm <= max_norm, leaf, scaled.astype(leaf.dtype))
+      wide = leaves_lib.accumulator_dtype(leaf.dtype)
+      scaled = leaf.astype(wide) / norm.astype(wide)
+      scaled = (scaled * jnp.asarray(max_norm, wide)).astype(leaf.dtype)
+      return jnp.where(is_small, leaf, scaled)
 
     return jax.tree.map(clip, updates), state
 

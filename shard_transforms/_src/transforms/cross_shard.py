@@ -25,9 +25,9 @@ def cross_shard_mean(
   so that uneven batches count by their tokens, and a shard of weight zero does
   not count at all, even where its update is NaN. Weights that are negative or
   not finite count as zero; a total of zero gives a zero update. Without
-  `weight`, all shards count the same. Weights are multiplied in float32 before
-  they are divided by their sum: in place of numbers near 1e-30 or 1e30, give
-  them as multiples of their largest.
+  `weight`, all shards count the same. Weights are multiplied in float32, or in
+  the dtype of a wider leaf, before they are divided by their sum: in place of
+  numbers near 1e-30 or 1e30, give them as multiples of their largest.
 
   Put it where per-shard gradients become one: before whatever keeps moments,
   before clipping by the global norm, after clipping each shard by its own. The

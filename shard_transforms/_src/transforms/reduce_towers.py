@@ -107,7 +107,7 @@ def _reduce(towers, weight, divisor):
   if leaves.is_float0(towers):
     return towers[0]
   total = _sum(towers, weight)
-  return (total / divisor).astype(towers.dtype)
+  return (total / jnp.asarray(divisor, total.dtype)).astype(towers.dtype)
 
 
 def _sum(towers, weight):

@@ -158,7 +158,8 @@ def scale_by_staleness(
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
     step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
-    factor = factor_of(_age(step, state.global_step))
+    dtype = weights.dtype_for(updates)
+    factor = factor_of(_age(step, state.global_step), dtype)
     if axes:
       given = gate.as_weight(checked, weight)
       weight = weights.usable(weights.weighing(given)(factor))
@@ -187,7 +188,7 @@ def _age(local_step, global_step):
 
 
 def _as_factor(kind, rate, least):
-  """Returns a function of the age for the factor, float32 [].
+  """Returns a function of the age and a dtype for the factor, in that dtype.
 
   An exponential is not less than `least`.
 
@@ -212,19 +213,19 @@ def _as_factor(kind, rate, least):
         f' no other `kind`, got {rate!r} with {kind!r}.'
     )
   if kind == 'inverse':
-    return lambda age: 1 / jnp.maximum(age, 1).astype(jnp.float32)
+    return lambda age, dtype: 1 / jnp.maximum(age, 1).astype(dtype)
   if kind == 'exponential':
     rate = arguments.as_positive('rate', rate)
 
-    def factor(age):
-      age = age.astype(jnp.float32)
-      return jnp.maximum(jnp.exp(-jnp.asarray(rate, jnp.float32) * age), least)
+    def factor(age, dtype):
+      age = age.astype(dtype)
+      return jnp.maximum(jnp.exp(-jnp.asarray(rate, dtype) * age), least)
 
     return factor
-  return lambda age: _as_scalar(kind(age))
+  return lambda age, dtype: _as_scalar(kind(age), dtype)
 
 
-def _as_scalar(factor):
+def _as_scalar(factor, dtype):
   """Returns the result of a user's function of the age, checked.
 
   Raises:
@@ -239,7 +240,7 @@ def _as_scalar(factor):
     raise ValueError(
         f'{name} must be a scalar, got the shape {jnp.shape(factor)}.'
     )
-  return jnp.asarray(factor, jnp.float32)
+  return jnp.asarray(factor, dtype)
 
 
 def _scale(updates, factor):
