@@ -465,7 +465,7 @@ UPDATES = {
         f'`updates` of `cross_shard_mean` must be per shard {REDUCED}': to(
             'tracked mean', tx=lambda _: summed_before(AVERAGED), weight=2.0
         ),
-        'must use the extra argument `weight`.* by hand, or none, counts': to(
+        'must use the extra argument `weight`.* by hand, or none, would co': to(
             'guarded', tx=lambda _: guard(by_hand(), AXIS, on_bad='exclude')
         ),
         r'partition of the 8 shards .* ids \[4, 5, 6, 7\] are missing': to(

@@ -341,6 +341,17 @@ class LayoutTest(parameterized.TestCase):
       (floor,) = (i for i, row in enumerate(FLOORS) if package in row)
       self.assert_imports(path, {package, *itertools.chain(*FLOORS[:floor])})
 
+  def test_the_house_names_its_floors(self):
+    text = ' '.join(shard_transforms._src.__doc__.split())
+
+    rows = [', '.join(sorted(row)) for row in FLOORS]
+    found = re.findall(r'(\d) ([a-z1, _]+)[;.]', text)
+
+    self.assertEqual(
+        [(int(n), ', '.join(sorted(x.split(', ')))) for n, x in found],
+        list(enumerate(rows, 1)),
+    )
+
   def test_core_knows_no_other_package(self):
     for path in IN_HOUSE:
       if path.split('/')[1] in CORE:

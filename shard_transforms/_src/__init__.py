@@ -1,6 +1,7 @@
-"""The library, floor by floor: a package imports from the floors below alone.
+"""The library, floor by floor: a package imports from the floors below only.
 
-1 base, tf1; 2 reduction, state, launch, analysis; 3 gates, compression,
-aggregators; 4 transforms, staleness, local_updates, monitoring; 5 asynchronous.
-Packages of one floor do not import each other.
+1 base, tf1; 2 reduction, state, analysis, launch; 3 exchanges, gates;
+4 transforms, owners, local_updates, staleness, aggregators, compression;
+5 reproducible, asynchronous, monitoring. Packages of one floor do not import
+each other.
 """

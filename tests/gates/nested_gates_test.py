@@ -103,7 +103,7 @@ class WeightTest(parameterized.TestCase):
         continue
 
       told = NAMES[outer if words == (1,) else inner]
-      message = f'must use .*weight`.*tell `{told}` with `assume_weighted'
+      message = f'must use .*weight`.* pass `assume_weighted=True` to `{told}`'
       with self.assertRaisesRegex(ValueError, message):
         trace(tx)
     trace(nested(outer, inner, link, BY_HAND, words=(0, 1)))
@@ -112,14 +112,14 @@ class WeightTest(parameterized.TestCase):
   def test_refuses_a_reduction_by_hand_behind_a_gate_without_axis(self, *nest):
     tx = nested(*nest, BY_HAND, is_mapped=False)
 
-    with self.assertRaisesRegex(ValueError, f'tell `{NAMES[nest[1]]}`'):
+    with self.assertRaisesRegex(ValueError, f'to `{NAMES[nest[1]]}`'):
       trace(tx)
 
   @cases.parameters([x for x in PAIRS if x[1] in GIVEN[:3]])
   def test_refuses_it_in_a_gate_without_axis(self, outer, inner):
     tx = gate(outer, gate(inner, BY_HAND, is_mapped=False))
 
-    with self.assertRaisesRegex(ValueError, f'tell `{NAMES[outer]}`'):
+    with self.assertRaisesRegex(ValueError, f'to `{NAMES[outer]}`'):
       trace(tx)
 
   @cases.parameters(
@@ -134,7 +134,9 @@ class WeightTest(parameterized.TestCase):
     tx = nested(*pair, False, optax.sgd(1.0))
 
     if is_refused:
-      with self.assertRaisesRegex(ValueError, 'by hand, or none, counts excl'):
+      with self.assertRaisesRegex(
+          ValueError, 'by hand, or none, would count excl'
+      ):
         trace(tx)
     else:
       trace(tx)

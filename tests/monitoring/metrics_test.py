@@ -273,7 +273,7 @@ class HealthTest(parameterized.TestCase):
   def test_raises_after_so_many_skipped_updates(self):
     check_health(trained('shard_map', guarded(3), [2, 5]))
 
-    message = r'skipped the last 2 updates, 1 to 2: .* of the shards \[2, 5\]'
+    message = r'skipped the last 2 updates \(1-2\), .* updates: \[2, 5\]\. Ch'
     with self.assertRaisesRegex(RuntimeError, message):
       check_health(trained('shard_map', guarded(2), [2, 5]))
 
@@ -303,7 +303,9 @@ class HealthTest(parameterized.TestCase):
 
     _, state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.zeros(2)))
 
-    with self.assertRaisesRegex(RuntimeError, 'were not finite. Look'):
+    with self.assertRaisesRegex(
+        RuntimeError, 'The updates were non-finite. Check'
+    ):
       check_health(state)
 
   def test_raises_where_shards_diverged(self):
@@ -337,7 +339,9 @@ class HealthTest(parameterized.TestCase):
     state = step(state, jnp.ones((8, 3)).at[6].set(jnp.nan))
 
     for given in state, jax.device_get(state):
-      with self.assertRaisesRegex(RuntimeError, r'of the shards \[6\]'):
+      with self.assertRaisesRegex(
+          RuntimeError, r'last update \(0\), .*: \[6\]'
+      ):
         check_health(given)
 
   def test_asks_a_state_of_ones_own_and_what_is_inside(self):
@@ -352,7 +356,7 @@ class HealthTest(parameterized.TestCase):
     check_health(chained(1, good))
     with self.assertRaisesRegex(RuntimeError, 'Updates were lost: -1'):
       check_health(chained(-1, good))
-    with self.assertRaisesRegex(RuntimeError, '`guard` has skipped'):
+    with self.assertRaisesRegex(RuntimeError, '`guard` skipped'):
       check_health(chained(1, bad))
 
 

@@ -186,6 +186,21 @@ class FullTest(parameterized.TestCase):
 
     assert_same(resized, init_state(tx, params, modes.mesh(2)))
 
+  @cases.product(name=(*WRAPPERS, 'compression'), params=((), {}, {'a': None}))
+  def test_parameters_without_leaves_have_a_full_state(self, name, params):
+    tx = compression.compressed_mean(AXIS, compression.quantize(8))
+    if name in WRAPPERS:
+      tx = WRAPPERS[name](optax.trace(0.9))
+    mesh, other = modes.mesh(4), modes.mesh(2)
+    state = init_state(tx, params, mesh)
+
+    full = full_state(state, tx, params, mesh)
+    placed = place_state(full, tx, params, other)
+    resized = resize_state(state, tx, params, other)
+
+    for found in placed, resized:
+      assert_same(found, init_state(tx, params, other))
+
   def test_keeps_what_each_shard_has_and_converts_it(self):
     inner = shard_update(optax.trace(0.9), AXIS)
     tx = tower_reduce(4, guard(inner, AXIS), axis_name=AXIS)

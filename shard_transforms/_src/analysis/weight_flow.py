@@ -57,10 +57,11 @@ def check(
   )
   if sums or (goes_through and not may_be_local):
     raise ValueError(
-        '`inner` must use the extra argument `weight`, got one that does not: a'
-        ' reduction by hand, or none, counts excluded shards. Reduce with'
-        ' `cross_shard_mean`, where each wrapper forwards extra arguments. If'
-        f' its sums use it, tell `{caller}` with `assume_weighted=True`.'
+        f'`inner` of `{caller}` must use the extra argument `weight` in its'
+        ' sums over shards, but a reduction by hand, or none, would count'
+        ' excluded shards. Reduce with `cross_shard_mean`, where each wrapper'
+        ' forwards extra arguments. If `inner` does use the weight, pass'
+        f' `assume_weighted=True` to `{caller}`.'
     )
 
 

@@ -119,8 +119,8 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
   """
   if weight is not None:
     raise ValueError(
-        f'`weight` of `{caller}` must come with `inner`, got none. A link of a'
-        ' chain cannot pass the total weight to the next link: write'
+        f'`weight` of `{caller}` must come with `inner`: a link of a chain'
+        ' cannot pass the total weight to the next link. Write'
         f' `{caller}(num_towers, optax.chain(...))`.'
     )
 

@@ -115,7 +115,9 @@ def make_state(
         _partly_mapped, init, mesh, axes, param_specs, out_specs, placed
     )
     param_specs = jax.tree.map(specs_lib.joined, param_specs, beside)
-  if specs.is_abstract(params):
+  # Parameters without leaves are their own shapes.
+  is_nowhere = isinstance(mesh, jax.sharding.AbstractMesh)
+  if specs.is_abstract(params) or (is_nowhere and not jax.tree.leaves(params)):
     types = specs.abstract(params, param_specs, mesh)
     return specs.abstract(jax.eval_shape(mapped, types), placed, mesh)
   params = _placed(params, param_specs, mesh)

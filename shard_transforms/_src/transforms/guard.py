@@ -27,13 +27,17 @@ def _stalled(state: Any) -> str | None:
     return None
   num_updates = states.largest_here(state.num_updates)
   first = num_updates - num_skipped
-  why = 'not finite' if state.spikes == () else 'not finite, or spikes'
+  why = 'non-finite' if state.spikes == () else 'non-finite or spiking'
   bad = _bad_shards(state.last_bad_step, first, why)
+  if names := spikes_lib.spikes_since(state.spikes, first):
+    bad += f' (signals: {", ".join(names)})'
+  span = f'update ({first})'
+  if num_skipped > 1:
+    span = f'{num_skipped} updates ({first}-{num_updates - 1})'
   return (
-      f'`guard` has skipped the last {num_skipped} updates, {first} to'
-      f' {num_updates - 1}: training does not go on.{bad}'
-      f'{spikes_lib.spikes_since(state.spikes, first)} Look at the data and'
-      ' the learning rate, and go back to a checkpoint from before them.'
+      f'`guard` skipped the last {span}, so training has stalled.{bad}. Check'
+      ' the data and the learning rate, and restart from a checkpoint from'
+      f' before update {first}.'
   )
 
 
@@ -405,7 +409,7 @@ def _count(state, decision, spikes, axes, inner_state):
 
 
 def _bad_shards(last_bad_step, first, why):
-  """Returns a sentence on which shards were bad since an update."""
+  """Returns which shards were bad since an update, as a clause."""
   parts = states.parts_here(last_bad_step)
   found = sorted(
       {start + int(i) for start, x in parts for i in np.flatnonzero(x >= first)}
@@ -413,8 +417,8 @@ def _bad_shards(last_bad_step, first, why):
   if not found:
     return (
         ' No shard of this process was bad: one of another process was, or all'
-        ' weights were zero.'
+        ' weights were zero'
     )
   if not jnp.ndim(last_bad_step):
-    return f' They were {why}.'
-  return f' Those of the shards {found} were {why}.'
+    return f' The updates were {why}'
+  return f' Shards with {why} updates: {found}'

@@ -25,6 +25,7 @@ from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
 from shard_transforms._src.reduction import norms
 
+_NAMES = 'norm', 'loss'
 _CALLER = 'guard'
 
 
@@ -112,7 +113,7 @@ class SpikeRule:
   @property
   def names(self) -> tuple[str, ...]:
     """The names of the signals: `'norm'` and then `'loss'`, if both are."""
-    return tuple(name for name in ('norm', 'loss') if name in self.signals)
+    return tuple(name for name in _NAMES if name in self.signals)
 
   def fixed_limits(self) -> jax.Array:
     """Returns the fixed limit of each signal, float32 [signals]."""
@@ -468,15 +469,15 @@ def after(
   )
 
 
-def spikes_since(state: SpikeState | tuple[()], step: int) -> str:
-  """Returns a sentence on which signals were spikes here since a step."""
-  if not isinstance(state, SpikeState):
-    return ''
+def spikes_since(state: SpikeState | tuple[()], step: int) -> list[str]:
+  """Returns which of several signals were spikes here since a step."""
+  # A rule with one signal needs no name for it.
+  if not isinstance(state, SpikeState) or state.last_spike.shape[-1] == 1:
+    return []
   width = state.last_spike.shape[-1]
   found = {
       int(i)
       for _, steps in states.parts_here(state.last_spike)
       for i in np.flatnonzero(steps.reshape(-1, width).max(axis=0) >= step)
   }
-  named = f' Not finite, or spikes, were the signals {sorted(found)} of'
-  return f'{named} `SpikeRule.names`.' if found else ''
+  return [_NAMES[i] for i in sorted(found)]

@@ -374,7 +374,6 @@ def _check_single(state):
   """
   if jax.tree.leaves(state.total):
     raise ValueError(
-        'State of `tower_reduce` must be made for as many towers, got that'
-        ' of a window of several where `num_towers` is 1. Make it with'
-        ' `init`.'
+        '`tower_reduce(num_towers=1)` got a state that was made with more'
+        ' towers. Make the state with `init` of this transformation.'
     )
