@@ -458,7 +458,7 @@ UPDATES = {
         r'`local_step` of `reduce_towers` .* \(\) or \(3,\), got \(2,\)': to(
             'stacked', local_step=np.zeros(2, int)
         ),
-        'must be decided the same way on all .* Give the gate `axis_name`': to(
+        'must be decided the same way on all .* and give it `axis_name`': to(
             'tracked stale', local_step=lambda: lax.axis_index(AXIS)
         ),
         # What is reduced already, or by hand.

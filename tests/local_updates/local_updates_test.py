@@ -653,6 +653,31 @@ def _traced(fn, mode='shard_map'):
   jax.eval_shape(modes.map_shards(mode, fn), PARAMS, own)
 
 
+class OuterTest(parameterized.TestCase):
+
+  # With one owner, and with several.
+  @cases.product(mode=modes.NAMES, num_matrices=(1, 8))
+  def test_owners_may_be_outer(self, mode, num_matrices):
+    params = {f'w{i}': np.ones((4, 6), np.float32) for i in range(num_matrices)}
+    params['b'] = np.ones(3, np.float32)
+    own = jax.tree.map(
+        lambda x: np.arange(8, dtype=np.float32).reshape(8, *(1,) * x.ndim) * x,
+        params,
+    )
+    momentum = optax.sgd(0.5, momentum=0.5)
+    txs = [
+        local_updates(optax.sgd(0.1), outer, AXIS, every=1)
+        for outer in (_mean(momentum), owners.owned_update(momentum, AXIS))
+    ]
+
+    def shard(params, own):
+      return [tx.update(own, tx.init(params), params)[0] for tx in txs]
+
+    expected, actual = modes.map_shards(mode, shard)(params, own)
+
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+
+
 class RefusalTest(parameterized.TestCase):
 
   # Without types, all is followed through the program.

@@ -357,7 +357,9 @@ def _check_agreed(decision):
     raise ValueError(
         'Whether a transformation runs must be decided the same way on all'
         f' shards, but the decision is typed {jax.typeof(decision)}: a'
-        ' `local_step` or an update differs. Give the gate `axis_name`.'
+        ' `local_step` or an update differs. Put the gate around the reduction,'
+        ' and give it `axis_name`; behind the reduction, give it a `local_step`'
+        ' that is the same on all shards, such as its `lax.pmin`.'
     )
 
 

@@ -1,0 +1,473 @@
+"""Cures: what each refusal says to do is done, and the program then runs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import modes
+import shard_transforms as st
+from shard_transforms import aggregators
+from shard_transforms import owners
+import sliced_trees
+
+AXIS = modes.AXIS
+W = np.ones(16, np.float32)
+OWN = np.arange(128, dtype=np.float32).reshape(8, 16)
+MEAN = st.cross_shard_mean(AXIS)
+SGD = optax.sgd(0.5, momentum=0.5)
+MEAN_SGD = optax.chain(MEAN, SGD)
+
+
+def loss(w, x):
+  return jnp.sum(w * x)
+
+
+def on_shards(fn, mode='shard_map'):
+  """Returns a call of a function of parameters and each shard's own row."""
+  return lambda: modes.map_shards(mode, fn)(W, OWN)
+
+
+def step(tx, mode='shard_map', state_of=None, with_params=True, **extra_args):
+  """Returns a call of one step of each shard, with its own gradient.
+
+  Args:
+    tx: The transformation.
+    mode: How the axis is bound.
+    state_of: What makes the state, if not `tx`.
+    with_params: Whether `update` gets the parameters.
+    **extra_args: Functions of a shard's index that give extra arguments.
+  """
+
+  def one(w, x):
+    index = lax.axis_index(AXIS)
+    given = {name: of(index) for name, of in extra_args.items()}
+    state = (state_of or tx).init(w)
+    return tx.update(x, state, w if with_params else None, **given)[0]
+
+  return on_shards(one, mode)
+
+
+def weight(index):
+  return jnp.asarray(index + 1, jnp.float32)
+
+
+def with_gradient(gradient, tx=MEAN_SGD):
+  def one(w, x):
+    return tx.update(gradient(w, x), tx.init(w), w)[0]
+
+  return on_shards(one)
+
+
+def by_hand(inner=SGD):
+  """Returns a mean that counts all shards."""
+
+  def update(updates, state, params=None, **extra_args):
+    del extra_args
+    return inner.update(lax.pmean(updates, AXIS), state, params)
+
+  return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def specs_of(tx, spec):
+  return lambda: st.state_specs(tx, W, modes.mesh(), in_specs=spec)
+
+
+def clipped(*axis_names):
+  """Returns a call that clips slices along two axes."""
+  specs = {'a': P('model', AXIS), 'b': P(), 'c': P(), 's': P()}
+  tree = sliced_trees.tree_of()
+  tree['a'] = tree['a'].T[:2]
+  tx = st.clip_by_global_norm(1.0, axis_names, sharded=specs)
+  fn = sliced_trees.on_mesh(
+      lambda tree: tx.update(tree, tx.init(tree))[0]['c'], specs, False
+  )
+  return lambda: fn(tree)
+
+
+def stacked(tx, **extra_args):
+  def one(w, x):
+    towers = jnp.stack([x, x])
+    return tx.update(towers, tx.init(w), w, **extra_args)[0]
+
+  return on_shards(one)
+
+
+def averaging(outer, inner=SGD):
+  return step(st.local_updates(inner, outer, AXIS, every=1), 'vmap')
+
+
+def on_part_of_mesh(**options):
+  """Returns a call of a sharded optimizer on a mesh of two axes."""
+  mesh = jax.make_mesh(
+      (4, 2), (AXIS, 'model'), (jax.sharding.AxisType.Auto,) * 2
+  )
+  tx = st.shard_update(SGD, AXIS)
+
+  def one(w):
+    return tx.update(st.per_shard(w, AXIS), tx.init(w), w)[0]
+
+  mapped = jax.shard_map(one, mesh=mesh, in_specs=P(), out_specs=P(), **options)
+  return lambda: jax.jit(mapped)(W)
+
+
+def resized(**options):
+  """Returns a call that carries a begun window over to fewer shards."""
+  tx = st.tower_reduce(2, MEAN_SGD, axis_name=AXIS)
+
+  def call():
+    state = st.init_state(tx, W, modes.mesh())
+    specs = st.state_specs(tx, W, modes.mesh())
+    mapped = jax.shard_map(
+        lambda x, state: tx.update(x[0], state, W)[1],
+        mesh=modes.mesh(),
+        in_specs=(P(AXIS), specs),
+        out_specs=specs,
+    )
+    state = jax.jit(mapped)(OWN, state)
+    return st.resize_state(state, tx, W, modes.mesh(4), **options)
+
+  return call
+
+
+def hyperparams(**options):
+  tx = optax.inject_hyperparams(st.tower_reduce, **options)(num_towers=2)
+  return lambda: tx.update(W, tx.init(W))
+
+
+def kept(tx):
+  """Returns a call that keeps model state where a guard skips."""
+
+  def one(w, x):
+    _, state = tx.update(x, tx.init(w), w)
+    return st.unless_skipped(state, x, w)
+
+  return on_shards(one)
+
+
+def masked_ints(wrap):
+  tree = {'w': W, 'n': np.arange(8)}
+  tx = wrap(MEAN)
+
+  def one(_, x):
+    updates = {'w': x, 'n': jnp.arange(8)}
+    return tx.update(updates, tx.init(tree))[0]['w']
+
+  return on_shards(one)
+
+
+class Row(NamedTuple):
+  """A refusal, and the program after each of its cures.
+
+  Attributes:
+    refused: The call that raises.
+    words: What the error says, the cures among it.
+    cures: The same call after each cure, by the words that name it.
+  """
+
+  refused: Callable[[], Any]
+  words: str
+  cures: dict[str, Callable[[], Any]]
+
+
+CLIP = optax.chain(optax.clip_by_global_norm(1.0), SGD)
+OUR_CLIP = optax.chain(st.clip_by_global_norm(1.0, AXIS), SGD)
+STALE = dict(local_step=lambda index: jnp.minimum(index, 0))
+SAME = dict(local_step=lambda index: lax.pmin(jnp.minimum(index, 0), AXIS))
+
+ROWS = {
+    'a sum of JAX': Row(
+        with_gradient(jax.grad(loss)),
+        'is already reduced',
+        {
+            'Take `shard_transforms.value_and_grad`': with_gradient(
+                lambda w, x: st.value_and_grad(loss, AXIS)(w, x)[1]
+            )
+        },
+    ),
+    'a mean by hand': Row(
+        with_gradient(lambda w, x: lax.pmean(x, AXIS)),
+        'is already reduced',
+        {
+            "`on_invariant='averaged'`": with_gradient(
+                lambda w, x: lax.pmean(x, AXIS),
+                optax.chain(
+                    st.cross_shard_mean(AXIS, on_invariant='averaged'), SGD
+                ),
+            )
+        },
+    ),
+    'a loss that is reduced': Row(
+        with_gradient(
+            lambda w, x: st.value_and_grad(
+                lambda w, x: lax.pmean(loss(w, x), AXIS), AXIS
+            )(w, x)[1]
+        ),
+        'must be per shard',
+        {
+            '': with_gradient(
+                lambda w, x: st.value_and_grad(loss, AXIS)(w, x)[1]
+            )
+        },
+    ),
+    'an axis that is not bound': Row(
+        lambda: st.shard_update(SGD, AXIS).init(W),
+        'not bound here',
+        {
+            'inside `jax.shard_map`': step(st.shard_update(SGD, AXIS)),
+            '`jax.pmap`': step(st.shard_update(SGD, AXIS), 'pmap'),
+            '`jax.vmap`': step(st.shard_update(SGD, AXIS), 'vmap'),
+            '`shard_transforms.on_mesh(tx, mesh)`': lambda: st.on_mesh(
+                st.shard_update(SGD, AXIS), modes.mesh()
+            ).init(W),
+        },
+    ),
+    'slices of parameters': Row(
+        specs_of(st.shard_update(SGD, AXIS), P(AXIS)),
+        'the same on all shards',
+        {
+            'Give whole parameters, `PartitionSpec()`': specs_of(
+                st.shard_update(SGD, AXIS), P()
+            ),
+            '`owners.owned_update`': specs_of(
+                owners.owned_update(SGD, AXIS), P()
+            ),
+            '`accumulated_value_and_grad`': lambda: jax.jit(
+                st.accumulated_value_and_grad(
+                    lambda w, x: jnp.mean(x @ w),
+                    AXIS,
+                    mesh=modes.mesh(),
+                    num_towers=2,
+                    param_specs=P(AXIS),
+                )
+            )(W, np.ones((16, 16), np.float32)),
+        },
+    ),
+    'specs of an axis that is not named': Row(
+        clipped('model'),
+        'must name all mapped axes',
+        {"write `axis_name=('model', 'data')`": clipped('model', AXIS)},
+    ),
+    'clipping of slices': Row(
+        step(st.shard_update(CLIP, AXIS)),
+        'must treat each element alone',
+        {
+            'clip by `shard_transforms.clip_by_global_norm`': step(
+                st.shard_update(OUR_CLIP, AXIS)
+            )
+        },
+    ),
+    'LAMB of slices': Row(
+        step(st.shard_update(optax.lamb(0.1), AXIS)),
+        'must treat each element alone',
+        {
+            '`owners.owned_update`': step(
+                owners.owned_update(optax.lamb(0.1), AXIS)
+            )
+        },
+    ),
+    'an aggregator of slices': Row(
+        step(st.shard_update(aggregators.adasum(AXIS), AXIS)),
+        'must treat each element alone',
+        {
+            'put aggregators before `shard_update`': step(
+                optax.chain(
+                    aggregators.adasum(AXIS),
+                    st.shard_update(SGD, AXIS, on_invariant='averaged'),
+                )
+            )
+        },
+    ),
+    'elements in groups': Row(
+        step(st.shard_update(CLIP, AXIS, groups=[[0, 1, 2, 3], [4, 5, 6, 7]])),
+        'must treat each element alone',
+        {
+            'cross_shard_mean(axis_name), inner': step(
+                optax.chain(
+                    st.cross_shard_mean(
+                        AXIS, groups=[[0, 1, 2, 3], [4, 5, 6, 7]]
+                    ),
+                    CLIP,
+                ),
+                'shard_map_unchecked',
+            )
+        },
+    ),
+    'an axis that is not mapped': Row(
+        on_part_of_mesh(axis_names={AXIS}),
+        'must have no axis that is not mapped',
+        {
+            'Name all axes in `axis_names`': on_part_of_mesh(
+                axis_names={AXIS, 'model'}
+            )
+        },
+    ),
+    'a weight of stacked towers in a chain': Row(
+        stacked(st.reduce_towers(2), weight=jnp.ones(2)),
+        'must come with `inner`',
+        {
+            'Write `reduce_towers(num_towers, optax.chain': stacked(
+                st.reduce_towers(2, MEAN_SGD), weight=jnp.ones(2)
+            )
+        },
+    ),
+    'a weight of towers in a chain': Row(
+        step(
+            optax.chain(st.tower_reduce(1, axis_name=AXIS), MEAN), weight=weight
+        ),
+        'must come with `inner`',
+        {
+            'Write `tower_reduce(num_towers, optax.chain': step(
+                st.tower_reduce(1, MEAN_SGD, axis_name=AXIS), weight=weight
+            )
+        },
+    ),
+    'the state of more towers': Row(
+        step(
+            st.tower_reduce(1, MEAN_SGD, axis_name=AXIS),
+            state_of=st.tower_reduce(4, MEAN_SGD, axis_name=AXIS),
+        ),
+        'made with more towers',
+        {
+            'Make the state with `init`': step(
+                st.tower_reduce(1, MEAN_SGD, axis_name=AXIS)
+            )
+        },
+    ),
+    'an axis without inner': Row(
+        lambda: st.drop_stale(2, axis_name=AXIS),
+        'must come with `inner`',
+        {
+            'write `drop_stale(staleness, optax.chain(...), axis_name': step(
+                st.drop_stale(2, MEAN_SGD, axis_name=AXIS), **STALE
+            )
+        },
+    ),
+    'steps that differ': Row(
+        step(optax.chain(MEAN, st.drop_stale(2, SGD)), **STALE),
+        'must be decided the same way',
+        {
+            'Put the gate around the reduction': step(
+                st.drop_stale(2, MEAN_SGD, axis_name=AXIS), **STALE
+            ),
+            'the same on all shards, such as its `lax.pmin`': step(
+                optax.chain(MEAN, st.drop_stale(2, SGD)), **SAME
+            ),
+        },
+    ),
+    'no step': Row(
+        step(st.drop_stale(2, MEAN_SGD, axis_name=AXIS)),
+        'must be the global step',
+        {
+            'local_step=': step(
+                st.drop_stale(2, MEAN_SGD, axis_name=AXIS), **SAME
+            )
+        },
+    ),
+    'a mean that counts all': Row(
+        step(st.guard(by_hand(), AXIS, on_bad='exclude')),
+        'must use the extra argument `weight`',
+        {
+            'Reduce with `cross_shard_mean`': step(
+                st.guard(MEAN_SGD, AXIS, on_bad='exclude')
+            ),
+            'pass `assume_weighted=True` to `guard`': step(
+                st.guard(
+                    by_hand(), AXIS, on_bad='exclude', assume_weighted=True
+                )
+            ),
+        },
+    ),
+    'an outer that does not reduce': Row(
+        averaging(SGD),
+        'must reduce over all of `axis_name`',
+        {'Begin it with `cross_shard_mean`': averaging(MEAN_SGD)},
+    ),
+    'an inner that sends': Row(
+        averaging(MEAN_SGD, inner=MEAN_SGD),
+        'must not send',
+        {'belongs into `outer`': averaging(MEAN_SGD)},
+    ),
+    'integers': Row(
+        masked_ints(lambda tx: tx),
+        'must be real or complex',
+        {
+            '`optax.masked`': masked_ints(
+                lambda tx: optax.masked(tx, {'w': True, 'n': False})
+            )
+        },
+    ),
+    'a traced number of towers': Row(
+        hyperparams(),
+        'must be a Python integer',
+        {'`static_args`': hyperparams(static_args='num_towers')},
+    ),
+    'a begun window': Row(
+        resized(),
+        "must be 'mean', 'sum' or 'weighted'",
+        {
+            'Give it to `place_state` or `resize_state`': resized(
+                reduction='mean'
+            )
+        },
+    ),
+    'a guard in a window': Row(
+        kept(st.tower_reduce(2, st.guard(MEAN_SGD, AXIS), axis_name=AXIS)),
+        'decides in each step',
+        {
+            'Put `guard` around it': kept(
+                st.guard(st.tower_reduce(2, MEAN_SGD, axis_name=AXIS), AXIS)
+            )
+        },
+    ),
+    'a weight before a delay': Row(
+        step(
+            optax.chain(st.delay_updates(1, axis_name=AXIS), MEAN),
+            weight=weight,
+        ),
+        'must come after the reduction',
+        {
+            'optax.chain(cross_shard_mean': step(
+                optax.chain(MEAN, st.delay_updates(1)), weight=weight
+            )
+        },
+    ),
+    'no parameters': Row(
+        step(st.local_updates(SGD, MEAN_SGD, AXIS, every=1), with_params=False),
+        'must be the parameters, got None',
+        {
+            'Call `tx.update(updates, state, params)`': step(
+                st.local_updates(SGD, MEAN_SGD, AXIS, every=1)
+            )
+        },
+    ),
+}
+
+
+class CuresTest(parameterized.TestCase):
+
+  @cases.parameters(*ROWS)
+  def test_a_cure_helps(self, name):
+    row = ROWS[name]
+
+    with self.assertRaises((NameError, TypeError, ValueError)) as raised:
+      row.refused()
+
+    message = str(raised.exception)
+    self.assertIn(row.words, message)
+    for words, cured in row.cures.items():
+      with self.subTest(words):
+        self.assertIn(words, message)
+        results = cured()
+        arrays = [
+            x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)
+        ]
+        chex.assert_tree_all_finite(arrays)
