@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import orbax.checkpoint
+import pytest
 
 import cases
 import modes
@@ -1126,6 +1127,68 @@ def gradient(row):
     return shard_transforms.value_and_grad(loss, AXIS)(params, data)[1]
 
   return jax.vmap(grad, (None, 0)) if row.towers == 'stacked' else grad
+
+
+def _outer(tx):
+  return local_updates(optax.sgd(0.1), tx, AXIS, every=2)
+
+
+# Wrappers that must see that what they wrap reduces over the axis, by the
+# weight if they are given one.
+RECOGNISERS = {
+    'guard': lambda tx: guard(tx, AXIS, on_bad='exclude'),
+    'tower_reduce': lambda tx: tower_reduce(2, tx, axis_name=AXIS),
+    'drop_stale': lambda tx: drop_stale(1, tx, axis_name=AXIS),
+    'scale_by_staleness': lambda tx: scale_by_staleness(
+        'inverse', tx, axis_name=AXIS
+    ),
+    'outer of local_updates': _outer,
+    'outer in a guard': lambda tx: _outer(guard(tx, AXIS, on_bad='exclude')),
+}
+REDUCTIONS = tuple(
+    name
+    for name, row in ROWS.items()
+    if row.per_shard and row.towers == 'one' and not row.takes_local_step
+    # It keeps parameters, and it is late.
+    and not (row.moves or row.delays)
+)
+
+
+class RecognitionTest(parameterized.TestCase):
+  """Each wrapper takes each reduction, and refuses what does not reduce."""
+
+  def trace(self, tx, mode):
+    params = {f'w{i}': np.ones((4, 6), np.float32) for i in range(4)}
+    params['b'] = np.float32(1)
+    own = jax.tree.map(lambda x: np.stack([x] * SHARDS), params)
+
+    def shard(params, own):
+      updates, weight = own
+      extra_args = {'weight': weight, 'local_step': jnp.int32(0)}
+      return tx.update(updates, tx.init(params), params, **extra_args)[0]
+
+    mapped = modes.map_shards(mode, shard, SHARDS)
+    return jax.eval_shape(mapped, params, (own, np.ones(SHARDS, np.float32)))
+
+  @cases.product(mode=modes.NAMES, name=REDUCTIONS)
+  @pytest.mark.slow
+  def test_takes_each_reduction(self, mode, name):
+    reduction = ROWS[name].build(SGD, TOWERS)
+
+    for wrapper, wrap in RECOGNISERS.items():
+      with self.subTest(wrapper):
+        self.trace(wrap(reduction), mode)
+
+  @cases.product(
+      mode=modes.NAMES,
+      # What a guard or a window returns may be reduced behind them.
+      wrapper=[
+          name for name in RECOGNISERS if name not in ('guard', 'tower_reduce')
+      ],
+  )
+  def test_refuses_what_does_not_reduce(self, mode, wrapper):
+    with self.assertRaisesRegex(ValueError, 'must reduce|must use'):
+      self.trace(RECOGNISERS[wrapper](SGD), mode)
 
 
 class RefusalTest(parameterized.TestCase):

@@ -65,7 +65,7 @@ def _dtype_of_weight(dtype):
   return jax.dtypes.canonicalize_dtype(jnp.float64 if is_wide else jnp.float32)
 
 
-def dtype_for(tree: chex.ArrayTree) -> np.dtype:
+def dtype_for(tree: Any) -> np.dtype:
   """Returns the dtype of a weight that multiplies all leaves of a tree.
 
   It is float64 if a leaf has 64 bits or, if it is complex, parts of 64 bits.

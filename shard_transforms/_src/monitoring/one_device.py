@@ -263,8 +263,9 @@ def _leaves(part, found, expected):
         (np.ravel(_widened(x.data)), np.ravel(b[x.index]))
         for x in a.addressable_shards
     ]
-    values = map(np.concatenate, zip(*copies, strict=True))
-    leaves.append(_Leaf(name, *values, *_count_copies(a, has_rows)))
+    own, one = map(np.concatenate, zip(*copies, strict=True))
+    num_copies, num_values = _count_copies(a, has_rows)
+    leaves.append(_Leaf(name, own, one, num_copies, num_values))
   return leaves
 
 
