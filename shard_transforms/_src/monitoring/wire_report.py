@@ -17,6 +17,7 @@ from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import redundant_sums
 from shard_transforms._src.analysis import shard_flow
+from shard_transforms._src.analysis import slice_sums
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import partition_specs as specs_lib
@@ -64,7 +65,10 @@ def wire_report(
   - a sum over an axis of values that were summed over it before;
   - a collective under a predicate that differs between shards, which deadlocks;
   - a gradient for `local_updates` that was taken at `params` in place of
-    `local_params(params, state)`.
+    `local_params(params, state)`;
+  - a result that is a slice along an axis, as its type tells, and is scaled by
+    a sum of the elements of that slice only: `optax.clip_by_global_norm` with
+    tensor parallelism.
 
   Sums are named only where this is sure: where values are only cast, reshaped,
   added and multiplied by numbers in between. The predicate of a `lax.cond` or a
@@ -155,6 +159,7 @@ def wire_report(
       *redundant_sums.find(program),
       *shard_flow.find_deadlocks(program),
       *gradient_points.find(program),
+      *slice_sums.find(program),
       *_unseen(program, (args, kwargs) if axis_sizes is None else ()),
   )
   return report_table.WireReport(tuple(_collectives(program)), warnings)

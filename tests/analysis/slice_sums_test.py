@@ -1,0 +1,78 @@
+"""Warnings of sums over slices that are taken for sums of whole leaves."""
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+
+import cases
+import shard_transforms as st
+from shard_transforms.monitoring import wire_report
+
+PARAMS = {
+    'up': np.ones((4, 8), np.float32),
+    'down': np.ones((8, 4), np.float32),
+}
+CUT = {'up': P(None, 'model'), 'down': P('model')}
+# Behind the mean, and whether it takes slices for whole leaves.
+LINKS = {
+    'sgd': (optax.sgd(0.1, momentum=0.9), False),
+    'adamw': (optax.adamw(0.1), False),
+    'own clip': (st.clip_by_global_norm(1.0, 'model'), False),
+    'clip': (optax.clip_by_global_norm(1.0), True),
+    'lamb': (optax.lamb(0.1), True),
+    'clip of each leaf': (optax.clip_by_block_rms(1.0), True),
+}
+GATES = (
+    lambda tx: tx,
+    lambda tx: st.guard(tx, 'data'),
+    # Its sums are each shard's own, along both axes.
+    lambda tx: st.tower_reduce(2, tx, axis_name='data'),
+)
+
+
+def loss_fn(params, x):
+  y = lax.psum(jax.nn.relu(x @ params['up']) @ params['down'], 'model')
+  # The gradient is scaled by a total of this shard's rows, which is right.
+  return jnp.sqrt(jnp.mean((y - x) ** 2))
+
+
+def warnings_of(tx, gate=lambda tx: tx):
+  tx = gate(optax.chain(st.cross_shard_mean('data'), tx))
+  auto = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((4, 2), ('data', 'model'), auto)
+  specs = st.state_specs(tx, PARAMS, mesh, in_specs=CUT)
+
+  @jax.shard_map(
+      mesh=mesh, in_specs=(CUT, specs, P('data')), out_specs=(CUT, specs, P())
+  )
+  def step(params, state, x):
+    loss, grads = st.value_and_grad(loss_fn, 'data')(params, x)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    return params, state, st.shard_mean(loss, 'data')
+
+  params = jax.eval_shape(lambda: PARAMS)
+  state = st.init_state(tx, params, mesh, in_specs=CUT)
+  x = jax.ShapeDtypeStruct((8, 4), np.float32)
+  return wire_report(step, params, state, x).warnings
+
+
+class SliceSumsTest(parameterized.TestCase):
+
+  @cases.parameters(*LINKS)
+  def test_warns_of_what_takes_slices_for_whole_leaves(self, name):
+    tx, is_wrong = LINKS[name]
+
+    for gate in GATES:
+      warnings = warnings_of(tx, gate)
+
+      self.assertLen(warnings, int(is_wrong))
+      for warning in warnings:
+        self.assertContainsInOrder(
+            ["slice along 'model'", "clip_by_global_norm(max_norm, 'model')"],
+            warning,
+        )
