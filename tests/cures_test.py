@@ -84,12 +84,15 @@ def specs_of(tx, spec):
 def clipped(*axis_names):
   """Returns a call that clips slices along two axes."""
   specs = {'a': P('model', AXIS), 'b': P(), 'c': P(), 's': P()}
-  tree = sliced_trees.tree_of()
-  tree['a'] = tree['a'].T[:2]
+  tree = sliced_trees.tree_of() | {'a': np.ones((2, 8), np.float32)}
   tx = st.clip_by_global_norm(1.0, axis_names, sharded=specs)
-  fn = sliced_trees.on_mesh(
-      lambda tree: tx.update(tree, tx.init(tree))[0]['c'], specs, False
-  )
+
+  def clip(tree):
+    updates, _ = tx.update(tree, tx.init(tree))
+    # One that is whole.
+    return jax.tree.leaves(updates)[2]
+
+  fn = sliced_trees.on_mesh(clip, specs, False)
   return lambda: fn(tree)
 
 
@@ -180,8 +183,10 @@ class Row(NamedTuple):
 
 CLIP = optax.chain(optax.clip_by_global_norm(1.0), SGD)
 OUR_CLIP = optax.chain(st.clip_by_global_norm(1.0, AXIS), SGD)
-STALE = dict(local_step=lambda index: jnp.minimum(index, 0))
-SAME = dict(local_step=lambda index: lax.pmin(jnp.minimum(index, 0), AXIS))
+STALE: dict[str, Any] = dict(local_step=lambda index: jnp.minimum(index, 0))
+SAME: dict[str, Any] = dict(
+    local_step=lambda index: lax.pmin(jnp.minimum(index, 0), AXIS)
+)
 
 ROWS = {
     'a sum of JAX': Row(

@@ -276,7 +276,7 @@ class WeightTest(parameterized.TestCase):
     outer = optax.GradientTransformationExtraArgs(lambda _: (), update)
     weights = np.ones((SHARDS, STEPS), np.float32)
 
-    message = '`local_updates` with `assume_weighted=True`'
+    message = 'pass `assume_weighted=True` to `local_updates`'
     with self.assertRaisesRegex(ValueError, message):
       _run([_local(outer)], weights=weights)
     txs = _local(outer, assume_weighted=True), _local()

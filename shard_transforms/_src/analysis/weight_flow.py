@@ -57,10 +57,10 @@ def check(
   )
   if sums or (goes_through and not may_be_local):
     raise ValueError(
-        f'`inner` of `{caller}` must use the extra argument `weight` in its'
-        ' sums over shards, but a reduction by hand, or none, would count'
-        ' excluded shards. Reduce with `cross_shard_mean`, where each wrapper'
-        ' forwards extra arguments. If `inner` does use the weight, pass'
+        f'The transformation in `{caller}` must use the extra argument `weight`'
+        ' in its sums over shards, but a reduction by hand, or none, would'
+        ' count excluded shards. Reduce with `cross_shard_mean`, where each'
+        ' wrapper forwards extra arguments. If it does use the weight, pass'
         f' `assume_weighted=True` to `{caller}`.'
     )
 
