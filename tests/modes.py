@@ -46,6 +46,9 @@ def map_shards(
   Returns:
     A compiled function of the shared tree and of a tree with a leading axis of
     shards; its results have that axis as well.
+
+  Raises:
+    ValueError: If the mode does not map shards.
   """
   if mode not in (*MAPPED, 'hosts'):
     raise ValueError(f'`map_shards` does not map shards in the mode {mode!r}.')
