@@ -1170,7 +1170,7 @@ class RecognitionTest(parameterized.TestCase):
     mapped = modes.map_shards(mode, shard, SHARDS)
     return jax.eval_shape(mapped, params, (own, np.ones(SHARDS, np.float32)))
 
-  @cases.product(mode=modes.NAMES, name=REDUCTIONS)
+  @cases.product(mode=modes.MAPPED, name=REDUCTIONS)
   @pytest.mark.slow
   def test_takes_each_reduction(self, mode, name):
     reduction = ROWS[name].build(SGD, TOWERS)
@@ -1180,7 +1180,7 @@ class RecognitionTest(parameterized.TestCase):
         self.trace(wrap(reduction), mode)
 
   @cases.product(
-      mode=modes.NAMES,
+      mode=modes.MAPPED,
       # What a guard or a window returns may be reduced behind them.
       wrapper=[
           name for name in RECOGNISERS if name not in ('guard', 'tower_reduce')

@@ -225,9 +225,9 @@ ROWS = {
     ),
     'an axis that is not bound': Row(
         lambda: st.shard_update(SGD, AXIS).init(W),
-        'not bound here',
+        'not mapped here',
         {
-            'inside `jax.shard_map`': step(st.shard_update(SGD, AXIS)),
+            'Inside `jax.shard_map`': step(st.shard_update(SGD, AXIS)),
             '`jax.pmap`': step(st.shard_update(SGD, AXIS), 'pmap'),
             '`jax.vmap`': step(st.shard_update(SGD, AXIS), 'vmap'),
             '`shard_transforms.on_mesh(tx, mesh)`': lambda: st.on_mesh(

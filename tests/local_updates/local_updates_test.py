@@ -656,7 +656,7 @@ def _traced(fn, mode='shard_map'):
 class OuterTest(parameterized.TestCase):
 
   # With one owner, and with several.
-  @cases.product(mode=modes.NAMES, num_matrices=(1, 8))
+  @cases.product(mode=modes.MAPPED, num_matrices=(1, 8))
   def test_owners_may_be_outer(self, mode, num_matrices):
     params = {f'w{i}': np.ones((4, 6), np.float32) for i in range(num_matrices)}
     params['b'] = np.ones(3, np.float32)

@@ -217,7 +217,7 @@ class HandedOnTest(parameterized.TestCase):
     expected = np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32)
     np.testing.assert_array_equal(recorded['weight'], expected, strict=True)
 
-  @cases.product(mode=modes.NAMES, gate=('drop_stale', 'scale_by_staleness'))
+  @cases.product(mode=modes.MAPPED, gate=('drop_stale', 'scale_by_staleness'))
   def test_a_gate_behind_the_reduction_gets_one_step(self, mode, gate):
     inner = {
         'drop_stale': st.drop_stale(1, optax.sgd(1.0)),
