@@ -229,6 +229,43 @@ class StateShardingsTest(parameterized.TestCase):
 
     self.assertEqual(found, expected)
 
+  def test_explicit_axes_train_as_one_device_does(self):
+    mesh = make_mesh(kind=EXPLICIT)
+    tx = optax.adam(0.1)
+    with jax.set_mesh(mesh):
+      params = {'w': jax.device_put(jnp.ones((16, 8)), P(None, 'model'))}
+      x = jax.device_put(jnp.arange(64.0).reshape(4, 16) / 64, P('data'))
+      shardings = st.state_shardings(tx, params, mesh)
+      specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+      update = jax.sharding.auto_axes(
+          tx.update, out_sharding=(st.specs_of(params), specs)
+      )
+
+      def loss(params, x):
+        return jnp.mean((x @ params['w']) ** 2)
+
+      @jax.jit
+      def step(params, state):
+        updates, state = update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+      state = jax.jit(tx.init, out_shardings=shardings)(params)
+      alone, of_alone = jax.device_get((params, tx.init(params)))
+      for _ in range(3):
+        params, state = jax.block_until_ready(step(params, state))
+
+    x = np.asarray(x)
+    for _ in range(3):
+      updates, of_alone = tx.update(jax.grad(loss)(alone, x), of_alone)
+      alone = optax.apply_updates(alone, updates)
+    chex.assert_trees_all_close(
+        jax.device_get((params, state)),
+        jax.device_get((alone, of_alone)),
+        rtol=1e-5,
+    )
+    self.assertEqual(params['w'].sharding.spec, P(None, 'model'))
+    self.assertEqual(state[0].mu['w'].sharding.spec, P('data', 'model'))
+
   def test_what_stays_whole_is_named_with_its_bytes(self):
     mesh = make_mesh()
     args = optax.adam(0.1), make_params(mesh), mesh
