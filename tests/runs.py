@@ -1,6 +1,7 @@
 """Tasks of asynchronous runs that workers can import, and runs of them."""
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -94,7 +95,7 @@ def train(task, tx, **options):
   defaults = {
       'num_updates': 30,
       'num_workers': 4,
-      'staleness': 2,
+      'staleness': 3,
       'cluster': None,
   }
   return asynchronous.train(task, tx, **(defaults | options))
@@ -145,6 +146,31 @@ def nan_at_seven(params, x):
 def accepted(journal: np.ndarray) -> np.ndarray:
   """Returns the records of accepted gradients."""
   return journal[journal['fate'] == 0]
+
+
+def cut(folder: pathlib.Path, num_records: int, group: int = 1) -> int:
+  """Leaves the files of a run that was killed after about so many records.
+
+  Args:
+    folder: The folder of a run.
+    num_records: The number of records.
+    group: Records of a group are written all at once.
+
+  Returns:
+    The number of records that are left.
+  """
+  journal = asynchronous.read_journal(folder)
+  while (journal['fate'][:num_records] == 0).sum() % group:
+    num_records -= 1
+  path = folder / 'journal.bin'
+  num_lost = journal.itemsize * (len(journal) - num_records)
+  os.truncate(path, path.stat().st_size - num_lost)
+  for saved in (folder / 'checkpoints').iterdir():
+    with np.load(saved) as file:
+      about = json.loads(str(file['arr_0']))
+    if about['num_records'] > num_records:
+      saved.unlink()
+  return num_records
 
 
 def hang_once(path, number):

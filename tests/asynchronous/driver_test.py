@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import random
 import time
 from unittest import mock
 
@@ -10,64 +9,17 @@ import numpy as np
 import optax
 
 import cases
+import failing_workers
 import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
-from shard_transforms._src.asynchronous import gradients as gradients_lib
+from shard_transforms._src.asynchronous import contributions as contributions_lib
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import task as task_lib
 
 TASK = runs.TASK
 TX = optax.adam(0.1)
-
-
-class Workers(task_lib.LocalWorkers):
-  """Workers that fail at given batches, once for each mention.
-
-  Such a gradient is lost before its reply, or after it, or never comes. With a
-  seed, gradients come back in a random order.
-  """
-
-  def __init__(
-      self, num_workers, task=TASK, *, lose=(), vanish=(), hang=(), seed=None
-  ):
-    super().__init__(task, num_workers)
-    self._faults = {'lose': [*lose], 'vanish': [*vanish], 'hang': [*hang]}
-    self._random = None if seed is None else random.Random(seed)
-    self.hanging = set()
-    self.given = []
-    self.num_busy = 0
-
-  def _strikes(self, fault, batch):
-    is_struck = batch in self._faults[fault]
-    if is_struck:
-      self._faults[fault].remove(batch)
-    return is_struck
-
-  def start(self, worker, published, batch):
-    self.given.append((worker, batch))
-    if self._strikes('hang', batch):
-      self.hanging.add(worker)
-    else:
-      super().start(worker, published, batch)
-    self.num_busy = max(self.num_busy, len(self._started))
-
-  def wait(self, seconds):
-    if not self._started:
-      time.sleep(min(seconds, 0.01))
-      return []
-    if self._random is not None:
-      self._started.rotate(self._random.randrange(len(self._started)))
-    batch = self._started[0][2]
-    (event,) = super().wait(seconds)
-    if self._strikes('lose', batch):
-      return [task_lib.Event(event.worker)]
-    if self._strikes('vanish', batch):
-      return [event._replace(fetch=lambda: None)]
-    return [event]
-
-  def replace(self, worker):
-    self.hanging.remove(worker)
+Workers = failing_workers.Workers
 
 
 class DriveTest(runs.FolderTest):
@@ -195,10 +147,10 @@ class DriveTest(runs.FolderTest):
     self.assertGreater(journal['checksum'].min(), 0)
 
   def test_fastest_idle_worker_comes_first(self):
-    in_flight = gradients_lib.InFlight()
+    in_flight = contributions_lib.InFlight()
 
     def take(worker, seconds, is_lost=False):
-      in_flight.start(gradients_lib.Assignment(0, worker=worker))
+      in_flight.start(contributions_lib.Assignment(0, worker=worker))
       in_flight.end(worker, seconds, is_lost=is_lost)
 
     for worker, seconds in enumerate([3.0, 1.0, 2.0]):

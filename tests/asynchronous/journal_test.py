@@ -30,7 +30,7 @@ class JournalTest(runs.FolderTest):
     with contextlib.closing(run):
       for number in range(num_records):
         number += len(journal.records)
-        run.write(batch=number, worker=2, fate=number % 3, seconds=0.5)
+        run.write([dict(batch=number, worker=2, fate=number % 3, seconds=0.5)])
 
   def test_reads_what_was_written(self):
     self.write(3)
@@ -69,7 +69,7 @@ class JournalTest(runs.FolderTest):
       b'',
       b'shard_transforms jour',
       b'PK\x03\x04 something else',
-      b'shard_transforms journal 4 265304186 [{}, null]\n',
+      b'shard_transforms journal 5 265304186 [{}, null]\n',
       bytes(1000),
   )
   def test_other_file_is_refused_and_left_alone(self, data):

@@ -15,6 +15,7 @@ import shard_transforms
 from shard_transforms._src.asynchronous import parameter_server
 
 STALENESS = 1
+Contribution = parameter_server.Contribution
 
 OPTIMIZERS = (
     ('towers', lambda: shard_transforms.tower_reduce(3, optax.adam(0.1))),
@@ -36,7 +37,7 @@ def gradients():
 def accept(server, grads, local_step=0):
   """Accepts a gradient whose parameters nobody needs again."""
   _, read = server.publish()
-  server.accept(grads, read, local_step)
+  server.update([Contribution(grads, local_step, {}, read)])
 
 
 def step_of(tx):
@@ -56,15 +57,15 @@ class ParameterServerTest(parameterized.TestCase):
     params = runs.init()
     state = tx.init(params)
     step = step_of(tx)
-    server = parameter_server.ParameterServer(make(), params)
+    server = parameter_server.ParameterServer(
+        make(), params, staleness=STALENESS
+    )
 
     for number, grads in enumerate(gradients()):
       local_step = max(server.global_step - number % 3, 0)
       params, state = step(params, state, grads, local_step=local_step)
-      if server.global_step - local_step <= STALENESS:
+      if server.is_fresh(local_step):
         accept(server, grads, local_step)
-      else:
-        server.drop()
 
     self.assertGreater(server.state.stale_count, 1)
     # The compiler rounds differently where a gate selects.
@@ -79,7 +80,7 @@ class ParameterServerTest(parameterized.TestCase):
     params, state = server.params, server.state
     published, read = server.publish()
 
-    server.accept(np.ones(2, np.float32), read, 0)
+    server.update([Contribution(np.ones(2, np.float32), 0, {}, read)])
 
     np.testing.assert_array_equal(params, [0, 0])
     np.testing.assert_array_equal(published, [0, 0])
@@ -100,7 +101,8 @@ class ParameterServerTest(parameterized.TestCase):
       published.append(server.publish()[1])
       local_step = max(number - number % 3, 0)
       grads = np.float32([0.3, -0.2, 0.1]) * (number + 1)
-      server.accept(grads, published[local_step], local_step)
+      old = published[local_step]
+      server.update([Contribution(grads, local_step, {}, old)])
       params, state = step(params, state, grads, read_params=read[local_step])
 
     runs.assert_same_bits(

@@ -32,7 +32,7 @@ class ReplayTest(runs.FolderTest):
 
   @cases.parameters(0, 10)
   def test_stops_where_it_is_reported(self, until):
-    self.train(optax.sgd(0.1), staleness=0)
+    self.train(optax.sgd(0.1), num_workers=1)
 
     found = asynchronous.replay(self.folder, TASK, optax.sgd(0.1), until=until)
 

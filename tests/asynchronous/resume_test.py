@@ -79,7 +79,7 @@ class RecoveryTest(runs.FolderTest):
     self.resume()
     journal = (self.folder / 'journal.bin').read_bytes()
     self.folder = self.second
-    self.resume(pace=True)
+    self.resume(pace=True, staleness=3)
     (self.folder / 'journal.bin').write_bytes(journal)
 
     with self.assertRaisesRegex(ValueError, 'must be of the same run as'):

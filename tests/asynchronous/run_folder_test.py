@@ -47,7 +47,8 @@ class CheckpointsTest(runs.FolderTest):
     self.folder.mkdir(exist_ok=True)
     for _ in range(num_updates):
       _, read = self.server.publish()
-      self.server.accept(np.ones(3, np.float32), read, self.server.global_step)
+      grads, step = np.ones(3, np.float32), self.server.global_step
+      self.server.update([parameter_server.Contribution(grads, step, {}, read)])
       checkpoint = SAVED._replace(
           global_step=self.server.global_step, trees=self.server.trees()
       )

@@ -265,7 +265,7 @@ class WatchingTest(runs.FolderTest):
     return runs.train(TASK, TX, on_progress=on_progress, **options)
 
   def test_each_report_has_the_metrics_of_its_update(self):
-    result = self.train(lambda report: None, staleness=0)
+    result = self.train(lambda report: None, num_workers=1)
 
     losses = {r.global_step: r.metrics['loss'] for r in self.reports}
     self.assertEqual(list(losses), list(range(1, 31)))
@@ -294,12 +294,12 @@ class WatchingTest(runs.FolderTest):
     def answer(report):
       return 'params' if report.global_step == 10 else None
 
-    result = self.train(answer, staleness=0)
+    result = self.train(answer, num_workers=1)
 
     steps = [r.global_step for r in self.reports if r.params is not None]
     self.assertEqual(steps, [11, 30])
     found = self.reports[steps[0] - 1].params
-    expected = runs.train(TASK, TX, num_updates=11, staleness=0).params
+    expected = runs.train(TASK, TX, num_updates=11, num_workers=1).params
     np.testing.assert_array_equal(found['w'], expected['w'])
     self.assertIs(self.reports[-1].params, result.params)
 

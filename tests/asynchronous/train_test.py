@@ -1,5 +1,6 @@
 """`train` against loops by hand, on a full disk, and with bad arguments."""
 
+import contextlib
 import dataclasses
 from unittest import mock
 
@@ -22,7 +23,13 @@ class TrainTest(runs.FolderTest):
 
   @cases.parameters(1, 3)
   def test_without_staleness_it_is_the_plain_loop(self, num_workers):
-    result = train(TASK, optax.adam(0.1), staleness=0, num_workers=num_workers)
+    with contextlib.ExitStack() as stack:
+      if num_workers > 1:
+        message = 'at most 1 of 3 workers .* `merge=3`'
+        stack.enter_context(self.assertWarnsRegex(UserWarning, message))
+      result = train(
+          TASK, optax.adam(0.1), staleness=0, num_workers=num_workers
+      )
 
     found = result.params, result.opt_state.inner_state
     runs.assert_same_bits(found, runs.plain_loop(optax.adam(0.1), 30))

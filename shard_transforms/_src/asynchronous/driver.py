@@ -1,14 +1,14 @@
 """The driver of a run: holds the parameters, and assigns batches to workers."""
 
 from collections.abc import Generator
-from collections.abc import Iterator
+from collections.abc import Sequence
 import contextlib
 import time
 from typing import Any
 
 import numpy as np
 
-from shard_transforms._src.asynchronous import gradients as gradients_lib
+from shard_transforms._src.asynchronous import contributions as contributions_lib
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
@@ -21,6 +21,11 @@ from shard_transforms._src.asynchronous import task as task_lib
 _BETWEEN_REPORTS = 0.02
 _WAIT = 1.0
 _WITHOUT_WORKERS = 300.0
+
+# They yield at intervals, and return the contributions that wait for an update.
+_Window = Sequence[parameter_server.Contribution]
+_Rolling = Generator[None, None, _Window]
+_Recovery = Generator[None, None, tuple[run_folder.RunFolder | None, _Window]]
 
 
 def drive(
@@ -46,7 +51,8 @@ def drive(
         task_lib.layout(trees), driver.server.trees(), '`start`'
     )
     step = int(trees['state'].global_step)
-    given = run_folder.Checkpoint(step, next_batch=step, trees=trees)
+    next_batch = step * options.merge
+    given = run_folder.Checkpoint(step, next_batch=next_batch, trees=trees)
   with contextlib.ExitStack() as stack:
     yield from driver.reports(_recover(driver, given, stack))
   # The last checkpoint is written by now.
@@ -75,20 +81,23 @@ def redrive(
 
 
 class Driver:
-  """Assigns batches to workers, and applies their gradients."""
+  """Assigns batches to workers, and merges what they contribute."""
 
   def __init__(self, options: options_lib.Options, workers: task_lib.Workers):
     # It counts the seconds from here.
     self.tally = outcomes.Tally()
     self.server = parameter_server.ParameterServer(
-        options.tx, task_lib.init_params(options.task)
+        options.tx,
+        task_lib.init_params(options.task),
+        staleness=options.staleness,
+        merge=options.merge,
     )
     self.options = options
     self._workers = workers
     self._parts = options, self.server, self.tally, workers
-    self._in_flight = gradients_lib.InFlight()
+    self._in_flight = contributions_lib.InFlight()
     # There are none until the run has recovered.
-    self._new: gradients_lib.Gradients | None = None
+    self._new: contributions_lib.Contributions | None = None
 
   def result(self) -> outcomes.Result:
     """Returns where the run is."""
@@ -97,12 +106,13 @@ class Driver:
     return outcomes.Result(params, self.server.state, report)
 
   def reports(
-      self, recovery: Generator[None, None, run_folder.RunFolder | None]
+      self, recovery: _Recovery
   ) -> Generator[outcomes.Report, outcomes.Command, None]:
     """Trains to the end, and yields its progress at intervals.
 
     Args:
-      recovery: Resumes where the folder ends, and returns it, if there is one.
+      recovery: Resumes where the folder ends, and returns it, if there is one,
+        and the contributions that wait for an update.
 
     Raises:
       OSError: If the journal or a checkpoint cannot be written.
@@ -127,15 +137,17 @@ class Driver:
         params = self.server.params if command == 'params' else None
         command = yield self.tally.report(self.server.global_step, params)
         if command == 'stop':
-          break
+          if self._new is None or not self._new.window:
+            break
+          # It ends with the update that has begun.
+          self.options.num_updates = self.server.global_step + 1
     # Before it has recovered, the folder has more than the server.
     if self._new is not None:
-      for assigned in sorted(self._in_flight, reverse=True):
-        self._new.waiting.appendleft(assigned)
+      self._new.give_back(self._in_flight)
       self._new.save()
 
-  def roll_forward(self, records: np.ndarray) -> Iterator[None]:
-    """Applies the accepted gradients of a journal, computed by any workers.
+  def roll_forward(self, records: np.ndarray) -> _Rolling:
+    """Merges the accepted contributions of a journal, computed by any workers.
 
     Args:
       records: Those of the journal. The parameters of the first are those that
@@ -144,48 +156,57 @@ class Driver:
     Yields:
       After each turn but the last.
 
+    Returns:
+      The contributions that wait for an update.
+
     Raises:
       RuntimeError: If a function of the task fails, or a batch loses too many
         workers.
       ValueError: If a gradient has other bits than before.
     """
-    for _ in records[records['fate'] == outcomes.Outcome.DROPPED]:
-      self.server.drop()
-    gradients = gradients_lib.RecordedGradients(records, *self._parts)
-    while gradients:
-      self._turn(gradients)
-      if gradients:
+    is_dropped = records['fate'] == outcomes.Outcome.DROPPED
+    self.server.count_dropped(int(is_dropped.sum()))
+    recorded = contributions_lib.RecordedContributions(records, *self._parts)
+    while recorded:
+      self._turn(recorded)
+      if recorded:
         yield
+    return recorded.window
 
   def _turns(self, recovery):
     """Recovers and trains; yields after each turn."""
-    folder = yield from recovery
+    folder, window = yield from recovery
     if folder is not None:
       saved = folder.saved
       self.tally.num_recovered = self.server.global_step - saved.global_step
       if self.tally.metrics is None:
         self.tally.metrics = saved.metrics or None
-    self._new = gradients_lib.Gradients(*self._parts, folder)
+    new = contributions_lib.Contributions(*self._parts, folder, window)
+    self._new = new
     while self.server.global_step < self.options.num_updates:
-      self._turn(self._new)
+      self._turn(new)
+      if new.seconds_left() <= 0:
+        new.update_early()
       yield
 
-  def _turn(self, gradients):
+  def _turn(self, contributions):
     """Assigns batches, and settles what comes back meanwhile."""
-    self._assign(gradients)
-    self._settle(gradients, self._workers.wait(_WAIT))
+    self._assign(contributions)
+    wait = max(min(_WAIT, contributions.seconds_left()), 0.0)
+    self._settle(contributions, self._workers.wait(wait))
     if self._hung():
       # After a pause of this process, their replies may have come in time.
       while events := self._workers.wait(_WAIT):
-        self._settle(gradients, events)
+        self._settle(contributions, events)
     for worker in self._hung():
       self._workers.replace(worker)
-      self._settle(gradients, [task_lib.Event(worker)])
+      lost = task_lib.Event(worker, reason='It took too long.')
+      self._settle(contributions, [lost])
 
-  def _assign(self, gradients):
+  def _assign(self, contributions):
     """Gives batches to idle workers."""
     for worker in self._in_flight.idle(self._workers.ready()):
-      batch = gradients.next(self._in_flight)
+      batch = contributions.next(self._in_flight)
       if batch is None:
         return
       assigned = batch._replace(worker=worker, start=time.monotonic())
@@ -193,12 +214,12 @@ class Driver:
       params, _ = assigned.published
       self._workers.start(worker, params, assigned.batch)
 
-  def _settle(self, gradients, events):
-    """Decides on gradients that have come back, or are lost."""
+  def _settle(self, contributions, events):
+    """Decides on what has come back, or is lost."""
     for event in events:
       now, is_lost = time.monotonic(), event.reply is None
       assigned = self._in_flight.end(event.worker, now, is_lost=is_lost)
-      gradients.settle(assigned, event)
+      contributions.settle(assigned, event)
 
   def _hung(self):
     """Returns the workers that compute for longer than the time limit."""
@@ -217,7 +238,7 @@ def _recover(driver, given, stack):
     At intervals.
 
   Returns:
-    What writes to the folder.
+    What writes to the folder, and the contributions that wait for an update.
 
   Raises:
     OSError: If the folder cannot be written.
@@ -229,18 +250,18 @@ def _recover(driver, given, stack):
   if (folder := driver.options.folder) is None:
     if given is not None:
       driver.server.restore(**given.trees)
-    return None
+    return None, ()
   run_folder.lock(folder, stack)
   initial = driver.server.trees()
   manifest = run_folder.manifest_of(driver.server)
   journal = run_folder.read_or_create(folder, manifest, given)
   start = run_folder.read_start(journal, initial)
   saved = run_folder.read_latest(folder, initial) or start
-  yield from _catch_up(driver, journal, start, saved)
+  window = yield from _catch_up(driver, journal, start, saved)
   driver.tally.add_all(journal.records)
   run = run_folder.RunFolder(journal, saved)
   stack.callback(run.close)
-  return run
+  return run, window
 
 
 def _catch_up(driver, journal, start, saved):
@@ -255,6 +276,9 @@ def _catch_up(driver, journal, start, saved):
   Yields:
     At intervals.
 
+  Returns:
+    The contributions that wait for an update.
+
   Raises:
     RuntimeError: If a function of the task fails, or a batch loses too many
       workers.
@@ -268,7 +292,8 @@ def _catch_up(driver, journal, start, saved):
     yield from driver.roll_forward(_first(journal, start.global_step))
     driver.tally.metrics = None
   driver.server.restore(**saved.trees)
-  yield from driver.roll_forward(journal.records[saved.num_records :])
+  records = journal.records[saved.num_records :]
+  return (yield from driver.roll_forward(records))
 
 
 def _first(journal, step):
@@ -277,5 +302,5 @@ def _first(journal, step):
   is_first = records['local_step'] == step
   is_first &= records['fate'] == outcomes.Outcome.ACCEPTED
   first = records[is_first][:1].copy()
-  first['global_step'] = step
+  first['global_step'], first['merged'] = step, 0
   return first

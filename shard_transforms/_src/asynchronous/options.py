@@ -16,7 +16,7 @@ from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import arguments
 
-_COUNTS = 'num_updates', 'num_workers', 'save_every'
+_COUNTS = 'num_updates', 'num_workers', 'merge', 'group', 'save_every'
 _KINDS = {
     'task': (task_lib.Task, 'a `Task`'),
     'tx': (optax.GradientTransformation, 'an `optax.GradientTransformation`'),
@@ -30,7 +30,7 @@ _KINDS = {
 class Options:
   """Arguments of `train`, which it checks.
 
-  `staleness` is infinite for `None`. So is `time_limit` where `cluster` is
+  `staleness` and `grace` are infinite for `None`. So is `time_limit` where `cluster` is
   `None`: workers that take turns do not hang. `folder` is an absolute path.
 
   Raises:
@@ -45,6 +45,9 @@ class Options:
   num_updates: int = 1
   num_workers: int = 1
   staleness: Any = None
+  merge: int = 1
+  group: int = 1
+  grace: Any = None
   pace: bool = True
   time_limit: float = 600.0
   cluster: str | None = None
@@ -62,6 +65,15 @@ class Options:
       self.staleness = math.inf
     else:
       arguments.as_at_least('staleness', self.staleness, 0)
+    if self.merge % self.group:
+      raise ValueError(
+          '`merge` must be a multiple of `group`, so that groups stay together,'
+          f' got {self.merge} and {self.group}.'
+      )
+    if self.grace is None:
+      self.grace = math.inf
+    else:
+      arguments.as_positive('grace', self.grace)
     arguments.as_positive('time_limit', self.time_limit)
     if self.folder is not None:
       self.folder = absolute(self.folder)

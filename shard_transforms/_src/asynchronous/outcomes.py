@@ -17,11 +17,11 @@ import numpy as np
 import optax
 
 JOURNAL_FILE = 'journal.bin'
-_MAGIC = b'shard_transforms journal 5 '
+_MAGIC = b'shard_transforms journal 6 '
 
 _FIELDS = {
     '<i8': ('sequence', 'batch'),
-    '<i4': ('local_step', 'global_step', 'worker', 'fate'),
+    '<i4': ('local_step', 'global_step', 'worker', 'fate', 'merged'),
     '<f4': ('seconds',),
     '<u4': ('checksum', 'crc'),
 }
@@ -40,6 +40,7 @@ class Outcome(enum.IntEnum):
   ACCEPTED = 0
   DROPPED = 1  # Too old.
   LOST = 2  # Its worker died or hung.
+  UPDATED = 3  # None: an update was made of fewer contributions than usual.
 
 
 # What `on_progress` may return.
@@ -51,14 +52,15 @@ class Report:
   """The progress of an asynchronous run.
 
   Args:
-    global_step: Number of accepted updates, including those before a restart.
+    global_step: Number of updates, including those before a restart.
     num_dropped: Number of gradients that were too old.
     num_lost: Number of gradients whose worker died or hung.
-    num_recovered: Number of accepted updates that were computed again from the
-      journal when the run resumed.
-    mean_age: Mean staleness of the accepted updates, in steps.
+    num_recovered: Number of updates that were computed again from the journal
+      when the run resumed.
+    mean_age: Mean staleness of the accepted gradients, in updates.
     seconds: Seconds since the run was started or resumed.
-    metrics: The metrics of the latest accepted update; empty before the first.
+    metrics: The metrics of the latest update, means over its gradients; empty
+      before the first.
     params: The parameters, if `on_progress` asked for them; the last report has
       them in any case.
 
@@ -124,7 +126,7 @@ class Tally:
     self.metrics: Mapping[str, float] | None = None
 
   def add(self, outcome: int, age: int) -> None:
-    """Counts a gradient."""
+    """Counts an outcome."""
     self._counts[int(outcome)] += 1
     if outcome == Outcome.ACCEPTED:
       self._total_age += int(age)
@@ -163,11 +165,14 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
     folder: The folder of the run.
 
   Returns:
-    A structured array [number of gradients], in the order in which they came
-    back, with the fields `sequence` (0, 1, 2, ...), `batch`, `local_step` and
-    `global_step` (the age is their difference), `worker`, `fate` (0 accepted, 1
-    dropped as too old, 2 lost with its worker), `seconds` since the program was
-    started, `checksum` of the gradient, and `crc` of the record.
+    A structured array, with a row for each gradient in the order in which they
+    were decided on. The fields are `sequence` (0, 1, 2, ...), `batch`,
+    `local_step` and `global_step` (the age is their difference), `worker`,
+    `fate` (0 accepted, 1 dropped as too old, 2 lost with its worker), `merged`
+    (how many gradients make the update that the row ends, or 0), `seconds`
+    since the program was started, `checksum` of the gradient, and `crc` of the
+    record. A row of fate 3 is not of a gradient: an update was made of those
+    before it.
 
   Raises:
     FileNotFoundError: If there is no journal.

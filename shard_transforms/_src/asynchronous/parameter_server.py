@@ -1,10 +1,12 @@
 """The parameters of an asynchronous run, and their optimizer."""
 
+import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
 import hashlib
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +17,69 @@ from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.transforms import drop_stale
+from shard_transforms._src.transforms import tower_reduce
+
+
+class Contribution(NamedTuple):
+  """What a worker contributes to an update.
+
+  Attributes:
+    tree: The gradient.
+    local_step: The global step of the parameters that the worker had.
+    metrics: Its metrics. Its `weight` says how much the contribution counts.
+    read: These parameters, if the optimizer uses them.
+  """
+
+  tree: Any
+  local_step: int = 0
+  metrics: Mapping[str, float] = {}
+  read: Any = None
 
 
 class ParameterServer:
   """Holds the parameters and the state of `drop_stale(staleness, tx)`.
 
-  The driver compares two integers to find stale gradients, and never passes
-  them here. So `tx` runs without the gate of `drop_stale`, whose state it has
-  to rounding. The global step is a Python integer, which the compiled step does
-  not have.
+  `drop_stale` decides on each contribution, without the gradient. So `tx` runs
+  without its gate, but has its state to rounding. The global step is a Python
+  integer, which the compiled step does not have.
 
   Attributes:
-    global_step: The number of accepted gradients.
+    global_step: The number of updates.
     fingerprint: A hash of the operations and the numbers of the optimizer,
       which depends on the shapes and dtypes of the parameters, too.
   """
 
-  def __init__(self, tx: optax.GradientTransformation, params: Any):
-    """Starts from a copy of the parameters."""
+  def __init__(
+      self,
+      tx: optax.GradientTransformation,
+      params: Any,
+      *,
+      staleness: float = math.inf,
+      merge: int = 1,
+  ):
+    """Starts from a copy of the parameters.
+
+    Raises:
+      ValueError: If the optimizer cannot merge contributions.
+    """
     self.restore(params, drop_stale.drop_stale(0, tx).init(params))
     step = functools.partial(_step, tx)
     self._step = jax.jit(step, donate_argnums=(0, 1))
+    self._gate = None if staleness == math.inf else _gate(staleness)
     like, state = jax.eval_shape(lambda: (self._params, self._opt_state))
-    traced = jax.jit(step).trace(like, state, like, np.int32(0), like)
+    steps = np.zeros(1, np.int32)
+    traced = jax.jit(step).trace(like, state, (like,), steps, None, like)
     # Gates forward every argument, so a signature proves nothing.
     marks = [weight_flow.UPDATES] * len(jax.tree.leaves(params))
     marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
     _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
     self._needs_read_params = any(depends)
+    if self._needs_read_params and merge > 1:
+      raise ValueError(
+          '`merge` must be 1 with an optimizer that uses `read_params`, got'
+          f' {merge}. The contributions of an update were computed from'
+          ' different parameters.'
+      )
     self.fingerprint = self._hash(traced.lower().as_text())
 
   @property
@@ -80,18 +117,39 @@ class ParameterServer:
     params = jax.tree.map(np.asarray, self._params)
     return params, params if self._needs_read_params else None
 
-  def accept(self, grads: Any, read: Any, local_step: int) -> None:
-    """Applies a gradient computed at a local step."""
+  def is_fresh(self, local_step: int) -> bool:
+    """Returns whether `drop_stale` accepts a contribution, and counts if not.
+
+    Args:
+      local_step: The global step of the parameters that the worker had.
+    """
+    if self._gate is None:
+      return True
+    counts = self._counts._replace(global_step=np.int32(self.global_step))
+    counts = self._gate(counts, np.int32(local_step))
+    self._counts = counts
+    return int(counts.global_step) > self.global_step
+
+  def update(self, window: Sequence[Contribution]) -> None:
+    """Makes an update of contributions."""
+    weights = None
+    if any('weight' in x.metrics for x in window):
+      weights = np.float32([x.metrics.get('weight', 1) for x in window])
     self._params, self._opt_state = self._step(
-        self._params, self._opt_state, grads, np.int32(local_step), read
+        self._params,
+        self._opt_state,
+        tuple(x.tree for x in window),
+        np.int32([x.local_step for x in window]),
+        weights,
+        window[0].read,
     )
     self.global_step += 1
 
-  def drop(self) -> None:
-    """Counts a gradient that was too old."""
+  def count_dropped(self, number: int) -> None:
+    """Counts contributions that were too old."""
     self._counts = self._counts._replace(
-        stale_count=states.count(self._counts.stale_count, 1),
-        stale_shard_count=states.count(self._counts.stale_shard_count, 1),
+        stale_count=states.count(self._counts.stale_count, number),
+        stale_shard_count=states.count(self._counts.stale_shard_count, number),
     )
 
   def _hash(self, text):
@@ -142,10 +200,43 @@ def _is_key(x):
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _step(tx, params, state, grads, local_step, read_params):
+def _gate(staleness):
+  """Returns a function that counts as `drop_stale` does."""
+  gate = drop_stale.drop_stale(staleness)
+
+  @jax.jit
+  def count(counts, local_step):
+    state = counts._replace(inner_state=gate.init(()).inner_state)
+    _, state = gate.update((), state, local_step=local_step)
+    return state._replace(inner_state=())
+
+  return count
+
+
+def _step(tx, params, state, grads, local_steps, weights, read_params):
   """Returns the next parameters, and the next state of the optimizer."""
-  extra_args = {} if read_params is None else {'read_params': read_params}
-  updates, state = optax.with_extra_args_support(tx).update(
-      grads, state, params, local_step=local_step, **extra_args
-  )
-  return optax.apply_updates(params, updates), state
+  tx = optax.with_extra_args_support(tx)
+  if len(grads) == 1 and weights is None:
+    extra_args = {} if read_params is None else {'read_params': read_params}
+    updates, state = tx.update(
+        grads[0], state, params, local_step=local_steps[0], **extra_args
+    )
+    return optax.apply_updates(params, updates), state
+  towers = tower_reduce.tower_reduce(len(grads), tx)
+  window = towers.init(params)._replace(inner_state=state)
+  updates = params
+  for i, tower in enumerate(grads):
+    extra_args = {} if weights is None else {'weight': weights[i]}
+    updates, window = towers.update(
+        tower, window, params, local_step=local_steps[i], **extra_args
+    )
+  return optax.apply_updates(params, updates), window.inner_state
+
+
+def mean_metrics(window: Sequence[Contribution]) -> dict[str, float]:
+  """Returns the mean of each metric over the contributions that have it."""
+  values = collections.defaultdict[str, list[float]](list)
+  for contribution in window:
+    for name, value in contribution.metrics.items():
+      values[name].append(value)
+  return {name: sum(found) / len(found) for name, found in values.items()}

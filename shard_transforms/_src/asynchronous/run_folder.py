@@ -86,18 +86,19 @@ class RunFolder:
     self._writer = futures.ThreadPoolExecutor(1)
     self._pending: futures.Future[None] | None = None
 
-  def write(self, **fields: Any) -> None:
-    """Adds a record to the journal.
+  def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+    """Adds records to the journal, all of them or none.
 
     Raises:
-      OSError: If it cannot be written; the journal is then unchanged.
+      OSError: If they cannot be written; the journal is then unchanged.
     """
-    record = np.zeros((), outcomes.RECORD)
-    record['sequence'] = self._num_records
-    for name, value in fields.items():
-      record[name] = value
-    record['crc'] = outcomes.crc_of(record)
-    data, end = record.tobytes(), self._file.tell()
+    rows = np.zeros(len(records), outcomes.RECORD)
+    for number, (row, record) in enumerate(zip(rows, records, strict=True)):
+      row['sequence'] = self._num_records + number
+      for name, value in record.items():
+        row[name] = value
+      row['crc'] = outcomes.crc_of(row)
+    data, end = rows.tobytes(), self._file.tell()
     with outcomes.naming(self._path):
       try:
         # On a disk that fills up, one call writes a part.
@@ -106,8 +107,8 @@ class RunFolder:
       except OSError:
         self._file.truncate(self._file.seek(end))
         raise
-    self._num_records += 1
-    self._last_crc = int(record['crc'])
+    self._num_records += len(rows)
+    self._last_crc = int(rows['crc'][-1])
 
   def is_due(self, step: int, options: options_lib.Options) -> bool:
     """Returns whether a checkpoint is due at a global step."""

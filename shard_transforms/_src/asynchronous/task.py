@@ -207,11 +207,13 @@ class Event(NamedTuple):
     worker: The number of the worker.
     reply: The reply of the worker; `None` if it died or hung.
     fetch: Returns the gradient, or `None` if it has been lost since.
+    reason: Why the worker died.
   """
 
   worker: int
   reply: Reply | None = None
   fetch: Callable[[], Any] = lambda: None
+  reason: str = ''
 
 
 class Workers(Protocol):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from typing import Any, Literal
+import warnings
 
 import numpy as np
 import optax
@@ -27,6 +28,9 @@ def train(
     num_updates: int,
     num_workers: int,
     staleness: int | None,
+    merge: int = 1,
+    group: int = 1,
+    grace: float | None = None,
     pace: bool = True,
     time_limit: float = 600.0,
     cluster: Literal['local'] | str | None = 'local',
@@ -39,12 +43,14 @@ def train(
   r"""Trains asynchronously, by workers that do not wait for each other.
 
   Each worker computes a gradient at the parameters that it was given last. When
-  the gradient comes back, it is accepted if its age is at most `staleness`:
+  the gradient comes back, `drop_stale(staleness)` decides whether it is
+  accepted, by its age in updates:
 
   .. math:: \text{global step} - \text{local step} \le \text{staleness}
 
-  Then `tx` applies it, and the global step grows by one. The state is that of
-  `drop_stale(staleness, tx)`, to rounding.
+  Once `merge` gradients are accepted, `tower_reduce(merge, tx)` applies their
+  mean, and the global step grows by one. A metric named `weight` is the weight
+  of a gradient. The state is that of `drop_stale(staleness, tx)`, to rounding.
 
   With a `folder`, the outcome of each gradient is written to a journal before
   the new parameters are published. Parameters and state are written to a
@@ -61,12 +67,20 @@ def train(
     tx: The optimizer. It gets the extra argument `local_step` and, if it uses
       `read_params` as `compensate_delay` does, the parameters that the gradient
       was computed from; these are then kept until that gradient is back.
-    num_updates: Number of accepted updates after which the run ends.
+    num_updates: Number of updates after which the run ends.
     num_workers: Number of workers.
-    staleness: The age up to which gradients are accepted, in steps; `None` for
-      any age.
+    staleness: The age up to which gradients are accepted, in updates; `None`
+      for any age.
+    merge: How many gradients make an update. With as many as workers, few wait,
+      and most gradients are at most one update old.
+    group: How many batches in a row belong together. Their gradients wait for
+      each other; all of them are accepted, or all of them dropped.
+    grace: Seconds after the first gradient of an update after which the update
+      is made of those that are there; `None` waits for `merge` of them. What
+      comes too late for several updates is dropped.
     pace: Whether a worker waits if its gradient could become too old because of
-      the updates of the others. Then no gradient is dropped.
+      the updates of the others. Then no gradient is dropped, except with
+      `grace`.
     time_limit: The seconds in which a worker must compute a gradient; the first
       includes compilation. A worker that takes longer counts as hung. Workers
       of this process have no limit.
@@ -80,7 +94,7 @@ def train(
       checkpoint, no batch is assigned until the gradients in flight are back.
     start: A `Result` of the same parameters and kind of optimizer: the run
       starts with its parameters, state and global step, unless `folder` has a
-      journal. The first batch has the number of the global step.
+      journal. The first batch has the number of the global step times `merge`.
     resources: The options of the Ray actor of a worker; by default
       `{'num_cpus': 1}`.
     on_progress: Takes a `Report`, at most fifty times a second and at the end,
@@ -133,6 +147,9 @@ def train(
       num_updates=num_updates,
       num_workers=num_workers,
       staleness=staleness,
+      merge=merge,
+      group=group,
+      grace=grace,
       pace=pace,
       time_limit=time_limit,
       cluster=cluster,
@@ -141,7 +158,21 @@ def train(
       start=start,
       resources=resources,
   )
+  _warn_if_idle(options)
   return job.run(options, functools.partial(driver.drive, options), on_progress)
+
+
+def _warn_if_idle(options):
+  """Warns if pacing never lets all workers compute."""
+  most = (options.staleness + 1) * options.merge
+  if options.pace and most < options.num_workers:
+    warnings.warn(
+        f'With `staleness={options.staleness}` and `merge={options.merge}`,'
+        f' pacing lets at most {most} of {options.num_workers} workers compute'
+        ' at a time. Merge as many contributions as there are workers:'
+        f' `merge={options.num_workers}`.',
+        stacklevel=3,
+    )
 
 
 def replay(

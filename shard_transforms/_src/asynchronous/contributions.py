@@ -1,0 +1,425 @@
+"""Which batch comes next, and what becomes of the contribution of a worker.
+
+There are two kinds: new contributions, and those of a journal, which are
+computed again.
+"""
+
+import collections
+from collections.abc import Collection
+from collections.abc import Iterator
+from collections.abc import Sequence
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shard_transforms._src.asynchronous import options as options_lib
+from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import parameter_server
+from shard_transforms._src.asynchronous import run_folder
+from shard_transforms._src.asynchronous import task
+
+# How many workers of a batch may die or hang until the run ends.
+_MAX_LOST = 5
+
+_Outcome = outcomes.Outcome
+
+
+class Assignment(NamedTuple):
+  """A batch that a worker computes, or that waits for a worker.
+
+  Attributes:
+    batch: The number of the batch.
+    local_step: The global step of the parameters that the worker is given.
+    published: These parameters, as published; see `ParameterServer.publish`.
+    worker: The number of the worker; -1 if there is none yet.
+    start: When it was assigned, in seconds.
+    num_lost: How many workers have died or hung at this batch.
+  """
+
+  batch: int
+  local_step: int = 0
+  published: Any = None
+  worker: int = -1
+  start: float = 0.0
+  num_lost: int = 0
+
+
+class InFlight:
+  """What each worker computes. It iterates over what is in flight."""
+
+  def __init__(self):
+    self._assigned: dict[int, Assignment] = {}
+    # The latest duration of each worker; 0 if it has computed only one
+    # contribution, which includes compilation and says nothing of its speed.
+    self._seconds: dict[int, float] = {}
+
+  def __len__(self) -> int:
+    return len(self._assigned)
+
+  def __iter__(self) -> Iterator[Assignment]:
+    return iter(self._assigned.values())
+
+  def idle(self, workers: Collection[int]) -> list[int]:
+    """Returns the workers that have nothing to do, the fastest first."""
+    idle = set(workers) - self._assigned.keys()
+    # A worker whose speed is unknown comes first.
+    return sorted(
+        idle, key=lambda worker: (self._seconds.get(worker, 0), worker)
+    )
+
+  def start(self, assigned: Assignment) -> None:
+    """Starts an assignment."""
+    self._assigned[assigned.worker] = assigned
+
+  def end(self, worker: int, now: float, *, is_lost: bool) -> Assignment:
+    """Ends the assignment of a worker, and returns it.
+
+    Args:
+      worker: The worker.
+      now: The time.
+      is_lost: Whether the worker has died, and its successor compiles again.
+    """
+    assigned = self._assigned.pop(worker)
+    is_first = self._seconds.pop(worker, None) is None
+    if not is_lost:
+      self._seconds[worker] = 0 if is_first else now - assigned.start
+    return assigned
+
+  def hung(self, started_before: float) -> list[int]:
+    """Returns the workers that have computed since before a time."""
+    return [x.worker for x in self if x.start < started_before]
+
+
+class _Computed(NamedTuple):
+  """A batch that a worker has computed, and the event that says so."""
+
+  assigned: Assignment
+  event: task.Event
+
+
+class Contributions:
+  """New contributions.
+
+  With `pace`, a batch is assigned only if no contribution in flight can become
+  older than `staleness`:
+
+    global step + updates before it may end - oldest local step <= staleness
+
+  where the local step of the new contribution is the global step, and all the
+  others may come back first: `merge` of them, with those that already wait for
+  an update, make an update. A contribution that comes back leaves the number of
+  these as it is, and an update adds one to the first term and takes one from
+  the second, so that the inequality stays true.
+
+  Attributes:
+    waiting: The batches that wait for a worker, in order.
+    window: The accepted contributions that wait for an update.
+  """
+
+  def __init__(
+      self,
+      options: options_lib.Options,
+      server: parameter_server.ParameterServer,
+      tally: outcomes.Tally,
+      workers: task.Workers,
+      folder: run_folder.RunFolder | None = None,
+      window: Sequence[parameter_server.Contribution] = (),
+  ):
+    """Starts where a folder ends; without one, at the batch of the step."""
+    self.waiting = collections.deque[Assignment]()
+    self.window = [*window]
+    self._options = options
+    self._server = server
+    self._tally = tally
+    self._workers = workers
+    self._folder = folder
+    # The groups that are not complete, by their numbers.
+    self._groups: dict[int, list[_Computed]] = {}
+    self._opened = time.monotonic()
+    # The first batch that was never assigned.
+    self._next_batch = server.global_step * options.merge
+    if folder is not None:
+      self._next_batch = folder.next_batch
+      self.waiting.extend(map(Assignment, folder.ready))
+    self._published: tuple[int, Any] = -1, None
+
+  def next(self, in_flight: InFlight) -> Assignment | None:
+    """Returns the batch to be assigned next, or `None` if none may start."""
+    step, options = self._server.global_step, self._options
+    held = [x.assigned for group in self._groups.values() for x in group]
+    started = len(self.window) + len(held) + len(in_flight)
+    if self._folder is not None and self._folder.is_due(step, options):
+      # A checkpoint needs the end of an update, with nothing in flight.
+      if started == 0:
+        self.save()
+      elif started % options.merge == 0:
+        return None
+    oldest = min([step, *(x.local_step for x in (*in_flight, *held))])
+    step_at_end = step + started // options.merge
+    # Where nothing is in flight, a group waits for a batch that was lost.
+    must_wait = options.pace and len(in_flight) > 0
+    must_wait &= step_at_end - oldest > options.staleness
+    if must_wait or step_at_end >= options.num_updates:
+      return None
+    if not self.waiting:
+      self.waiting.append(Assignment(self._next_batch))
+      self._next_batch += 1
+    batch = self.waiting.popleft()
+    return batch._replace(local_step=step, published=self._publish())
+
+  def settle(self, assigned: Assignment, event: task.Event) -> None:
+    """Decides on a contribution, or on its group once that is complete.
+
+    Raises:
+      RuntimeError: If a function of the task has failed, or the batch has lost
+        too many workers.
+    """
+    computed = _Computed(assigned, event)
+    if event.reply is None:
+      self._lose(computed)
+      return
+    if event.reply.failure:
+      raise RuntimeError(
+          f'{event.reply.failure} in batch {assigned.batch} on worker'
+          f' {assigned.worker}.\n{event.reply.trace}'.rstrip()
+      )
+    self._take(computed)
+
+  def seconds_left(self) -> float:
+    """Returns for how long the update may wait for more contributions."""
+    if not self.window:
+      return np.inf
+    if len(self.window) >= self._options.merge:
+      return 0.0
+    return self._opened + self._options.grace - time.monotonic()
+
+  def update_early(self) -> None:
+    """Makes an update of the contributions that wait for one, if any do."""
+    if self.window:
+      self._write([self._record(_Outcome.UPDATED, len(self.window))])
+      self._update()
+
+  def save(self) -> None:
+    """Writes a checkpoint. Nothing may be in flight or wait for an update."""
+    if self._folder is not None:
+      self._folder.save(
+          self._server,
+          next_batch=self._next_batch,
+          ready=[assigned.batch for assigned in self.waiting],
+          metrics=self._tally.metrics or {},
+      )
+
+  def give_back(self, in_flight: InFlight) -> None:
+    """Puts all batches that are not decided on before those that wait."""
+    held = [x.assigned for group in self._groups.values() for x in group]
+    self._groups.clear()
+    for assigned in sorted([*in_flight, *held], reverse=True):
+      self.waiting.appendleft(assigned)
+
+  def _take(self, computed):
+    """Decides on the group of a contribution if that is complete."""
+    number = computed.assigned.batch // self._options.group
+    group = self._groups.setdefault(number, [])
+    group.append(computed)
+    if len(group) < self._options.group:
+      return
+    del self._groups[number]
+    if not self._server.is_fresh(min(x.assigned.local_step for x in group)):
+      self._drop(group)
+      return
+    trees = [x.event.fetch() for x in group]
+    if missing := [
+        x for x, tree in zip(group, trees, strict=True) if tree is None
+    ]:
+      # The others of the group wait for it.
+      if kept := [x for x in group if x not in missing]:
+        self._groups[number] = kept
+      for lost in missing:
+        self._lose(lost)
+      return
+    records = [self._record_of(x, _Outcome.ACCEPTED) for x in group]
+    num_merged = len(self.window) + len(group)
+    if is_last := num_merged >= self._options.merge:
+      records[-1]['merged'] = num_merged
+    self._write(records)
+    for accepted, tree in zip(group, trees, strict=True):
+      self._accept(accepted, tree)
+    if is_last:
+      self._update()
+
+  def _drop(self, group):
+    """Drops a group that is too old; it is computed again."""
+    self._write([self._record_of(x, _Outcome.DROPPED) for x in group])
+    # `is_fresh` has counted one.
+    self._server.count_dropped(len(group) - 1)
+    for computed in reversed(group):
+      self.waiting.appendleft(computed.assigned)
+
+  def _accept(self, computed, tree):
+    """Adds a contribution to those that wait for an update."""
+    if not self.window:
+      self._opened = time.monotonic()
+    assigned, reply = computed.assigned, computed.event.reply
+    _, read = assigned.published
+    self.window.append(
+        parameter_server.Contribution(
+            tree, assigned.local_step, reply.metrics, read
+        )
+    )
+
+  def _update(self):
+    """Makes an update of the contributions that wait for one."""
+    window, self.window = self.window, []
+    self._server.update(window)
+    self._tally.metrics = parameter_server.mean_metrics(window)
+
+  def _lose(self, computed):
+    """Puts a batch before all others whose worker has died or hung."""
+    self._write([self._record_of(computed, _Outcome.LOST)])
+    assigned = computed.assigned
+    num_lost = assigned.num_lost + 1
+    if num_lost == _MAX_LOST:
+      raise RuntimeError(
+          f'The worker of batch {assigned.batch} has died or hung {num_lost}'
+          ' times. The batch may be the cause. A worker counts as hung if a'
+          f' gradient takes longer than `time_limit`, which is'
+          f' {self._options.time_limit} s. {computed.event.reason}'.rstrip()
+      )
+    self.waiting.appendleft(assigned._replace(num_lost=num_lost))
+
+  def _record_of(self, computed, outcome):
+    """Returns the record of a contribution."""
+    assigned, reply = computed.assigned, computed.event.reply
+    return self._record(outcome, 0) | {
+        'batch': assigned.batch,
+        'local_step': assigned.local_step,
+        'worker': assigned.worker,
+        'checksum': 0 if reply is None else reply.checksum,
+    }
+
+  def _record(self, outcome, merged):
+    """Returns a record of now; by itself, it is of no contribution."""
+    step = self._server.global_step
+    return {
+        'batch': -1,
+        'local_step': step,
+        'global_step': step,
+        'worker': -1,
+        'fate': outcome,
+        'seconds': self._tally.seconds(),
+        'merged': merged,
+    }
+
+  def _write(self, records):
+    """Records outcomes, those of a group all at once or not at all."""
+    if self._folder is not None:
+      self._folder.write(records)
+    for record in records:
+      age = record['global_step'] - record['local_step']
+      self._tally.add(record['fate'], age)
+
+  def _publish(self):
+    """Publishes the parameters, once for each global step."""
+    step = self._server.global_step
+    if self._published[0] != step:
+      params, read = self._server.publish()
+      self._published = step, (self._workers.publish(params), read)
+    return self._published[1]
+
+
+class RecordedContributions(Contributions):
+  """The accepted contributions of a journal, which are merged in its order.
+
+  Each is computed at the parameters of its local step, and must have the same
+  bits. They start in the order of these steps. So no more contributions wait
+  for their turn than the run had in flight.
+  """
+
+  def __init__(self, records: np.ndarray, *parts: Any):
+    """Takes the records that follow the global step.
+
+    Raises:
+      ValueError: If one is missing.
+    """
+    super().__init__(*parts)
+    is_accepted = records['fate'] == _Outcome.ACCEPTED
+    accepted = records[is_accepted]
+    # The records whose turn is still to come, in order, and the contributions
+    # that have come back before it.
+    self._left = collections.deque(
+        records[is_accepted | (records['fate'] == _Outcome.UPDATED)]
+    )
+    self._early: dict[int, tuple[_Computed, Any]] = {}
+    self._check_steps()
+    self._records = {int(record['batch']): record for record in accepted}
+    # The batches whose parameters are still to come.
+    self._later = collections.deque[Assignment]()
+    for i in np.argsort(accepted['local_step'], kind='stable'):
+      self._later.append(
+          Assignment(*accepted[['batch', 'local_step']][i].item())
+      )
+    self._release()
+
+  def __len__(self) -> int:
+    return len(self._left)
+
+  def next(self, in_flight: InFlight) -> Assignment | None:
+    del in_flight
+    return self.waiting.popleft() if self.waiting else None
+
+  def seconds_left(self) -> float:
+    return np.inf
+
+  def _take(self, computed):
+    """Checks a contribution, and accepts those whose turn has come."""
+    if (tree := computed.event.fetch()) is None:
+      self._lose(computed)
+      return
+    batch = computed.assigned.batch
+    record = self._records[batch]
+    if computed.event.reply.checksum != record['checksum']:
+      raise ValueError(
+          f'The gradient at batch {batch} must have the bits that it'
+          f' had in record {record["sequence"]} of the journal (local step'
+          f' {record["local_step"]}), got others. Use the task, data and'
+          f' devices of the start, and pure functions. {outcomes.WAY_ON}'
+      )
+    self._early[batch] = computed, tree
+    while self._left and self._is_next(self._left[0]):
+      record = self._left.popleft()
+      if record['fate'] == _Outcome.ACCEPTED:
+        self._accept(*self._early.pop(int(record['batch'])))
+      if record['merged']:
+        self._update()
+        self._release()
+
+  def _is_next(self, record):
+    is_early = int(record['batch']) in self._early
+    return is_early or record['fate'] == _Outcome.UPDATED
+
+  def _write(self, records):
+    """Records nothing: the journal has it."""
+
+  def _check_steps(self):
+    """Checks that no update is missing.
+
+    Raises:
+      ValueError: If one is.
+    """
+    step = self._server.global_step
+    for record in self._left:
+      if step != record['global_step']:
+        raise ValueError(
+            f'Record {record["sequence"]} of the journal must be of global step'
+            f' {step}, got {record["global_step"]}. A part of the journal is'
+            ' missing.'
+        )
+      step += record['merged'] > 0
+
+  def _release(self):
+    """Gives the parameters to the batches that are computed at them."""
+    step = self._server.global_step
+    while self._later and self._later[0].local_step <= step:
+      batch = self._later.popleft()
+      self.waiting.append(batch._replace(published=self._publish()))
