@@ -37,12 +37,12 @@ class Workers(task_lib.LocalWorkers):
       self._faults[fault].remove(batch)
     return is_struck
 
-  def start(self, worker, published, batch):
+  def start(self, worker, published, batch, state):
     self.given.append((worker, batch))
     if self._strikes('hang', batch):
       self.hanging.add(worker)
     else:
-      super().start(worker, published, batch)
+      super().start(worker, published, batch, state)
     self.num_busy = max(self.num_busy, len(self._started))
 
   def wait(self, seconds):

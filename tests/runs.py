@@ -57,7 +57,21 @@ def slow_pull(params, x):
   return pull(params, x)
 
 
+def zeros_like(params):
+  return jax.tree.map(jnp.zeros_like, params)
+
+
+@jax.jit
+def with_momentum(params, x, trace):
+  """Returns a gradient with the momentum of its worker."""
+  grads, metrics = gradient(params, x)
+  trace = jax.tree.map(lambda g, t: g + 0.9 * t, grads, trace)
+  return trace, metrics, trace
+
+
 TASK = asynchronous.Task(init, gradient, batch)
+# Workers keep the momentum.
+KEEPING_TASK = asynchronous.Task(init, with_momentum, batch, zeros_like)
 SLOW_TASK = asynchronous.Task(init, slow_gradient, batch)
 
 
@@ -118,8 +132,11 @@ def plain_loop(tx, num_updates):
 
 
 def assert_same_bits(first, second):
-  """Checks that two results have the same parameters and the same state."""
+  """Checks that two results have the same parameters and the same states."""
   a, b = first[:2], second[:2]
+  if len(first) == len(second) == 3:
+    a = *a, first.report.worker_states
+    b = *b, second.report.worker_states
   if jax.tree.structure(a) != jax.tree.structure(b):
     raise AssertionError(f'{jax.tree.structure(a)} {jax.tree.structure(b)}')
   for (path, x), y in zip(

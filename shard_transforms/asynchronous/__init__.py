@@ -1,5 +1,6 @@
 """Training with workers that do not wait for each other, on Ray."""
 
+from shard_transforms._src.asynchronous.learner import Learner
 from shard_transforms._src.asynchronous.outcomes import Report
 from shard_transforms._src.asynchronous.outcomes import Result
 from shard_transforms._src.asynchronous.outcomes import read_journal
@@ -9,6 +10,7 @@ from shard_transforms._src.asynchronous.train import replay
 from shard_transforms._src.asynchronous.train import train
 
 __all__ = (
+    'Learner',
     'Report',
     'Result',
     'Task',

@@ -12,10 +12,11 @@ import cases
 import failing_workers
 import runs
 from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import (
+    contributions as contributions_lib,
+)
 from shard_transforms._src.asynchronous import driver as driver_lib
-from shard_transforms._src.asynchronous import contributions as contributions_lib
 from shard_transforms._src.asynchronous import options as options_lib
-from shard_transforms._src.asynchronous import task as task_lib
 
 TASK = runs.TASK
 TX = optax.adam(0.1)

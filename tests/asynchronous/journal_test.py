@@ -30,7 +30,10 @@ class JournalTest(runs.FolderTest):
     with contextlib.closing(run):
       for number in range(num_records):
         number += len(journal.records)
-        run.write([dict(batch=number, worker=2, fate=number % 3, seconds=0.5)])
+        rows = np.zeros(1, outcomes.RECORD)
+        rows['batch'], rows['worker'] = number, 2
+        rows['fate'], rows['seconds'] = number % 3, 0.5
+        run.write(rows)
 
   def test_reads_what_was_written(self):
     self.write(3)

@@ -168,9 +168,9 @@ class MergingTest(runs.FolderTest):
 
 class GroupsTest(runs.FolderTest):
 
-  def drive(self, workers, **options):
+  def drive(self, workers, task=TASK, **options):
     given = options_lib.Options(
-        TASK, TX, num_workers=8, folder=self.folder, **options
+        task, TX, num_workers=8, folder=self.folder, **options
     )
     given.time_limit = math.inf
     *_, result = driver_lib.drive(given, workers)
@@ -207,7 +207,7 @@ class GroupsTest(runs.FolderTest):
   @cases.parameters(*range(12))
   def test_run_that_is_cut_off_anywhere_goes_on_to_the_same_bits(self, seed):
     rng = random.Random(seed)
-    group = rng.choice([1, 1, 3])
+    task, group = rng.choice([(TASK, 1), (TASK, 3), (runs.KEEPING_TASK, 1)])
     merge = group * rng.randint(1, 3)
     options = {
         'merge': merge,
@@ -220,15 +220,15 @@ class GroupsTest(runs.FolderTest):
     def make_workers():
       faults = [rng.choices(range(40), k=3) for _ in range(2)]
       return failing_workers.Workers(
-          rng.randint(1, 6), lose=faults[0], vanish=faults[1], seed=seed
+          rng.randint(1, 6), task, lose=faults[0], vanish=faults[1], seed=seed
       )
 
-    self.drive(make_workers(), num_updates=10, **options)
+    self.drive(make_workers(), task, num_updates=10, **options)
     journal = asynchronous.read_journal(self.folder).copy()
     kept = runs.cut(self.folder, rng.randrange(len(journal)), group)
-    result = self.drive(make_workers(), num_updates=16, **options)
+    result = self.drive(make_workers(), task, num_updates=16, **options)
 
-    runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
+    runs.assert_same_bits(asynchronous.replay(self.folder, task, TX), result)
     after = asynchronous.read_journal(self.folder)
     self.assertEqual(after[:kept].tobytes(), journal[:kept].tobytes())
     accepted = runs.accepted(after)

@@ -2,13 +2,10 @@
 
 import dataclasses
 import functools
-import importlib
 import pickle
-import platform
 import sys
 from unittest import mock
 
-import jaxlib
 import numpy as np
 import optax
 import pytest
@@ -68,13 +65,14 @@ class RayWorkersTest(runs.FolderTest):
     task = dataclasses.replace(task, gradient=runs.pull)
     runs.assert_same_bits(asynchronous.replay(self.folder, task, tx), result)
     first = min(params)
-    halfway = asynchronous.replay(self.folder, task, tx, until=first)
+    # Each update is a record, but for the batch of the worker that hung.
+    runs.cut(self.folder, int(np.sum(journal['global_step'] < first)))
+    halfway = asynchronous.replay(self.folder, task, tx)
     np.testing.assert_array_equal(params[first]['w'], halfway.params['w'])
 
   @cases.parameters(
       ('got optax 2 on', {'optax': '2'}, ''),
       ('got optax None on', {}, ''),
-      ('got module there 3 on', {'optax': '1', 'module there': '3'}, ''),
       ('must be made of functions that workers can', {'optax': '1'}, 'Error'),
   )
   def test_other_nodes_and_tasks_are_refused(self, words, node, problem):
@@ -107,8 +105,8 @@ class RayWorkersTest(runs.FolderTest):
       for first in 'a0', 'b0':
         workers._welcome(first)
       for number in 1, 2:
-        workers.start(0, None, number)
-        workers.start(1, None, number)
+        workers.start(0, None, number, None)
+        workers.start(1, None, number, None)
         workers.replace(0)
 
         self.assertEqual(workers.ready(), {1})
@@ -138,41 +136,3 @@ class RayWorkersTest(runs.FolderTest):
       train(task, optax.sgd(0.1), cluster='local')
 
     start.assert_not_called()
-
-
-class NodeTest(runs.FolderTest):
-
-  def setUp(self):
-    super().setUp()
-    self.folder.mkdir()
-    self.enterContext(
-        mock.patch.object(sys, 'path', [str(self.folder), *sys.path])
-    )
-
-  def node(self, source):
-    """Returns what is compared if a module has a source."""
-    (self.folder / 'of_user.py').write_text(source)
-    importlib.invalidate_caches()
-    with mock.patch.dict(sys.modules):
-      module = importlib.import_module('of_user')
-      return ray_workers.node_of(pickle.dumps(module.init))
-
-  def test_versions_and_sources_are_compared(self):
-    (self.folder / 'helpers.py').write_text('x = 3')
-    source = 'import jax, helpers\ndef init(): return helpers.x\n'
-
-    first, same, other = map(self.node, (source, source, source + '# new'))
-
-    python = '.'.join(platform.python_version_tuple()[:2])
-    self.assertEqual(first['Python'], python)
-    self.assertEqual(first['jaxlib'], jaxlib.__version__)
-    self.assertIn('module helpers', first)
-    self.assertNotIn('module jax', first)
-    self.assertEqual(first, same)
-    differing = [name for name in first if first[name] != other[name]]
-    self.assertEqual(differing, ['module of_user'])
-
-  def test_module_without_a_file_is_the_same_everywhere(self):
-    source = '__file__ = "/of/an.zip/m.py"\ndef init(): pass\n'
-
-    self.assertEqual(self.node(source)['module of_user'], 'unreadable')

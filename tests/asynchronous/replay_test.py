@@ -4,7 +4,6 @@ import dataclasses
 
 import optax
 
-import cases
 import runs
 import shard_transforms
 from shard_transforms import asynchronous
@@ -29,28 +28,6 @@ class ReplayTest(runs.FolderTest):
     runs.assert_same_bits(first, again)
     self.assertEqual(again.report.num_dropped, first.report.num_dropped)
     self.assertEqual(again.report.mean_age, first.report.mean_age)
-
-  @cases.parameters(0, 10)
-  def test_stops_where_it_is_reported(self, until):
-    self.train(optax.sgd(0.1), num_workers=1)
-
-    found = asynchronous.replay(self.folder, TASK, optax.sgd(0.1), until=until)
-
-    self.assertEqual(found.opt_state.global_step, until)
-    state = found.opt_state.inner_state
-    expected = runs.plain_loop(optax.sgd(0.1), until)
-    runs.assert_same_bits((found.params, state), expected)
-
-  @cases.parameters(
-      ({'until': 31}, ValueError, '`until` must be at most the 30 updates'),
-      ({'until': -1}, ValueError, '`until` must be at least 0'),
-      ({'until': 1.5}, TypeError, '`until` must be an integer'),
-  )
-  def test_refuses_bad_numbers(self, change, error, message):
-    self.train(optax.sgd(0.1))
-
-    with self.assertRaisesRegex(error, message):
-      asynchronous.replay(self.folder, TASK, optax.sgd(0.1), **change)
 
   def test_refuses_a_folder_without_a_run(self):
     with self.assertRaises(FileNotFoundError):

@@ -37,7 +37,7 @@ class TaskTest(parameterized.TestCase):
       task_lib.init_params(asynchronous.Task(init, max, max))
 
   @cases.parameters(
-      (lambda p, b: p, 'must return the gradient and a dict'),
+      (lambda p, b: p, 'must return the gradient, a dict of metrics, got'),
       (lambda p, b: ([p], {}), 'must have the tree, .* got None instead'),
       (lambda p, b: ((p, None), {}), 'must have the tree, .* got None instead'),
       (lambda p, b: (p[:1], {}), r'float32\[1\] instead of float32\[3\]'),

@@ -197,7 +197,7 @@ class Contributions:
   def update_early(self) -> None:
     """Makes an update of the contributions that wait for one, if any do."""
     if self.window:
-      self._write([self._record(_Outcome.UPDATED, len(self.window))])
+      self._write(_Outcome.UPDATED, [], len(self.window))
       self._update()
 
   def save(self) -> None:
@@ -228,55 +228,59 @@ class Contributions:
     if not self._server.is_fresh(min(x.assigned.local_step for x in group)):
       self._drop(group)
       return
-    trees = [x.event.fetch() for x in group]
-    if missing := [
-        x for x, tree in zip(group, trees, strict=True) if tree is None
-    ]:
-      # The others of the group wait for it.
-      if kept := [x for x in group if x not in missing]:
-        self._groups[number] = kept
-      for lost in missing:
-        self._lose(lost)
+    results = [x.event.fetch() for x in group]
+    if None in [result and True for result in results]:
+      # The others of the group wait for those that are lost.
+      self._groups[number] = []
+      for member, result in zip(group, results, strict=True):
+        if result is None:
+          self._lose(member)
+        else:
+          self._groups[number].append(member)
       return
-    records = [self._record_of(x, _Outcome.ACCEPTED) for x in group]
     num_merged = len(self.window) + len(group)
-    if is_last := num_merged >= self._options.merge:
-      records[-1]['merged'] = num_merged
-    self._write(records)
-    for accepted, tree in zip(group, trees, strict=True):
-      self._accept(accepted, tree)
+    is_last = num_merged >= self._options.merge
+    self._write(_Outcome.ACCEPTED, group, num_merged if is_last else 0)
+    for accepted, result in zip(group, results, strict=True):
+      self._accept(accepted, result)
     if is_last:
       self._update()
 
   def _drop(self, group):
     """Drops a group that is too old; it is computed again."""
-    self._write([self._record_of(x, _Outcome.DROPPED) for x in group])
+    self._write(_Outcome.DROPPED, group)
     # `is_fresh` has counted one.
     self._server.count_dropped(len(group) - 1)
     for computed in reversed(group):
       self.waiting.appendleft(computed.assigned)
 
-  def _accept(self, computed, tree):
+  def _accept(self, computed, result):
     """Adds a contribution to those that wait for an update."""
     if not self.window:
       self._opened = time.monotonic()
-    assigned, reply = computed.assigned, computed.event.reply
+    assigned, (tree, state) = computed.assigned, result
+    if state is not None:
+      self._server.worker_states[self._worker_of(assigned)] = state
+    made_with = assigned.local_step, computed.event.reply.metrics
     _, read = assigned.published
-    self.window.append(
-        parameter_server.Contribution(
-            tree, assigned.local_step, reply.metrics, read
-        )
-    )
+    self.window.append(parameter_server.Contribution(tree, *made_with, read))
+
+  def state_for(self, assigned: Assignment) -> Any:
+    """Returns the state of the worker of an assignment; at first `None`."""
+    return self._server.worker_states.get(self._worker_of(assigned))
+
+  def _worker_of(self, assigned):
+    return assigned.worker
 
   def _update(self):
     """Makes an update of the contributions that wait for one."""
     window, self.window = self.window, []
     self._server.update(window)
-    self._tally.metrics = parameter_server.mean_metrics(window)
+    self._tally.metrics = outcomes.mean_metrics([x.metrics for x in window])
 
   def _lose(self, computed):
     """Puts a batch before all others whose worker has died or hung."""
-    self._write([self._record_of(computed, _Outcome.LOST)])
+    self._write(_Outcome.LOST, [computed])
     assigned = computed.assigned
     num_lost = assigned.num_lost + 1
     if num_lost == _MAX_LOST:
@@ -288,36 +292,27 @@ class Contributions:
       )
     self.waiting.appendleft(assigned._replace(num_lost=num_lost))
 
-  def _record_of(self, computed, outcome):
-    """Returns the record of a contribution."""
-    assigned, reply = computed.assigned, computed.event.reply
-    return self._record(outcome, 0) | {
-        'batch': assigned.batch,
-        'local_step': assigned.local_step,
-        'worker': assigned.worker,
-        'checksum': 0 if reply is None else reply.checksum,
-    }
+  def _write(self, outcome, computed, num_merged=0):
+    """Records an outcome, of a group all at once.
 
-  def _record(self, outcome, merged):
-    """Returns a record of now; by itself, it is of no contribution."""
+    Args:
+      outcome: The outcome.
+      computed: What has it. An update that is made early is a record by itself.
+      num_merged: How many contributions make the update that this ends, or 0.
+    """
     step = self._server.global_step
-    return {
-        'batch': -1,
-        'local_step': step,
-        'global_step': step,
-        'worker': -1,
-        'fate': outcome,
-        'seconds': self._tally.seconds(),
-        'merged': merged,
-    }
-
-  def _write(self, records):
-    """Records outcomes, those of a group all at once or not at all."""
+    records = np.zeros(len(computed) or 1, outcomes.RECORD)
+    records[['batch', 'worker', 'local_step']] = -1, -1, step
+    for record, (assigned, event) in zip(records, computed, strict=False):
+      record['batch'], record['worker'] = assigned.batch, assigned.worker
+      record['local_step'] = assigned.local_step
+      record['checksum'] = event.reply.checksum if event.reply else 0
+    records['global_step'], records['fate'] = step, outcome
+    records['seconds'] = self._tally.seconds()
+    records['merged'][-1] = num_merged
     if self._folder is not None:
       self._folder.write(records)
-    for record in records:
-      age = record['global_step'] - record['local_step']
-      self._tally.add(record['fate'], age)
+    self._tally.add_all(records)
 
   def _publish(self):
     """Publishes the parameters, once for each global step."""
@@ -352,8 +347,16 @@ class RecordedContributions(Contributions):
     )
     self._early: dict[int, tuple[_Computed, Any]] = {}
     self._check_steps()
+    # Those that are not accepted yet, by their batches.
     self._records = {int(record['batch']): record for record in accepted}
-    # The batches whose parameters are still to come.
+    # The batch before, where its worker keeps a state.
+    self._previous: dict[int, int] = {}
+    if self._options.task.init_worker is not None:
+      latest: dict[int, int] = {}
+      for batch, record in self._records.items():
+        self._previous[batch] = latest.get(record['worker'], -1)
+        latest[record['worker']] = batch
+    # The batches whose parameters or states are still to come.
     self._later = collections.deque[Assignment]()
     for i in np.argsort(accepted['local_step'], kind='stable'):
       self._later.append(
@@ -373,7 +376,7 @@ class RecordedContributions(Contributions):
 
   def _take(self, computed):
     """Checks a contribution, and accepts those whose turn has come."""
-    if (tree := computed.event.fetch()) is None:
+    if (result := computed.event.fetch()) is None:
       self._lose(computed)
       return
     batch = computed.assigned.batch
@@ -385,20 +388,25 @@ class RecordedContributions(Contributions):
           f' {record["local_step"]}), got others. Use the task, data and'
           f' devices of the start, and pure functions. {outcomes.WAY_ON}'
       )
-    self._early[batch] = computed, tree
+    self._early[batch] = computed, result
     while self._left and self._is_next(self._left[0]):
       record = self._left.popleft()
       if record['fate'] == _Outcome.ACCEPTED:
         self._accept(*self._early.pop(int(record['batch'])))
+        del self._records[int(record['batch'])]
       if record['merged']:
         self._update()
-        self._release()
+      # At each global step: those that come next are computed there.
+      self._release()
 
   def _is_next(self, record):
     is_early = int(record['batch']) in self._early
     return is_early or record['fate'] == _Outcome.UPDATED
 
-  def _write(self, records):
+  def _worker_of(self, assigned):
+    return int(self._records[assigned.batch]['worker'])
+
+  def _write(self, outcome, computed, num_merged=0):
     """Records nothing: the journal has it."""
 
   def _check_steps(self):
@@ -419,7 +427,10 @@ class RecordedContributions(Contributions):
 
   def _release(self):
     """Gives the parameters to the batches that are computed at them."""
-    step = self._server.global_step
-    while self._later and self._later[0].local_step <= step:
-      batch = self._later.popleft()
+    while self._later:
+      batch = self._later[0]
+      is_before = self._previous.get(batch.batch) in self._records
+      if is_before or batch.local_step > self._server.global_step:
+        return
+      self._later.popleft()
       self.waiting.append(batch._replace(published=self._publish()))

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from shard_transforms._src.asynchronous import contributions as contributions_lib
+from shard_transforms._src.asynchronous import (
+    contributions as contributions_lib,
+)
 from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
@@ -46,10 +48,14 @@ def drive(
   driver = Driver(options, workers)
   given: run_folder.Checkpoint | None = None
   if (start := options.start) is not None:
+    workers = dict(start.report.worker_states)
     trees: dict[str, Any] = {'params': start.params, 'state': start.opt_state}
-    parameter_server.check_layout(
-        task_lib.layout(trees), driver.server.trees(), '`start`'
-    )
+    trees['workers'] = workers
+    like = {
+        **driver.like,
+        'workers': dict.fromkeys(workers, driver.like['workers']),
+    }
+    parameter_server.check_layout(task_lib.layout(trees), like, '`start`')
     step = int(trees['state'].global_step)
     next_batch = step * options.merge
     given = run_folder.Checkpoint(step, next_batch=next_batch, trees=trees)
@@ -73,7 +79,7 @@ def redrive(
   """
   driver = Driver(options, workers)
   run_folder.check(journal, run_folder.manifest_of(driver.server))
-  start = run_folder.read_start(journal, driver.server.trees())
+  start = run_folder.read_start(journal, driver.like)
   for _ in _catch_up(driver, journal, start, start):
     pass
   driver.tally.add_all(journal.records)
@@ -86,12 +92,14 @@ class Driver:
   def __init__(self, options: options_lib.Options, workers: task_lib.Workers):
     # It counts the seconds from here.
     self.tally = outcomes.Tally()
+    params = task_lib.init_params(options.task)
+    merging = {'staleness': options.staleness, 'merge': options.merge}
     self.server = parameter_server.ParameterServer(
-        options.tx,
-        task_lib.init_params(options.task),
-        staleness=options.staleness,
-        merge=options.merge,
+        options.tx, params, **merging
     )
+    # What a checkpoint has; under `workers`, the state of one.
+    state = task_lib.worker_state(options.task, params)
+    self.like = {**self.server.trees(), 'workers': state}
     self.options = options
     self._workers = workers
     self._parts = options, self.server, self.tally, workers
@@ -101,9 +109,12 @@ class Driver:
 
   def result(self) -> outcomes.Result:
     """Returns where the run is."""
-    params = self.server.params
-    report = self.tally.report(self.server.global_step, params)
-    return outcomes.Result(params, self.server.state, report)
+    trees = self.server.trees()
+    params, state = trees['params'], trees['state']
+    report = self.tally.report(
+        self.server.global_step, params=params, worker_states=trees['workers']
+    )
+    return outcomes.Result(params, state, report)
 
   def reports(
       self, recovery: _Recovery
@@ -135,7 +146,8 @@ class Driver:
       if is_due and self.tally.metrics is not None:
         reported = now
         params = self.server.params if command == 'params' else None
-        command = yield self.tally.report(self.server.global_step, params)
+        step = self.server.global_step
+        command = yield self.tally.report(step, params=params)
         if command == 'stop':
           if self._new is None or not self._new.window:
             break
@@ -212,7 +224,8 @@ class Driver:
       assigned = batch._replace(worker=worker, start=time.monotonic())
       self._in_flight.start(assigned)
       params, _ = assigned.published
-      self._workers.start(worker, params, assigned.batch)
+      state = contributions.state_for(assigned)
+      self._workers.start(worker, params, assigned.batch, state)
 
   def _settle(self, contributions, events):
     """Decides on what has come back, or is lost."""
@@ -252,25 +265,25 @@ def _recover(driver, given, stack):
       driver.server.restore(**given.trees)
     return None, ()
   run_folder.lock(folder, stack)
-  initial = driver.server.trees()
   manifest = run_folder.manifest_of(driver.server)
   journal = run_folder.read_or_create(folder, manifest, given)
-  start = run_folder.read_start(journal, initial)
-  saved = run_folder.read_latest(folder, initial) or start
-  window = yield from _catch_up(driver, journal, start, saved)
+  start = run_folder.read_start(journal, driver.like)
+  saved = run_folder.read_latest(folder, driver.like) or start
+  earlier = run_folder.read_latest(folder, driver.like, saved.global_step)
+  window = yield from _catch_up(driver, journal, earlier or start, saved)
   driver.tally.add_all(journal.records)
   run = run_folder.RunFolder(journal, saved)
   stack.callback(run.close)
   return run, window
 
 
-def _catch_up(driver, journal, start, saved):
+def _catch_up(driver, journal, earlier, saved):
   """Goes on from a checkpoint of a run to the end of its journal.
 
   Args:
     driver: The driver.
     journal: The journal.
-    start: The checkpoint with which the run starts.
+    earlier: A checkpoint.
     saved: A later one, or the same.
 
   Yields:
@@ -288,19 +301,19 @@ def _catch_up(driver, journal, start, saved):
   if saved.num_records:
     # Without this, a run whose checkpoint has everything would go on with
     # another task. One gradient shows whether the task is the same.
-    driver.server.restore(**start.trees)
-    yield from driver.roll_forward(_first(journal, start.global_step))
+    driver.server.restore(**earlier.trees)
+    yield from driver.roll_forward(_first(journal, earlier))
     driver.tally.metrics = None
   driver.server.restore(**saved.trees)
   records = journal.records[saved.num_records :]
   return (yield from driver.roll_forward(records))
 
 
-def _first(journal, step):
-  """Returns the first record of a gradient at the step of a start."""
-  records = journal.records
-  is_first = records['local_step'] == step
+def _first(journal, saved):
+  """Returns the first record of a gradient at the step of a checkpoint."""
+  records = journal.records[saved.num_records :]
+  is_first = records['local_step'] == saved.global_step
   is_first &= records['fate'] == outcomes.Outcome.ACCEPTED
   first = records[is_first][:1].copy()
-  first['global_step'], first['merged'] = step, 0
+  first['global_step'], first['merged'] = saved.global_step, 0
   return first

@@ -71,7 +71,8 @@ class Job(NamedTuple):
   Attributes:
     drive: Takes the workers; yields reports, and finally the result. It is
       pickled on its own, because unpickling it may fail.
-    task: What the workers compute; pickled, too.
+    task: What the workers compute, and whether it may be of any tree; pickled,
+      too.
     num_workers: The number of workers.
     cluster: As for `train`.
     resources: The options of the actor of a worker.
@@ -109,7 +110,9 @@ def run(
     Exception: What `drive` raises.
   """
   if options.cluster is None:
-    workers = task.LocalWorkers(options.task, options.num_workers)
+    workers = task.LocalWorkers(
+        options.task, options.num_workers, any_tree=options.any_tree
+    )
     messages = drive(workers)
   else:
     messages = _messages(options, drive)
@@ -152,7 +155,7 @@ def _messages(
   config = {name: getattr(jax.config, name) for name in _CONFIG}
   resources = dict(options.resources or {'num_cpus': 1})
   cluster: Any = options.cluster
-  drive_and_task = _pickled(drive), _pickled(options.task)
+  drive_and_task = _pickled(drive), _pickled((options.task, options.any_tree))
   step = deaths = 0
   reason = _UNKNOWN_REASON
   while deaths <= (_MAX_DEATHS if options.folder is not None else 0):

@@ -12,6 +12,7 @@ from typing import Any
 
 import optax
 
+from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import arguments
@@ -19,7 +20,10 @@ from shard_transforms._src.base import arguments
 _COUNTS = 'num_updates', 'num_workers', 'merge', 'group', 'save_every'
 _KINDS = {
     'task': (task_lib.Task, 'a `Task`'),
-    'tx': (optax.GradientTransformation, 'an `optax.GradientTransformation`'),
+    'tx': (
+        optax.GradientTransformation | learner.Learner,
+        'an `optax.GradientTransformation` or a `Learner`',
+    ),
     'resources': (Mapping | None, 'a dict'),
     'start': (outcomes.Result | None, 'a `Result`'),
     'on_progress': ((Callable, type(None)), 'a function'),
@@ -41,7 +45,7 @@ class Options:
   """
 
   task: task_lib.Task
-  tx: optax.GradientTransformation
+  tx: optax.GradientTransformation | learner.Learner
   num_updates: int = 1
   num_workers: int = 1
   staleness: Any = None
@@ -56,6 +60,11 @@ class Options:
   start: outcomes.Result | None = None
   resources: Mapping[str, Any] | None = None
 
+  @property
+  def any_tree(self) -> bool:
+    """Whether contributions may be of other trees than the parameters."""
+    return isinstance(self.tx, learner.Learner)
+
   def __post_init__(self):
     check_kinds(**vars(self))
     for name in _COUNTS:
@@ -69,6 +78,12 @@ class Options:
       raise ValueError(
           '`merge` must be a multiple of `group`, so that groups stay together,'
           f' got {self.merge} and {self.group}.'
+      )
+    if self.group > 1 and self.task.init_worker is not None:
+      raise ValueError(
+          '`group` must be 1 with an `init_worker`, got'
+          f' {self.group}: a worker would go on before its state is accepted.'
+          ' Return what belongs together as one contribution.'
       )
     if self.grace is None:
       self.grace = math.inf

@@ -3,9 +3,11 @@
 import collections
 from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import enum
+import itertools
 import json
 import os
 import pathlib
@@ -63,6 +65,8 @@ class Report:
       before the first.
     params: The parameters, if `on_progress` asked for them; the last report has
       them in any case.
+    worker_states: The states that workers keep, by their numbers, in the last
+      report.
 
   `num_recovered` and `seconds` start at zero when a run resumes. The others
   include what came before; the counts do so once the run has caught up with its
@@ -83,6 +87,9 @@ class Report:
   seconds: float = 0.0
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   params: Any = dataclasses.field(default=None, compare=False, repr=False)
+  worker_states: Mapping[int, Any] = dataclasses.field(
+      default_factory=dict, compare=False, repr=False
+  )
 
 
 class Result(NamedTuple):
@@ -125,24 +132,21 @@ class Tally:
     # `None` before the first update.
     self.metrics: Mapping[str, float] | None = None
 
-  def add(self, outcome: int, age: int) -> None:
-    """Counts an outcome."""
-    self._counts[int(outcome)] += 1
-    if outcome == Outcome.ACCEPTED:
-      self._total_age += int(age)
-
   def add_all(self, records: np.ndarray) -> None:
-    """Counts the records of a journal."""
-    ages = records['global_step'] - records['local_step']
-    for outcome, age in zip(records['fate'], ages, strict=True):
-      self.add(outcome, age)
+    """Counts records."""
+    for fate, step, local_step in records[
+        ['fate', 'global_step', 'local_step']
+    ]:
+      self._counts[int(fate)] += 1
+      if fate == Outcome.ACCEPTED:
+        self._total_age += int(step - local_step)
 
   def seconds(self) -> float:
     """Returns the seconds since the run was started or resumed."""
     return time.monotonic() - self._start
 
-  def report(self, global_step: int, params: Any = None) -> Report:
-    """Returns the report at a global step, with parameters if asked for."""
+  def report(self, global_step: int, **trees: Any) -> Report:
+    """Returns the report at a global step, with some trees."""
     return Report(
         global_step=global_step,
         num_dropped=self._counts[Outcome.DROPPED],
@@ -151,8 +155,16 @@ class Tally:
         mean_age=self._total_age / max(self._counts[Outcome.ACCEPTED], 1),
         seconds=self.seconds(),
         metrics=self.metrics or {},
-        params=params,
+        **trees,
     )
+
+
+def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Returns the mean of each metric over those that have it."""
+  values = collections.defaultdict[str, list[float]](list)
+  for name, value in itertools.chain(*(x.items() for x in metrics)):
+    values[name].append(value)
+  return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
@@ -280,7 +292,7 @@ def create_journal(
     file.write(_MAGIC + b'%d %s\n' % (zlib.crc32(about), about))
 
 
-def crc_of(record: np.ndarray) -> int:
+def crc_of(record: np.void) -> int:
   """Returns the `crc` of a record: the checksum of its other fields."""
   return zlib.crc32(record.tobytes()[: -RECORD['crc'].itemsize])
 

@@ -1,6 +1,5 @@
 """The parameters of an asynchronous run, and their optimizer."""
 
-import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
@@ -14,6 +13,7 @@ import numpy as np
 import optax
 
 from shard_transforms._src.analysis import weight_flow
+from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.transforms import drop_stale
@@ -45,13 +45,15 @@ class ParameterServer:
 
   Attributes:
     global_step: The number of updates.
+    worker_states: The states that workers keep, by their numbers.
     fingerprint: A hash of the operations and the numbers of the optimizer,
-      which depends on the shapes and dtypes of the parameters, too.
+      which depends on the shapes and dtypes of the parameters, too. Of a
+      `Learner`, it has the initial state alone.
   """
 
   def __init__(
       self,
-      tx: optax.GradientTransformation,
+      tx: optax.GradientTransformation | learner.Learner,
       params: Any,
       *,
       staleness: float = math.inf,
@@ -62,25 +64,27 @@ class ParameterServer:
     Raises:
       ValueError: If the optimizer cannot merge contributions.
     """
-    self.restore(params, drop_stale.drop_stale(0, tx).init(params))
-    step = functools.partial(_step, tx)
+    state = drop_stale.drop_stale(0).init(params)
+    self.restore(params, state._replace(inner_state=tx.init(params)), {})
+    self._gate = None if staleness == math.inf else _gate(int(staleness))
+    self._is_learner = isinstance(tx, learner.Learner)
+    self._needs_read_params, text = False, ''
+    if isinstance(tx, learner.Learner):
+      step = functools.partial(_learn, tx)
+    else:
+      step = functools.partial(_step, tx)
+      self._needs_read_params, text = _read_program(
+          step, self._params, self._opt_state
+      )
     self._step = jax.jit(step, donate_argnums=(0, 1))
-    self._gate = None if staleness == math.inf else _gate(staleness)
-    like, state = jax.eval_shape(lambda: (self._params, self._opt_state))
-    steps = np.zeros(1, np.int32)
-    traced = jax.jit(step).trace(like, state, (like,), steps, None, like)
-    # Gates forward every argument, so a signature proves nothing.
-    marks = [weight_flow.UPDATES] * len(jax.tree.leaves(params))
-    marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
-    _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
-    self._needs_read_params = any(depends)
     if self._needs_read_params and merge > 1:
       raise ValueError(
           '`merge` must be 1 with an optimizer that uses `read_params`, got'
           f' {merge}. The contributions of an update were computed from'
-          ' different parameters.'
+          ' different parameters: return these with the gradient, and write a'
+          ' `Learner` that uses them.'
       )
-    self.fingerprint = self._hash(traced.lower().as_text())
+    self.fingerprint = self._hash(text)
 
   @property
   def params(self) -> Any:
@@ -96,11 +100,15 @@ class ParameterServer:
     return with_leaves(state, [np.array(x) for x in leaves_of(state)])
 
   def trees(self) -> dict[str, Any]:
-    """Returns copies of both: the arguments of `restore`."""
-    return {'params': self.params, 'state': self.state}
+    """Returns copies of everything: the arguments of `restore`."""
+    workers = dict(self.worker_states)
+    return {'params': self.params, 'state': self.state, 'workers': workers}
 
-  def restore(self, params: Any, state: Any) -> None:
-    """Restores parameters and state, which are as `trees` returns them."""
+  def restore(
+      self, params: Any, state: Any, workers: Mapping[int, Any]
+  ) -> None:
+    """Restores everything, which is as `trees` returns it."""
+    self.worker_states = dict(workers)
     self._params, self._opt_state = jax.tree.map(
         jnp.array, (params, state.inner_state)
     )
@@ -132,14 +140,16 @@ class ParameterServer:
 
   def update(self, window: Sequence[Contribution]) -> None:
     """Makes an update of contributions."""
-    weights = None
+    steps, weights = np.int32([x.local_step for x in window]), None
+    if self._is_learner:
+      steps = np.int32(self.global_step) - steps
     if any('weight' in x.metrics for x in window):
       weights = np.float32([x.metrics.get('weight', 1) for x in window])
     self._params, self._opt_state = self._step(
         self._params,
         self._opt_state,
         tuple(x.tree for x in window),
-        np.int32([x.local_step for x in window]),
+        steps,
         weights,
         window[0].read,
     )
@@ -200,6 +210,18 @@ def _is_key(x):
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def _read_program(step, params, state):
+  """Returns whether a step of Optax uses `read_params`, and its program."""
+  like, state = jax.eval_shape(lambda: (params, state))
+  steps = np.zeros(1, np.int32)
+  traced = jax.jit(step).trace(like, state, (like,), steps, None, like)
+  # Gates forward every argument, so a signature proves nothing.
+  marks = [weight_flow.UPDATES] * len(jax.tree.leaves(params))
+  marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
+  _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
+  return any(depends), traced.lower().as_text()
+
+
 def _gate(staleness):
   """Returns a function that counts as `drop_stale` does."""
   gate = drop_stale.drop_stale(staleness)
@@ -211,6 +233,25 @@ def _gate(staleness):
     return state._replace(inner_state=())
 
   return count
+
+
+def _learn(tx, params, state, contributions, ages, weights, read_params):
+  """Returns the next parameters, and the next state of a `Learner`.
+
+  Raises:
+    TypeError: If its update returns others.
+  """
+  del weights, read_params
+  result = tx.update(params, state, contributions, ages)
+  if jax.tree.map(jax.typeof, result) != jax.tree.map(
+      jax.typeof, (params, state)
+  ):
+    raise TypeError(
+        '`update` of `Learner` must return parameters and a state in the tree,'
+        f' shapes and dtypes that it gets, got {jax.tree.map(jax.typeof, result)}'
+        f' instead of {jax.tree.map(jax.typeof, (params, state))}.'
+    )
+  return result
 
 
 def _step(tx, params, state, grads, local_steps, weights, read_params):
@@ -231,12 +272,3 @@ def _step(tx, params, state, grads, local_steps, weights, read_params):
         tower, window, params, local_step=local_steps[i], **extra_args
     )
   return optax.apply_updates(params, updates), window.inner_state
-
-
-def mean_metrics(window: Sequence[Contribution]) -> dict[str, float]:
-  """Returns the mean of each metric over the contributions that have it."""
-  values = collections.defaultdict[str, list[float]](list)
-  for contribution in window:
-    for name, value in contribution.metrics.items():
-      values[name].append(value)
-  return {name: sum(found) / len(found) for name, found in values.items()}

@@ -49,19 +49,19 @@ def _send(parent: connection.Connection, message: Any) -> None:
 def _drive(job: job_lib.Job, parent: connection.Connection) -> None:
   """Sends reports, and finally the result, an error, or why Ray has failed."""
   try:
-    computers = ray_workers.start(job)
+    computers, reference = ray_workers.start(job)
     # The devices are the workers'.
     ray_workers.configure({**job.config, 'jax_platforms': 'cpu'})
     pickle.loads(job.task)
-    # Before the modules of the optimizer, which workers do not import.
-    node = ray_workers.node_of(job.task)
     drive = pickle.loads(job.drive)
-    _converse(parent, drive(ray_workers.RayWorkers(computers, node)))
+    workers = ray_workers.RayWorkers(computers, ray_workers.versions())
+    _converse(parent, drive(workers))
+    del reference
   except exceptions.RuntimeEnvSetupError as error:
     reason = str(error).strip().splitlines()[-1]
     _send(parent, f'Ray cannot set up the `runtime_env` of a worker, {reason}')
   except exceptions.RayError as error:
-    _send(parent, _line(error))
+    _send(parent, ray_workers.line(error))
   except Exception as error:  # Raised again by the caller of `train`.
     _send(parent, job_lib.portable(error))
 
@@ -113,17 +113,12 @@ def _ray(job: job_lib.Job) -> Iterator[None]:
     ray.init(job.cluster, configure_logging=False, **options)
   except Exception as error:  # Ray raises errors of many kinds.
     raise ConnectionError(
-        f'`cluster` must be reached, got {job.cluster!r}: {_line(error)}'
+        f'`cluster` must be reached, got {job.cluster!r}: {ray_workers.line(error)}'
     ) from error
   try:
     yield
   finally:
     ray.shutdown()
-
-
-def _line(error: Exception) -> str:
-  """Returns an error in one line."""
-  return f'{type(error).__name__}: {error}'.splitlines()[0]
 
 
 if __name__ == '__main__':

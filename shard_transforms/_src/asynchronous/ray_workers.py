@@ -2,15 +2,9 @@
 
 from collections.abc import Mapping
 import functools
-import hashlib
 import importlib.metadata
-import os
-import pathlib
 import pickle
-import pickletools
 import sys
-import sysconfig
-import types
 from typing import Any
 
 import jax
@@ -26,8 +20,6 @@ _SMALL = 100_000
 # Seconds to fetch a gradient.
 _FETCH_TIMEOUT = 60.0
 _PACKAGES = 'jax', 'jaxlib', 'numpy', 'optax'
-# Folders of installed packages, of this environment or another one.
-_INSTALLED = {'site-packages', 'dist-packages'}
 
 
 class _Computer:
@@ -39,31 +31,39 @@ class _Computer:
     try:
       configure(config)
       # Safe to unpickle: it is from the process that started this run.
-      self._task = pickle.loads(task)
-      self._node = node_of(task)
+      self._task, self._any_tree = pickle.loads(task)
+      self._node = versions()
     except Exception as error:  # Whatever the modules of the task raise.
       self._problem = f'{type(error).__name__}: {error}'
 
   # After a restart, Ray calls it again.
   @ray.method(max_task_retries=-1)
   def describe(self) -> tuple[dict[str, str], str]:
-    """Returns `node_of`, and the error if the task cannot be imported."""
+    """Returns `versions`, and the error if the task cannot be imported."""
     return self._node, self._problem
 
   @ray.method(num_returns=2)
-  def gradient(self, params: Any, batch: int) -> tuple[task_lib.Reply, Any]:
-    """Returns the reply of the worker, and the gradient."""
-    return task_lib.evaluate(self._task, params, batch)
+  def gradient(
+      self, params: Any, batch: int, state: Any
+  ) -> tuple[task_lib.Reply, Any]:
+    """Returns the reply of the worker; its gradient and its state."""
+    return task_lib.evaluate(
+        self._task, params, batch, state, any_tree=self._any_tree
+    )
 
 
-def start(job: job_lib.Job) -> list[Any]:
-  """Returns the actors of a job. Ray restarts those that die."""
+def start(job: job_lib.Job) -> tuple[list[Any], Any]:
+  """Returns the actors of a job, and a reference to their task.
+
+  Ray restarts actors that die, as long as the reference exists.
+  """
   computer: Any = ray.remote(_Computer)
   options = {'max_restarts': -1, **job.resources}
+  task = ray.put(job.task)
   return [
-      computer.options(**options).remote(job.task, job.config)
+      computer.options(**options).remote(task, job.config)
       for _ in range(job.num_workers)
-  ]
+  ], task
 
 
 class RayWorkers:
@@ -88,17 +88,18 @@ class RayWorkers:
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     return params if size <= _SMALL else ray.put(params)
 
-  def start(self, worker: int, published: Any, batch: int) -> None:
-    reply, grads = self._computers[worker].gradient.remote(published, batch)
-    self._in_flight[reply] = worker, grads
+  def start(self, worker: int, published: Any, batch: int, state: Any) -> None:
+    given = published, batch, self.publish(state)
+    reply, result = self._computers[worker].gradient.remote(*given)
+    self._in_flight[reply] = worker, result
 
   def wait(self, seconds: float) -> list[task_lib.Event]:
     """Waits for events up to a time limit, and returns them.
 
     Raises:
       RayError: If Ray cannot start a worker.
-      ValueError: If a worker cannot import the task, or has other versions or
-        sources.
+      ValueError: If a worker cannot import the task, or has other
+        versions.
     """
     events = []
     # Not for gradients: fetching one from a lost host would block.
@@ -132,11 +133,10 @@ class RayWorkers:
           f' {problem} on worker {worker}. Define them in the main program, or'
           ' in a module that is installed on all nodes.'
       )
-    # A module that one node lacks is part of an installed package there.
     for name in sorted(node.keys() | self._node.keys()):
       if node.get(name) != self._node.get(name):
         raise ValueError(
-            '`cluster` must have the same versions and sources on all nodes,'
+            '`cluster` must have the same versions on all nodes,'
             f' got {name} {node.get(name)} on worker {worker} instead of'
             f' {self._node.get(name)}.'
         )
@@ -147,9 +147,9 @@ class RayWorkers:
     worker, grads = self._in_flight.pop(ref)
     try:
       reply: Any = ray.get(ref)
-    except exceptions.RayError:
+    except exceptions.RayError as error:
       self._start(worker)
-      return task_lib.Event(worker)
+      return task_lib.Event(worker, reason=line(error))
     return task_lib.Event(worker, reply, functools.partial(_fetch, grads))
 
 
@@ -161,49 +161,21 @@ def _fetch(ref):
     return None
 
 
-def node_of(task: bytes) -> dict[str, str]:
-  """Returns what must be the same on all nodes of a cluster.
-
-  Args:
-    task: The task, pickled. Its modules have been imported.
-
-  Returns:
-    Versions, and digests of the sources of the modules that the task refers to,
-    and of those that these refer to. Installed packages have versions alone.
-  """
-  ours = f'{pathlib.Path(__file__).parents[2]}{os.sep}'
-  known = *map(sysconfig.get_path, ('stdlib', 'platstdlib')), ours
-  left = [name for _, name, _ in pickletools.genops(task)]
-  digests: dict[str, str] = {}
-  while left:
-    name = str(left.pop())
-    module = sys.modules.get(name)
-    path = getattr(module, '__file__', None)
-    if path is None or name in digests or str(path).startswith(known):
-      continue
-    if _INSTALLED & set(pathlib.Path(path).parts):
-      continue
-    digests[name] = _digest(path)
-    for value in list(vars(module).values()):
-      is_module = isinstance(value, types.ModuleType)
-      left.append(getattr(value, '__name__' if is_module else '__module__', ''))
+def versions() -> dict[str, str]:
+  """Returns the versions that must be the same on all nodes of a cluster."""
   return {
       'Python': f'{sys.version_info.major}.{sys.version_info.minor}',
       **{name: importlib.metadata.version(name) for name in _PACKAGES},
       'shard_transforms': sys.modules['shard_transforms'].__version__,
-      **{f'module {name}': digest for name, digest in digests.items()},
   }
-
-
-def _digest(path):
-  """Returns a digest of a file; modules in archives have none."""
-  try:
-    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:8]
-  except OSError:
-    return 'unreadable'
 
 
 def configure(config: Mapping[str, Any]) -> None:
   """Changes settings of JAX."""
   for name, value in config.items():
     jax.config.update(name, value)
+
+
+def line(error: Exception) -> str:
+  """Returns an error in one line."""
+  return f'{type(error).__name__}: {error}'.splitlines()[0]

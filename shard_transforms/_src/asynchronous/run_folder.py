@@ -9,6 +9,7 @@ from concurrent import futures
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -86,17 +87,17 @@ class RunFolder:
     self._writer = futures.ThreadPoolExecutor(1)
     self._pending: futures.Future[None] | None = None
 
-  def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+  def write(self, rows: np.ndarray) -> None:
     """Adds records to the journal, all of them or none.
+
+    Args:
+      rows: The records, to which it adds `sequence` and `crc`.
 
     Raises:
       OSError: If they cannot be written; the journal is then unchanged.
     """
-    rows = np.zeros(len(records), outcomes.RECORD)
-    for number, (row, record) in enumerate(zip(rows, records, strict=True)):
-      row['sequence'] = self._num_records + number
-      for name, value in record.items():
-        row[name] = value
+    for number, row in enumerate(rows, self._num_records):
+      row['sequence'] = number
       row['crc'] = outcomes.crc_of(row)
     data, end = rows.tobytes(), self._file.tell()
     with outcomes.naming(self._path):
@@ -267,17 +268,21 @@ def write(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
     _path(folder, step).unlink()
 
 
-def read_latest(folder: pathlib.Path, like: Trees) -> Checkpoint | None:
+def read_latest(
+    folder: pathlib.Path, like: Trees, below: float = math.inf
+) -> Checkpoint | None:
   """Returns the latest intact checkpoint of a run, if there is one.
 
   Args:
     folder: The folder of the run.
-    like: Trees of the same structures, shapes and dtypes.
+    like: Trees of the same structures, shapes and dtypes; see `_read`.
+    below: The global step before which it was written.
 
   Raises:
     ValueError: If it has leaves of other names, shapes or dtypes.
   """
-  for name in [*reversed(_steps(folder)), _START]:
+  steps = [step for step in _steps(folder) if step < below]
+  for name in [*reversed(steps), _START]:
     path = _path(folder, name)
     if path.exists() and (found := _read(path, like)):
       return found
@@ -295,7 +300,7 @@ def read_start(journal: outcomes.Journal, initial: Trees) -> Checkpoint:
     ValueError: If it is damaged or lost, or has other leaves.
   """
   if journal.start is None:
-    return Checkpoint(trees=initial)
+    return Checkpoint(trees={**initial, 'workers': {}})
   path = _path(journal.path.parent, _START)
   found = _read(path, initial)
   if found is None or found.global_step != journal.start:
@@ -309,6 +314,7 @@ def read_start(journal: outcomes.Journal, initial: Trees) -> Checkpoint:
 def _write(path, checkpoint):
   about = checkpoint._replace(trees={})._asdict()
   about['layout'] = task_lib.layout(checkpoint.trees)
+  about['workers'] = [*checkpoint.trees.get('workers', {})]
   # Not the tree: another optimizer may have more nodes without leaves.
   leaves = parameter_server.leaves_of(checkpoint.trees)
   with outcomes.replacing(path) as file:
@@ -318,12 +324,17 @@ def _write(path, checkpoint):
 
 
 def _read(path, like):
-  """Returns a checkpoint; warns and returns `None` if it is no such one."""
+  """Returns a checkpoint; warns and returns `None` if it is no such one.
+
+  Args:
+    path: The file.
+    like: Trees as in the checkpoint; under `workers`, the state of a worker.
+  """
   try:
     # It compares a checksum of each array.
     with np.load(path) as file:
       about = json.loads(str(file['arr_0']))
-      layout = about.pop('layout')
+      layout, workers = about.pop('layout'), about.pop('workers')
       step = about['global_step']
       if path.stem not in (_START, str(step)):
         raise ValueError(f'it is checkpoint {step}.')
@@ -334,6 +345,7 @@ def _read(path, like):
         f'{str(path)!r} cannot be used: {line}', RuntimeWarning, stacklevel=3
     )
     return None
+  like = {**like, 'workers': dict.fromkeys(workers, like.get('workers'))}
   what = f'Checkpoint {path.stem} of {str(path.parent)!r}'
   parameter_server.check_layout(layout, like, what)
   leaves = [

@@ -4,11 +4,11 @@ import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
 import traceback
 from typing import Any, NamedTuple, Protocol
 import zlib
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +36,13 @@ class Task:
       tree, shapes and dtypes of the parameters, and a dict of scalar metrics.
       Compile it with `jax.jit`.
     batch: Takes the number of a batch, 0, 1, 2, ..., and returns the batch.
+    init_worker: Takes parameters, and returns the state with which a worker
+      starts, a tree of arrays; `None` if workers keep none. `gradient` then
+      takes the state of its worker as third argument, and returns the next one,
+      in the same tree, shapes and dtypes, as third result. The state moves on
+      with each accepted gradient, and outlives the process of the worker.
+
+  With a `Learner`, `gradient` may return any tree in place of a gradient.
 
   All functions must be pure: another worker may compute the same batch again,
   and `replay` does. Derive random keys from the number of the batch, as in
@@ -57,12 +64,13 @@ class Task:
   """
 
   init: Callable[[], Any]
-  gradient: Callable[[Any, Any], tuple[Any, Mapping[str, chex.Numeric]]]
+  gradient: Callable[..., tuple[Any, ...]]
   batch: Callable[[int], Any]
+  init_worker: Callable[[Any], Any] | None = None
 
   def __post_init__(self):
     for name, value in vars(self).items():
-      if not callable(value):
+      if not callable(value) and (name, value) != ('init_worker', None):
         raise TypeError(
             f'`{name}` of `Task` must be a function, got {value!r}.'
         )
@@ -124,13 +132,39 @@ def differing(found: Mapping[str, str], like: Any) -> str:
   return ''
 
 
-def evaluate(task: Task, params: Any, number: int) -> tuple[Reply, Any]:
-  """Returns the reply of a worker, and the gradient on the host.
+def worker_state(task: Task, params: Any) -> Any:
+  """Returns the state with which a worker starts, in NumPy arrays, or `None`.
+
+  Raises:
+    RuntimeError: If `init_worker` fails.
+  """
+  if task.init_worker is None:
+    return None
+  try:
+    return jax.tree.map(np.asarray, task.init_worker(params))
+  except Exception as error:  # Whatever a user's function raises.
+    raise RuntimeError(
+        f'`init_worker` of `task` must work, got {type(error).__name__}:'
+        f' {error}'
+    ) from error
+
+
+def evaluate(
+    task: Task,
+    params: Any,
+    number: int,
+    state: Any = None,
+    *,
+    any_tree: bool = False,
+) -> tuple[Reply, Any]:
+  """Returns the reply of a worker; its gradient and its state on the host.
 
   Args:
     task: The task.
     params: The parameters, on the host.
     number: The number of the batch.
+    state: The state that the worker keeps; `None` at its start.
+    any_tree: Whether the gradient may be of any tree.
   """
   function = 'batch'
   # On CPU, this is a view of shared memory, not a copy.
@@ -138,15 +172,20 @@ def evaluate(task: Task, params: Any, number: int) -> tuple[Reply, Any]:
   try:
     batch = task.batch(number)
     function = 'gradient'
-    result = task.gradient(params, batch)
-    if problem := _problem(result, params):
+    if state is None:
+      state = worker_state(task, params)
+    states = [] if state is None else [state]
+    results = task.gradient(params, batch, *states)
+    like = [None if any_tree else params, None, *states]
+    if problem := _problem(results, like):
       return (
           Reply(failure=f'`gradient` of `task` must work, got {problem}'),
           None,
       )
-    grads = jax.tree.map(np.asarray, result[0])
-    metrics = {str(name): float(x) for name, x in result[1].items()}
-    return Reply(metrics, checksum(grads)), grads
+    grads, metrics, *states = results
+    result = jax.tree.map(np.asarray, (grads, *(states or [None])))
+    metrics = {str(name): float(x) for name, x in metrics.items()}
+    return Reply(metrics, checksum(result)), result
   except Exception as error:  # Whatever a user's function raises.
     name = f'{type(error).__name__}: {error}'
     failure = f'`{function}` of `task` must work, got {name}'
@@ -172,22 +211,33 @@ def checksum(tree: Any) -> int:
   return total
 
 
-def _problem(result, params):
-  """Returns why a result is no gradient and metrics, or nothing."""
-  if not isinstance(result, tuple) or len(result) != 2:
+def _problem(results, likes):
+  """Returns why results are no gradient, metrics and state, or nothing.
+
+  Args:
+    results: The results.
+    likes: Trees of the same structures, shapes and dtypes; `None` for any.
+  """
+  names = ['gradient', 'metrics', 'state'][: len(likes)]
+  if not isinstance(results, tuple) or len(results) != len(likes):
+    also = ' and the next state' * (len(likes) - 2)
     return (
-        'it must return the gradient and a dict of metrics, got'
-        f' {type(result).__name__}.'
+        f'it must return the gradient, a dict of metrics{also}, got'
+        f' {type(results).__name__}.'
     )
-  grads, metrics = result
-  grads = jax.tree.map(np.asarray, grads)
-  found, due = jax.tree.structure(grads), jax.tree.structure(params)
-  difference = differing(layout(grads), params)
-  if difference or found != due:
-    return (
-        'its gradient must have the tree, shapes and dtypes of the parameters,'
-        f' {difference or f"got {found} instead of {due}."}'
-    )
+  for name, result, like in zip(names, results, likes, strict=True):
+    if like is None:
+      continue
+    result = jax.tree.map(np.asarray, result)
+    found, due = jax.tree.structure(result), jax.tree.structure(like)
+    difference = differing(layout(result), like)
+    if difference or found != due:
+      of = 'parameters' if name == 'gradient' else 'state that it gets'
+      return (
+          f'its {name} must have the tree, shapes and dtypes of the {of},'
+          f' {difference or f"got {found} instead of {due}."}'
+      )
+  metrics = results[1]
   if isinstance(metrics, Mapping) and all(map(_is_number, metrics.values())):
     return ''
   return f'its metrics must be a dict of scalars, got {metrics!r}.'
@@ -206,7 +256,8 @@ class Event(NamedTuple):
   Attributes:
     worker: The number of the worker.
     reply: The reply of the worker; `None` if it died or hung.
-    fetch: Returns the gradient, or `None` if it has been lost since.
+    fetch: Returns the gradient and the state of the worker, or `None` if they
+      have been lost since.
     reason: Why the worker died.
   """
 
@@ -227,8 +278,8 @@ class Workers(Protocol):
     """Returns the parameters in the form for `start`; they must not change."""
     ...
 
-  def start(self, worker: int, published: Any, batch: int) -> None:
-    """Starts a worker on the gradient at a batch."""
+  def start(self, worker: int, published: Any, batch: int, state: Any) -> None:
+    """Starts a worker on the gradient at a batch, with the state it keeps."""
     ...
 
   def wait(self, seconds: float) -> list[Event]:
@@ -246,10 +297,10 @@ class LocalWorkers:
   So the gradients of n workers are n - 1 steps old, where staleness allows it.
   """
 
-  def __init__(self, task: Task, num_workers: int):
-    self._task = task
+  def __init__(self, task: Task, num_workers: int, *, any_tree: bool = False):
+    self._compute = functools.partial(evaluate, task, any_tree=any_tree)
     self._num_workers = num_workers
-    self._started = collections.deque[tuple[int, Any, int]]()
+    self._started = collections.deque[tuple[int, Any, int, Any]]()
 
   def ready(self) -> set[int]:
     return set(range(self._num_workers))
@@ -257,16 +308,16 @@ class LocalWorkers:
   def publish(self, params: Any) -> Any:
     return params
 
-  def start(self, worker: int, published: Any, batch: int) -> None:
-    self._started.append((worker, published, batch))
+  def start(self, worker: int, published: Any, batch: int, state: Any) -> None:
+    self._started.append((worker, published, batch, state))
 
   def wait(self, seconds: float) -> list[Event]:
     del seconds
     if not self._started:
       return []
-    worker, params, batch = self._started.popleft()
-    reply, grads = evaluate(self._task, params, batch)
-    return [Event(worker, reply, lambda: grads)]
+    worker, *arguments = self._started.popleft()
+    reply, result = self._compute(*arguments)
+    return [Event(worker, reply, lambda: result)]
 
   def replace(self, worker: int) -> None:
     raise NotImplementedError(f'Worker {worker} of this process cannot hang.')

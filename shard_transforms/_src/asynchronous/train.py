@@ -2,28 +2,26 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import dataclasses
 import functools
 import os
 from typing import Any, Literal
 import warnings
 
-import numpy as np
 import optax
 
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import task as task_lib
-from shard_transforms._src.base import arguments
 
 
 def train(
     task: task_lib.Task,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | learner.Learner,
     *,
     num_updates: int,
     num_workers: int,
@@ -142,21 +140,21 @@ def train(
   """
   options_lib.check_kinds(on_progress=on_progress)
   options = options_lib.Options(
-      task=task,
-      tx=tx,
-      num_updates=num_updates,
-      num_workers=num_workers,
-      staleness=staleness,
-      merge=merge,
-      group=group,
-      grace=grace,
-      pace=pace,
-      time_limit=time_limit,
-      cluster=cluster,
-      folder=folder,
-      save_every=save_every,
-      start=start,
-      resources=resources,
+      task,
+      tx,
+      num_updates,
+      num_workers,
+      staleness,
+      merge,
+      group,
+      grace,
+      pace,
+      time_limit,
+      cluster,
+      folder,
+      save_every,
+      start,
+      resources,
   )
   _warn_if_idle(options)
   return job.run(options, functools.partial(driver.drive, options), on_progress)
@@ -178,9 +176,7 @@ def _warn_if_idle(options):
 def replay(
     folder: str | os.PathLike[str],
     task: task_lib.Task,
-    tx: optax.GradientTransformation,
-    *,
-    until: int | None = None,
+    tx: optax.GradientTransformation | learner.Learner,
 ) -> outcomes.Result:
   """Computes an asynchronous run again from its journal, to the bit.
 
@@ -193,7 +189,6 @@ def replay(
     folder: The folder of the run, which need not have ended.
     task: The task of the run.
     tx: Its optimizer.
-    until: The global step at which to stop; `None` goes to the end.
 
   Returns:
     The parameters, the state, and how the run went.
@@ -203,14 +198,13 @@ def replay(
     OSError: If the system is not POSIX.
     RuntimeError: If a function of the task raises an exception.
     TypeError: If an argument is of the wrong kind.
-    ValueError: If the journal is damaged, of another task, optimizer or
-      machine, or has fewer updates than `until`; or a gradient has other bits.
+    ValueError: If the journal is damaged, or of another task, optimizer or
+      machine; or a gradient has other bits.
 
   Examples:
     >>> import tempfile
     >>> import jax.numpy as jnp
-    >>> import numpy as np
-    >>> import optax
+    >>>     >>> import optax
     >>> from shard_transforms import asynchronous
     >>> task = asynchronous.Task(
     ...     init=lambda: jnp.zeros(3),
@@ -225,14 +219,14 @@ def replay(
     True
   """
   options = options_lib.Options(task=task, tx=tx, folder=folder)
-  journal = _until(outcomes.read_records(options.folder), until)
+  journal = outcomes.read_records(options.folder)
   return job.run(options, functools.partial(driver.redrive, options, journal))
 
 
 def read_checkpoint(
     folder: str | os.PathLike[str],
     task: task_lib.Task,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | learner.Learner,
 ) -> outcomes.Result:
   """Returns the latest checkpoint of an asynchronous run, for any machine.
 
@@ -273,34 +267,17 @@ def read_checkpoint(
   """
   options_lib.check_kinds(task=task, tx=tx)
   path = options_lib.absolute(folder)
-  server = parameter_server.ParameterServer(tx, task_lib.init_params(task))
-  found = run_folder.read_latest(path, server.trees())
+  params = task_lib.init_params(task)
+  server = parameter_server.ParameterServer(tx, params)
+  state = task_lib.worker_state(task, params)
+  found = run_folder.read_latest(path, {**server.trees(), 'workers': state})
   if found is None:
     raise FileNotFoundError(
         f'`folder` must have an intact checkpoint, got {str(path)!r}.'
     )
-  report = outcomes.Report(found.global_step, metrics=dict(found.metrics))
-  return outcomes.Result(found.trees['params'], found.trees['state'], report)
-
-
-def _until(journal, until):
-  """Returns a journal up to a global step, or all of it.
-
-  Raises:
-    TypeError: If `until` is no integer.
-    ValueError: If there is no such step.
-  """
-  if until is None:
-    return journal
-  first = journal.start or 0
-  until = arguments.as_at_least('until', until, first)
-  is_accepted = journal.records['fate'] == outcomes.Outcome.ACCEPTED
-  num_updates = first + int(is_accepted.sum())
-  if until > num_updates:
-    raise ValueError(
-        f'`until` must be at most the {num_updates} updates of the journal, got'
-        f' {until}.'
-    )
-  is_accepted &= journal.records['global_step'] < until
-  end = max(np.flatnonzero(is_accepted) + 1, default=0)
-  return dataclasses.replace(journal, records=journal.records[:end])
+  params, state, workers = found.trees.values()
+  metrics = dict(found.metrics)
+  report = outcomes.Report(
+      found.global_step, metrics=metrics, worker_states=workers
+  )
+  return outcomes.Result(params, state, report)

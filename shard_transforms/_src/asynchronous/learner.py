@@ -1,0 +1,57 @@
+"""`Learner`: an update that a user makes of what workers contribute."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """Makes updates of contributions that need not be gradients.
+
+  It takes the place of an Optax optimizer in `train`, `replay` and
+  `read_checkpoint`. Workers then return any tree of arrays as the gradient of
+  their `Task`: rollouts, differences of parameters, statistics.
+
+  Args:
+    init: Takes the parameters, and returns the state, a tree of arrays.
+    update: Takes the parameters, the state, the contributions of an update and
+      their ages in updates, int32 [number of contributions]. It returns the
+      parameters and the state, in the same trees, shapes and dtypes. It is
+      compiled with `jax.jit`, for each number and each shape of contributions.
+
+  Raises:
+    TypeError: If one of them is not a function.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import asynchronous
+    >>> def update(params, state, contributions, ages):
+    ...   # The mean of those samples that are at most one update old.
+    ...   samples = jnp.stack([x['sample'] for x in contributions])
+    ...   return jnp.average(samples, weights=ages <= 1), state + 1
+    >>> learner = asynchronous.Learner(lambda params: jnp.int32(0), update)
+    >>> task = asynchronous.Task(
+    ...     init=lambda: jnp.float32(0),
+    ...     gradient=lambda params, batch: ({'sample': batch}, {}),
+    ...     batch=lambda number: jnp.float32(number))
+    >>> params, state, report = asynchronous.train(
+    ...     task, learner, num_updates=2, num_workers=3, merge=3, staleness=4,
+    ...     cluster=None)
+    >>> print(params, state.inner_state)
+    4.0 2
+  """
+
+  init: Callable[[Any], Any]
+  update: Callable[[Any, Any, Sequence[Any], jax.Array], tuple[Any, Any]]
+
+  def __post_init__(self):
+    for name, value in vars(self).items():
+      if not callable(value):
+        raise TypeError(
+            f'`{name}` of `Learner` must be a function, got {value!r}.'
+        )
