@@ -159,10 +159,8 @@ class WorkerStatesTest(runs.FolderTest):
 
   def test_change_of_the_state_alone_is_found(self):
     self.train()
-    task = dataclasses.replace(
-        TASK,
-        gradient=lambda *given: (*runs.with_momentum(*given)[:2], given[2]),
-    )
+    other = lambda *given: (*runs.with_momentum(*given)[:2], given[2])
+    task = dataclasses.replace(TASK, gradient=other)
 
     with self.assertRaisesRegex(ValueError, 'must have the bits'):
       asynchronous.replay(self.folder, task, TX)

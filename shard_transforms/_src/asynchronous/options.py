@@ -34,8 +34,9 @@ _KINDS = {
 class Options:
   """Arguments of `train`, which it checks.
 
-  `staleness` and `grace` are infinite for `None`. So is `time_limit` where `cluster` is
-  `None`: workers that take turns do not hang. `folder` is an absolute path.
+  `staleness` and `grace` are infinite for `None`. So is `time_limit` where
+  `cluster` is `None`: workers that take turns do not hang. `folder` is an
+  absolute path.
 
   Raises:
     ImportError: If one of them needs Ray, and it is not installed.

@@ -243,13 +243,11 @@ def _learn(tx, params, state, contributions, ages, weights, read_params):
   """
   del weights, read_params
   result = tx.update(params, state, contributions, ages)
-  if jax.tree.map(jax.typeof, result) != jax.tree.map(
-      jax.typeof, (params, state)
-  ):
+  found, due = (jax.tree.map(jax.typeof, x) for x in (result, (params, state)))
+  if found != due:
     raise TypeError(
         '`update` of `Learner` must return parameters and a state in the tree,'
-        f' shapes and dtypes that it gets, got {jax.tree.map(jax.typeof, result)}'
-        f' instead of {jax.tree.map(jax.typeof, (params, state))}.'
+        f' shapes and dtypes that it gets, got {found} instead of {due}.'
     )
   return result
 

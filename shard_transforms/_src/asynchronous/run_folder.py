@@ -329,6 +329,9 @@ def _read(path, like):
   Args:
     path: The file.
     like: Trees as in the checkpoint; under `workers`, the state of a worker.
+
+  Raises:
+    ValueError: If it has leaves of other names, shapes or dtypes.
   """
   try:
     # It compares a checksum of each array.
