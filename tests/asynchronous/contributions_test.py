@@ -181,7 +181,7 @@ class WorkerStatesTest(runs.FolderTest):
       self.train(task)
 
   @cases.parameters(
-      (max, RuntimeError, '`init_worker` of `task` must work, got'),
+      (lambda p: p['none'], RuntimeError, '`init_worker` of `task` must work, got'),
       (3, TypeError, '`init_worker` of `Task` must be a function'),
   )
   def test_wrong_init_worker_is_refused(self, function, error, message):

@@ -147,23 +147,6 @@ class DriveTest(runs.FolderTest):
     self.assertEqual(journal[['worker', 'batch']].tolist(), workers.given)
     self.assertGreater(journal['checksum'].min(), 0)
 
-  def test_fastest_idle_worker_comes_first(self):
-    in_flight = contributions_lib.InFlight()
-
-    def take(worker, seconds, is_lost=False):
-      in_flight.start(contributions_lib.Assignment(0, worker=worker))
-      in_flight.end(worker, seconds, is_lost=is_lost)
-
-    for worker, seconds in enumerate([3.0, 1.0, 2.0]):
-      # The first includes compilation.
-      take(worker, 100.0 - seconds)
-      take(worker, seconds)
-    self.assertEqual(in_flight.idle(range(3)), [1, 2, 0])
-    # One whose speed is not known, as it has only compiled, comes before.
-    take(0, 0.0, is_lost=True)
-    take(0, 9.0)
-    self.assertEqual(in_flight.idle(range(3)), [0, 1, 2])
-
 
 class RollForwardTest(runs.FolderTest):
 

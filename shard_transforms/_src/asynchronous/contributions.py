@@ -45,50 +45,17 @@ class Assignment(NamedTuple):
   num_lost: int = 0
 
 
-class InFlight:
-  """What each worker computes. It iterates over what is in flight."""
+# What workers compute, by their numbers.
+InFlight = dict[int, Assignment]
 
-  def __init__(self):
-    self._assigned: dict[int, Assignment] = {}
-    # The latest duration of each worker; 0 if it has computed only one
-    # contribution, which includes compilation and says nothing of its speed.
-    self._seconds: dict[int, float] = {}
 
-  def __len__(self) -> int:
-    return len(self._assigned)
+class Run(NamedTuple):
+  """The parts of a run that decide on contributions."""
 
-  def __iter__(self) -> Iterator[Assignment]:
-    return iter(self._assigned.values())
-
-  def idle(self, workers: Collection[int]) -> list[int]:
-    """Returns the workers that have nothing to do, the fastest first."""
-    idle = set(workers) - self._assigned.keys()
-    # A worker whose speed is unknown comes first.
-    return sorted(
-        idle, key=lambda worker: (self._seconds.get(worker, 0), worker)
-    )
-
-  def start(self, assigned: Assignment) -> None:
-    """Starts an assignment."""
-    self._assigned[assigned.worker] = assigned
-
-  def end(self, worker: int, now: float, *, is_lost: bool) -> Assignment:
-    """Ends the assignment of a worker, and returns it.
-
-    Args:
-      worker: The worker.
-      now: The time.
-      is_lost: Whether the worker has died, and its successor compiles again.
-    """
-    assigned = self._assigned.pop(worker)
-    is_first = self._seconds.pop(worker, None) is None
-    if not is_lost:
-      self._seconds[worker] = 0 if is_first else now - assigned.start
-    return assigned
-
-  def hung(self, started_before: float) -> list[int]:
-    """Returns the workers that have computed since before a time."""
-    return [x.worker for x in self if x.start < started_before]
+  options: options_lib.Options
+  server: parameter_server.ParameterServer
+  tally: outcomes.Tally
+  workers: task.Workers
 
 
 class _Computed(NamedTuple):
@@ -119,26 +86,20 @@ class Contributions:
 
   def __init__(
       self,
-      options: options_lib.Options,
-      server: parameter_server.ParameterServer,
-      tally: outcomes.Tally,
-      workers: task.Workers,
+      run: Run,
       folder: run_folder.RunFolder | None = None,
       window: Sequence[parameter_server.Contribution] = (),
   ):
     """Starts where a folder ends; without one, at the batch of the step."""
     self.waiting = collections.deque[Assignment]()
     self.window = [*window]
-    self._options = options
-    self._server = server
-    self._tally = tally
-    self._workers = workers
+    self._options, self._server, self._tally, self._workers = run
     self._folder = folder
     # The groups that are not complete, by their numbers.
     self._groups: dict[int, list[_Computed]] = {}
     self._opened = time.monotonic()
     # The first batch that was never assigned.
-    self._next_batch = server.global_step * options.merge
+    self._next_batch = self._server.global_step * self._options.merge
     if folder is not None:
       self._next_batch = folder.next_batch
       self.waiting.extend(map(Assignment, folder.ready))
@@ -155,7 +116,7 @@ class Contributions:
         self.save()
       elif started % options.merge == 0:
         return None
-    oldest = min([step, *(x.local_step for x in (*in_flight, *held))])
+    oldest = min([step, *(x.local_step for x in (*in_flight.values(), *held))])
     step_at_end = step + started // options.merge
     # Where nothing is in flight, a group waits for a batch that was lost.
     must_wait = options.pace and len(in_flight) > 0
@@ -195,10 +156,9 @@ class Contributions:
     return self._opened + self._options.grace - time.monotonic()
 
   def update_early(self) -> None:
-    """Makes an update of the contributions that wait for one, if any do."""
-    if self.window:
-      self._write(_Outcome.UPDATED, [], len(self.window))
-      self._update()
+    """Makes an update of the contributions that wait for one."""
+    self._write(_Outcome.UPDATED, [], len(self.window))
+    self._update()
 
   def save(self) -> None:
     """Writes a checkpoint. Nothing may be in flight or wait for an update."""
@@ -214,7 +174,7 @@ class Contributions:
     """Puts all batches that are not decided on before those that wait."""
     held = [x.assigned for group in self._groups.values() for x in group]
     self._groups.clear()
-    for assigned in sorted([*in_flight, *held], reverse=True):
+    for assigned in sorted([*in_flight.values(), *held], reverse=True):
       self.waiting.appendleft(assigned)
 
   def _take(self, computed):
@@ -229,14 +189,14 @@ class Contributions:
       self._drop(group)
       return
     results = [x.event.fetch() for x in group]
-    if None in [result and True for result in results]:
+    if any(result is None for result in results):
       # The others of the group wait for those that are lost.
       self._groups[number] = []
       for member, result in zip(group, results, strict=True):
-        if result is None:
-          self._lose(member)
-        else:
-          self._groups[number].append(member)
+        lose_or_keep = (
+            self._lose if result is None else self._groups[number].append
+        )
+        lose_or_keep(member)
       return
     num_merged = len(self.window) + len(group)
     is_last = num_merged >= self._options.merge
@@ -331,22 +291,21 @@ class RecordedContributions(Contributions):
   for their turn than the run had in flight.
   """
 
-  def __init__(self, records: np.ndarray, *parts: Any):
+  def __init__(self, run: Run, records: np.ndarray):
     """Takes the records that follow the global step.
 
     Raises:
       ValueError: If one is missing.
     """
-    super().__init__(*parts)
+    super().__init__(run)
     is_accepted = records['fate'] == _Outcome.ACCEPTED
     accepted = records[is_accepted]
     # The records whose turn is still to come, in order, and the contributions
     # that have come back before it.
-    self._left = collections.deque(
-        records[is_accepted | (records['fate'] == _Outcome.UPDATED)]
-    )
+    records = records[is_accepted | (records['merged'] > 0)]
+    self._check_steps(records)
+    self._left = collections.deque(records)
     self._early: dict[int, tuple[_Computed, Any]] = {}
-    self._check_steps()
     # Those that are not accepted yet, by their batches.
     self._records = {int(record['batch']): record for record in accepted}
     # The batch before, where its worker keeps a state.
@@ -357,11 +316,9 @@ class RecordedContributions(Contributions):
         self._previous[batch] = latest.get(record['worker'], -1)
         latest[record['worker']] = batch
     # The batches whose parameters or states are still to come.
-    self._later = collections.deque[Assignment]()
-    for i in np.argsort(accepted['local_step'], kind='stable'):
-      self._later.append(
-          Assignment(*accepted[['batch', 'local_step']][i].item())
-      )
+    accepted = accepted[np.argsort(accepted['local_step'], kind='stable')]
+    pairs = accepted[['batch', 'local_step']].tolist()
+    self._later = collections.deque(Assignment(*pair) for pair in pairs)
     self._release()
 
   def __len__(self) -> int:
@@ -389,19 +346,19 @@ class RecordedContributions(Contributions):
           f' devices of the start, and pure functions. {outcomes.WAY_ON}'
       )
     self._early[batch] = computed, result
-    while self._left and self._is_next(self._left[0]):
+    # The batch of a record of an update alone is -1.
+    while self._left and (batch := int(self._left[0]['batch'])) in {
+        -1,
+        *self._early,
+    }:
       record = self._left.popleft()
-      if record['fate'] == _Outcome.ACCEPTED:
-        self._accept(*self._early.pop(int(record['batch'])))
-        del self._records[int(record['batch'])]
+      if batch in self._early:
+        self._accept(*self._early.pop(batch))
+        del self._records[batch]
       if record['merged']:
         self._update()
       # At each global step: those that come next are computed there.
       self._release()
-
-  def _is_next(self, record):
-    is_early = int(record['batch']) in self._early
-    return is_early or record['fate'] == _Outcome.UPDATED
 
   def _worker_of(self, assigned):
     return int(self._records[assigned.batch]['worker'])
@@ -409,21 +366,21 @@ class RecordedContributions(Contributions):
   def _write(self, outcome, computed, num_merged=0):
     """Records nothing: the journal has it."""
 
-  def _check_steps(self):
+  def _check_steps(self, records):
     """Checks that no update is missing.
 
     Raises:
       ValueError: If one is.
     """
-    step = self._server.global_step
-    for record in self._left:
+    is_update = records['merged'] > 0
+    steps = self._server.global_step + np.cumsum(is_update) - is_update
+    for record, step in zip(records, steps, strict=True):
       if step != record['global_step']:
         raise ValueError(
             f'Record {record["sequence"]} of the journal must be of global step'
             f' {step}, got {record["global_step"]}. A part of the journal is'
             ' missing.'
         )
-      step += record['merged'] > 0
 
   def _release(self):
     """Gives the parameters to the batches that are computed at them."""

@@ -48,13 +48,10 @@ def drive(
   driver = Driver(options, workers)
   given: run_folder.Checkpoint | None = None
   if (start := options.start) is not None:
-    workers = dict(start.report.worker_states)
+    states = dict(start.report.worker_states)
     trees: dict[str, Any] = {'params': start.params, 'state': start.opt_state}
-    trees['workers'] = workers
-    like = {
-        **driver.like,
-        'workers': dict.fromkeys(workers, driver.like['workers']),
-    }
+    trees['workers'] = states
+    like = run_folder.with_workers(driver.like, states)
     parameter_server.check_layout(task_lib.layout(trees), like, '`start`')
     step = int(trees['state'].global_step)
     next_batch = step * options.merge
@@ -102,8 +99,8 @@ class Driver:
     self.like = {**self.server.trees(), 'workers': state}
     self.options = options
     self._workers = workers
-    self._parts = options, self.server, self.tally, workers
-    self._in_flight = contributions_lib.InFlight()
+    self._run = contributions_lib.Run(options, self.server, self.tally, workers)
+    self._in_flight: contributions_lib.InFlight = {}
     # There are none until the run has recovered.
     self._new: contributions_lib.Contributions | None = None
 
@@ -178,7 +175,7 @@ class Driver:
     """
     is_dropped = records['fate'] == outcomes.Outcome.DROPPED
     self.server.count_dropped(int(is_dropped.sum()))
-    recorded = contributions_lib.RecordedContributions(records, *self._parts)
+    recorded = contributions_lib.RecordedContributions(self._run, records)
     while recorded:
       self._turn(recorded)
       if recorded:
@@ -193,7 +190,7 @@ class Driver:
       self.tally.num_recovered = self.server.global_step - saved.global_step
       if self.tally.metrics is None:
         self.tally.metrics = saved.metrics or None
-    new = contributions_lib.Contributions(*self._parts, folder, window)
+    new = contributions_lib.Contributions(self._run, folder, window)
     self._new = new
     while self.server.global_step < self.options.num_updates:
       self._turn(new)
@@ -217,12 +214,12 @@ class Driver:
 
   def _assign(self, contributions):
     """Gives batches to idle workers."""
-    for worker in self._in_flight.idle(self._workers.ready()):
+    for worker in sorted(self._workers.ready() - self._in_flight.keys()):
       batch = contributions.next(self._in_flight)
       if batch is None:
         return
       assigned = batch._replace(worker=worker, start=time.monotonic())
-      self._in_flight.start(assigned)
+      self._in_flight[worker] = assigned
       params, _ = assigned.published
       state = contributions.state_for(assigned)
       self._workers.start(worker, params, assigned.batch, state)
@@ -230,13 +227,12 @@ class Driver:
   def _settle(self, contributions, events):
     """Decides on what has come back, or is lost."""
     for event in events:
-      now, is_lost = time.monotonic(), event.reply is None
-      assigned = self._in_flight.end(event.worker, now, is_lost=is_lost)
-      contributions.settle(assigned, event)
+      contributions.settle(self._in_flight.pop(event.worker), event)
 
   def _hung(self):
     """Returns the workers that compute for longer than the time limit."""
-    return self._in_flight.hung(time.monotonic() - self.options.time_limit)
+    latest = time.monotonic() - self.options.time_limit
+    return [x.worker for x in self._in_flight.values() if x.start < latest]
 
 
 def _recover(driver, given, stack):

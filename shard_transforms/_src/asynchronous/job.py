@@ -71,8 +71,7 @@ class Job(NamedTuple):
   Attributes:
     drive: Takes the workers; yields reports, and finally the result. It is
       pickled on its own, because unpickling it may fail.
-    task: What the workers compute, and whether it may be of any tree; pickled,
-      too.
+    task: What the workers compute; pickled, too.
     num_workers: The number of workers.
     cluster: As for `train`.
     resources: The options of the actor of a worker.
@@ -110,9 +109,7 @@ def run(
     Exception: What `drive` raises.
   """
   if options.cluster is None:
-    workers = task.LocalWorkers(
-        options.task, options.num_workers, any_tree=options.any_tree
-    )
+    workers = task.LocalWorkers(options.task, options.num_workers)
     messages = drive(workers)
   else:
     messages = _messages(options, drive)
@@ -153,21 +150,14 @@ def _messages(
     Exception: What `drive` raises.
   """
   config = {name: getattr(jax.config, name) for name in _CONFIG}
-  resources = dict(options.resources or {'num_cpus': 1})
+  settings = dict(options.resources or {'num_cpus': 1}), config
   cluster: Any = options.cluster
-  drive_and_task = _pickled(drive), _pickled((options.task, options.any_tree))
+  pickles = _pickled(drive), _pickled(options.task)
   step = deaths = 0
   reason = _UNKNOWN_REASON
   while deaths <= (_MAX_DEATHS if options.folder is not None else 0):
     # What is left of the folder of a dead child is in nobody's way.
-    job = Job(
-        *drive_and_task,
-        options.num_workers,
-        cluster,
-        resources,
-        config,
-        _folder(),
-    )
+    job = Job(*pickles, options.num_workers, cluster, *settings, _folder())
     pickled = _pickled(job)
     with _child(job) as child:
       _send(child, pickled)

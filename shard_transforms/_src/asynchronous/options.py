@@ -61,35 +61,29 @@ class Options:
   start: outcomes.Result | None = None
   resources: Mapping[str, Any] | None = None
 
-  @property
-  def any_tree(self) -> bool:
-    """Whether contributions may be of other trees than the parameters."""
-    return isinstance(self.tx, learner.Learner)
-
   def __post_init__(self):
     check_kinds(**vars(self))
+    if isinstance(self.tx, learner.Learner):
+      self.task = task_lib.AnyTreeTask(**vars(self.task))
     for name in _COUNTS:
       value = arguments.as_at_least(name, getattr(self, name), 1)
       setattr(self, name, value)
-    if self.staleness is None:
-      self.staleness = math.inf
-    else:
+    if self.staleness is not None:
       arguments.as_at_least('staleness', self.staleness, 0)
+    self.staleness = math.inf if self.staleness is None else self.staleness
     if self.merge % self.group:
       raise ValueError(
-          '`merge` must be a multiple of `group`, so that groups stay together,'
-          f' got {self.merge} and {self.group}.'
+          f'`merge` must be a multiple of `group`, got {self.merge} and'
+          f' {self.group}.'
       )
     if self.group > 1 and self.task.init_worker is not None:
       raise ValueError(
-          '`group` must be 1 with an `init_worker`, got'
-          f' {self.group}: a worker would go on before its state is accepted.'
-          ' Return what belongs together as one contribution.'
+          f'`group` must be 1 with an `init_worker`, got {self.group}. Return'
+          ' what belongs together as one contribution.'
       )
-    if self.grace is None:
-      self.grace = math.inf
-    else:
+    if self.grace is not None:
       arguments.as_positive('grace', self.grace)
+    self.grace = math.inf if self.grace is None else self.grace
     arguments.as_positive('time_limit', self.time_limit)
     if self.folder is not None:
       self.folder = absolute(self.folder)

@@ -64,24 +64,21 @@ class ParameterServer:
     Raises:
       ValueError: If the optimizer cannot merge contributions.
     """
-    state = drop_stale.drop_stale(0).init(params)
-    self.restore(params, state._replace(inner_state=tx.init(params)), {})
-    self._gate = None if staleness == math.inf else _gate(int(staleness))
+    gate = drop_stale.drop_stale(0 if staleness == math.inf else int(staleness))
+    self._gate = None if staleness == math.inf else jax.jit(gate.update)
+    state = gate.init(params)._replace(inner_state=tx.init(params))
+    self.restore(params, state, {})
     self._is_learner = isinstance(tx, learner.Learner)
-    self._needs_read_params, text = False, ''
-    if isinstance(tx, learner.Learner):
-      step = functools.partial(_learn, tx)
-    else:
-      step = functools.partial(_step, tx)
-      self._needs_read_params, text = _read_program(
-          step, self._params, self._opt_state
-      )
+    step = functools.partial(_learn if self._is_learner else _step, tx)
     self._step = jax.jit(step, donate_argnums=(0, 1))
+    self._needs_read_params, text = False, ''
+    if not self._is_learner:
+      trees = jax.eval_shape(lambda: (self._params, self._opt_state))
+      self._needs_read_params, text = _read_program(step, *trees)
     if self._needs_read_params and merge > 1:
       raise ValueError(
           '`merge` must be 1 with an optimizer that uses `read_params`, got'
-          f' {merge}. The contributions of an update were computed from'
-          ' different parameters: return these with the gradient, and write a'
+          f' {merge}. Or return these parameters with the gradient, and write a'
           ' `Learner` that uses them.'
       )
     self.fingerprint = self._hash(text)
@@ -112,7 +109,8 @@ class ParameterServer:
     self._params, self._opt_state = jax.tree.map(
         jnp.array, (params, state.inner_state)
     )
-    self._counts = jax.tree.map(jnp.array, state._replace(inner_state=()))
+    counts = state._replace(inner_state=optax.EmptyState())
+    self._counts = jax.tree.map(jnp.array, counts)
     self.global_step = int(state.global_step)
 
   def publish(self) -> tuple[Any, Any]:
@@ -134,25 +132,20 @@ class ParameterServer:
     if self._gate is None:
       return True
     counts = self._counts._replace(global_step=np.int32(self.global_step))
-    counts = self._gate(counts, np.int32(local_step))
-    self._counts = counts
-    return int(counts.global_step) > self.global_step
+    local_step = np.int32(local_step)
+    _, self._counts = self._gate((), counts, local_step=local_step)
+    return int(self._counts.global_step) > self.global_step
 
   def update(self, window: Sequence[Contribution]) -> None:
     """Makes an update of contributions."""
-    steps, weights = np.int32([x.local_step for x in window]), None
+    trees, steps, metrics, read = zip(*window, strict=True)
+    weights, steps = None, np.int32(steps)
     if self._is_learner:
       steps = np.int32(self.global_step) - steps
-    if any('weight' in x.metrics for x in window):
-      weights = np.float32([x.metrics.get('weight', 1) for x in window])
-    self._params, self._opt_state = self._step(
-        self._params,
-        self._opt_state,
-        tuple(x.tree for x in window),
-        steps,
-        weights,
-        window[0].read,
-    )
+    if any('weight' in x for x in metrics):
+      weights = np.float32([x.get('weight', 1) for x in metrics])
+    given = self._params, self._opt_state, trees, steps, weights, read[0]
+    self._params, self._opt_state = self._step(*given)
     self.global_step += 1
 
   def count_dropped(self, number: int) -> None:
@@ -212,27 +205,13 @@ def _is_key(x):
 
 def _read_program(step, params, state):
   """Returns whether a step of Optax uses `read_params`, and its program."""
-  like, state = jax.eval_shape(lambda: (params, state))
   steps = np.zeros(1, np.int32)
-  traced = jax.jit(step).trace(like, state, (like,), steps, None, like)
+  traced = jax.jit(step).trace(params, state, (params,), steps, None, params)
   # Gates forward every argument, so a signature proves nothing.
   marks = [weight_flow.UPDATES] * len(jax.tree.leaves(params))
   marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
   _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
   return any(depends), traced.lower().as_text()
-
-
-def _gate(staleness):
-  """Returns a function that counts as `drop_stale` does."""
-  gate = drop_stale.drop_stale(staleness)
-
-  @jax.jit
-  def count(counts, local_step):
-    state = counts._replace(inner_state=gate.init(()).inner_state)
-    _, state = gate.update((), state, local_step=local_step)
-    return state._replace(inner_state=())
-
-  return count
 
 
 def _learn(tx, params, state, contributions, ages, weights, read_params):

@@ -31,7 +31,7 @@ class _Computer:
     try:
       configure(config)
       # Safe to unpickle: it is from the process that started this run.
-      self._task, self._any_tree = pickle.loads(task)
+      self._task = pickle.loads(task)
       self._node = versions()
     except Exception as error:  # Whatever the modules of the task raise.
       self._problem = f'{type(error).__name__}: {error}'
@@ -47,9 +47,7 @@ class _Computer:
       self, params: Any, batch: int, state: Any
   ) -> tuple[task_lib.Reply, Any]:
     """Returns the reply of the worker; its gradient and its state."""
-    return task_lib.evaluate(
-        self._task, params, batch, state, any_tree=self._any_tree
-    )
+    return task_lib.evaluate(self._task, params, batch, state)
 
 
 def start(job: job_lib.Job) -> tuple[list[Any], Any]:

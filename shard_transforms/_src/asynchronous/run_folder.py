@@ -3,6 +3,7 @@
 A checkpoint is one file of `numpy.savez`.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
@@ -311,6 +312,11 @@ def read_start(journal: outcomes.Journal, initial: Trees) -> Checkpoint:
   return found
 
 
+def with_workers(like: Trees, workers: Iterable[int]) -> Trees:
+  """Returns trees with the state of each worker in place of that of one."""
+  return {**like, 'workers': dict.fromkeys(workers, like.get('workers'))}
+
+
 def _write(path, checkpoint):
   about = checkpoint._replace(trees={})._asdict()
   about['layout'] = task_lib.layout(checkpoint.trees)
@@ -348,7 +354,7 @@ def _read(path, like):
         f'{str(path)!r} cannot be used: {line}', RuntimeWarning, stacklevel=3
     )
     return None
-  like = {**like, 'workers': dict.fromkeys(workers, like.get('workers'))}
+  like = with_workers(like, workers)
   what = f'Checkpoint {path.stem} of {str(path.parent)!r}'
   parameter_server.check_layout(layout, like, what)
   leaves = [

@@ -4,7 +4,6 @@ import collections
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
-import functools
 import traceback
 from typing import Any, NamedTuple, Protocol
 import zlib
@@ -76,6 +75,10 @@ class Task:
         )
 
 
+class AnyTreeTask(Task):
+  """A task whose gradients may be of any tree."""
+
+
 class Reply(NamedTuple):
   """The reply of a worker, without the gradient itself.
 
@@ -99,12 +102,7 @@ def init_params(task: Task) -> Any:
     RuntimeError: If `init` fails.
     TypeError: If a parameter is no floating-point number.
   """
-  try:
-    params = jax.tree.map(np.asarray, task.init())
-  except Exception as error:  # Whatever a user's function raises.
-    raise RuntimeError(
-        f'`init` of `task` must work, got {type(error).__name__}: {error}'
-    ) from error
+  params = _called(task, 'init')
   for path, x in jax.tree.leaves_with_path(params):
     if not jnp.issubdtype(x.dtype, jnp.inexact):
       raise TypeError(
@@ -138,24 +136,26 @@ def worker_state(task: Task, params: Any) -> Any:
   Raises:
     RuntimeError: If `init_worker` fails.
   """
-  if task.init_worker is None:
-    return None
+  return task.init_worker and _called(task, 'init_worker', params)
+
+
+def _called(task, function, *arguments):
+  """Returns what a function of a task returns, in NumPy arrays.
+
+  Raises:
+    RuntimeError: If it fails.
+  """
   try:
-    return jax.tree.map(np.asarray, task.init_worker(params))
+    return jax.tree.map(np.asarray, getattr(task, function)(*arguments))
   except Exception as error:  # Whatever a user's function raises.
+    name = f'{type(error).__name__}: {error}'
     raise RuntimeError(
-        f'`init_worker` of `task` must work, got {type(error).__name__}:'
-        f' {error}'
+        f'`{function}` of `task` must work, got {name}'
     ) from error
 
 
 def evaluate(
-    task: Task,
-    params: Any,
-    number: int,
-    state: Any = None,
-    *,
-    any_tree: bool = False,
+    task: Task, params: Any, number: int, state: Any = None
 ) -> tuple[Reply, Any]:
   """Returns the reply of a worker; its gradient and its state on the host.
 
@@ -164,7 +164,6 @@ def evaluate(
     params: The parameters, on the host.
     number: The number of the batch.
     state: The state that the worker keeps; `None` at its start.
-    any_tree: Whether the gradient may be of any tree.
   """
   function = 'batch'
   # On CPU, this is a view of shared memory, not a copy.
@@ -174,14 +173,12 @@ def evaluate(
     function = 'gradient'
     if state is None:
       state = worker_state(task, params)
-    states = [] if state is None else [state]
+    states = () if state is None else (state,)
     results = task.gradient(params, batch, *states)
-    like = [None if any_tree else params, None, *states]
-    if problem := _problem(results, like):
-      return (
-          Reply(failure=f'`gradient` of `task` must work, got {problem}'),
-          None,
-      )
+    like = None if isinstance(task, AnyTreeTask) else params
+    if problem := _problem(results, (like, None, *states)):
+      problem = f'`gradient` of `task` must work, got {problem}'
+      return Reply(failure=problem), None
     grads, metrics, *states = results
     result = jax.tree.map(np.asarray, (grads, *(states or [None])))
     metrics = {str(name): float(x) for name, x in metrics.items()}
@@ -297,8 +294,8 @@ class LocalWorkers:
   So the gradients of n workers are n - 1 steps old, where staleness allows it.
   """
 
-  def __init__(self, task: Task, num_workers: int, *, any_tree: bool = False):
-    self._compute = functools.partial(evaluate, task, any_tree=any_tree)
+  def __init__(self, task: Task, num_workers: int):
+    self._task = task
     self._num_workers = num_workers
     self._started = collections.deque[tuple[int, Any, int, Any]]()
 
@@ -316,7 +313,7 @@ class LocalWorkers:
     if not self._started:
       return []
     worker, *arguments = self._started.popleft()
-    reply, result = self._compute(*arguments)
+    reply, result = evaluate(self._task, *arguments)
     return [Event(worker, reply, lambda: result)]
 
   def replace(self, worker: int) -> None:

@@ -138,24 +138,10 @@ def train(
     Parameter Server, 2013;
     `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15.
   """
+  given = dict(locals())
   options_lib.check_kinds(on_progress=on_progress)
-  options = options_lib.Options(
-      task,
-      tx,
-      num_updates,
-      num_workers,
-      staleness,
-      merge,
-      group,
-      grace,
-      pace,
-      time_limit,
-      cluster,
-      folder,
-      save_every,
-      start,
-      resources,
-  )
+  del given['on_progress']
+  options = options_lib.Options(**given)
   _warn_if_idle(options)
   return job.run(options, functools.partial(driver.drive, options), on_progress)
 
