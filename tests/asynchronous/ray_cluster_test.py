@@ -20,6 +20,7 @@ import optax
 import psutil
 import pytest
 
+import cases
 import python_command
 import runs
 from shard_transforms import asynchronous
@@ -148,25 +149,32 @@ class FaultsTest(runs.FolderTest):
     """Checks that no update was lost and that no batch counts twice."""
     journal = asynchronous.read_journal(self.folder)
     accepted = runs.accepted(journal)
-    num_updates = result.report.global_step
+    merged = accepted['merged'][accepted['merged'] > 0]
+    self.assertLen(merged, result.report.global_step)
+    self.assertEqual(merged.sum(), len(accepted))
     np.testing.assert_array_equal(
-        accepted['global_step'], np.arange(num_updates)
+        accepted['global_step'], np.repeat(np.arange(len(merged)), merged)
     )
-    self.assertLen(set(accepted['batch'].tolist()), num_updates)
+    self.assertLen(set(accepted['batch'].tolist()), len(accepted))
     runs.assert_same_bits(asynchronous.replay(self.folder, task, TX), result)
 
-  def test_random_kills_lose_nothing(self):
+  @cases.parameters((TASK, 1), (runs.KEEPING_TASK, 3))
+  def test_random_kills_lose_nothing(self, task, merge):
     killer = Killer(seed=0, number=3)
     num_updates = 0
     while len(killer.kills) < 3:
       # The run continues until all have been killed.
-      num_updates += 300
+      num_updates += 300 // merge
       result = self.train(
-          num_updates=num_updates, on_progress=killer.on_progress
+          task,
+          num_updates=num_updates,
+          num_workers=max(merge, 2),
+          merge=merge,
+          on_progress=killer.on_progress,
       )
     killer.join()
 
-    self.check(result)
+    self.check(result, task)
 
   def test_end_of_ray_and_a_worker_while_the_journal_is_rolled_forward(self):
     killed = []

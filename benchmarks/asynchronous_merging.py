@@ -1,0 +1,327 @@
+"""Measures which share of the time of asynchronous workers becomes updates.
+
+The parts:
+
+* simulated: the driver, with eight workers whose gradients take a simulated
+  time, beside a model of it in a few lines, and beside a synchronous barrier.
+  Each cell has the share of the time of all workers that became accepted work,
+  the share of the model, and the mean age of a gradient in updates;
+* sleeping: accepted gradients a second of four workers of Ray whose gradients
+  sleep for a lognormal time, merged and paced, over those that are paced with
+  `merge=1` and `staleness=2`;
+* server: updates a second with a folder, over those of a parameter server on
+  Ray that is written by hand in 40 lines.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+import heapq
+import itertools
+import os
+import tempfile
+import time
+from typing import Any
+import warnings
+
+from absl import app
+from absl import flags
+import jax
+import numpy as np
+import optax
+import timing
+
+from shard_transforms import asynchronous
+from shard_transforms._src.asynchronous import driver
+from shard_transforms._src.asynchronous import options as options_lib
+from shard_transforms._src.asynchronous import task as task_lib
+
+PARTS = ('simulated', 'sleeping', 'server')
+_PARTS = flags.DEFINE_multi_enum('parts', PARTS, PARTS, 'What is measured.')
+_UPDATES = flags.DEFINE_integer(
+    'updates', 600, 'Updates of a simulated run.', lower_bound=1
+)
+_ROUNDS = flags.DEFINE_integer('rounds', 5, 'Runs on Ray.', lower_bound=2)
+_SECONDS = flags.DEFINE_float('seconds', 10.0, 'About how long these are.')
+
+NUM_WORKERS = 8
+DURATIONS = {
+    'even ±10 %': lambda rng: rng.uniform(0.9, 1.1),
+    'lognormal, sigma 1': lambda rng: rng.lognormal(),
+    '10 % take 10 times as long': lambda rng: 10.0 if rng.random() < 0.1 else 1.0,
+}
+# Merged gradients, staleness, and whether workers are paced.
+WAYS = [
+    *((1, 2, True), (1, 8, True), (1, 2, False), (1, 8, False)),
+    *((4, 4, True), (8, 2, True), (8, 4, True), (8, 8, True)),
+    *((8, 2, False), (8, 4, False), (8, 8, False)),
+]
+NUM_SLEEPING = 4
+SLEEP = 0.1
+SIZES = {'1e3': 1_000, '1e6': 1_000_000, '1e7': 10_000_000}
+Duration = Callable[[np.random.Generator], float]
+
+
+class SimulatedWorkers:
+  """Workers whose gradients take a simulated time."""
+
+  def __init__(self, duration: Duration):
+    self._duration, self._rng = duration, np.random.default_rng(0)
+    self._ends = []
+    self._number = itertools.count()
+    self.now = 0.0
+    # The durations of the gradients, by worker and batch.
+    self.seconds = {}
+
+  def ready(self) -> set[int]:
+    """Returns all workers."""
+    return set(range(NUM_WORKERS))
+
+  def publish(self, params: Any) -> Any:
+    """Returns the parameters."""
+    return params
+
+  def start(self, worker: int, published: Any, batch: int, state: Any) -> None:
+    """Starts a worker."""
+    del published, state
+    seconds = self._duration(self._rng)
+    self.seconds[worker, batch] = seconds
+    entry = self.now + seconds, next(self._number), worker
+    heapq.heappush(self._ends, entry)
+
+  def wait(self, seconds: float) -> list[task_lib.Event]:
+    """Returns the next gradient that is ready."""
+    del seconds
+    if not self._ends:
+      return []
+    self.now, _, worker = heapq.heappop(self._ends)
+    result = np.zeros(1, np.float32), None
+    return [task_lib.Event(worker, task_lib.Reply({}, 1), lambda: result)]
+
+  def replace(self, worker: int) -> None:
+    """Is never called: no worker hangs."""
+    raise NotImplementedError
+
+
+def zeros(size: int = 1) -> np.ndarray:
+  """Returns parameters."""
+  return np.zeros(size, np.float32)
+
+
+def drive(
+    duration: Duration, merge: int, staleness: int, pace: bool
+) -> tuple[float, float]:
+  """Returns the share of accepted work and the mean age, of the driver."""
+  workers = SimulatedWorkers(duration)
+  task = asynchronous.Task(zeros, lambda params, batch: (params, {}), int)
+  with tempfile.TemporaryDirectory() as folder:
+    options = options_lib.Options(
+        task,
+        optax.identity(),
+        _UPDATES.value * 8 // merge,
+        NUM_WORKERS,
+        staleness,
+        merge=merge,
+        pace=pace,
+        folder=folder,
+        save_every=10**9,
+    )
+    *_, result = driver.drive(options, workers)
+    journal = asynchronous.read_journal(folder)
+  accepted = journal[journal['fate'] == 0]
+  useful = sum(
+      workers.seconds[pair] for pair in accepted[['worker', 'batch']].tolist()
+  )
+  return useful / (NUM_WORKERS * workers.now), result.report.mean_age
+
+
+def model(
+    duration: Duration, merge: int, staleness: int, pace: bool
+) -> float:
+  """Returns the share of accepted work of a model of the driver."""
+  rng = np.random.default_rng(0)  # The same durations.
+  ends, now, step, waiting, useful = [], 0.0, 0, 0, 0.0
+  idle = list(range(NUM_WORKERS))
+  while step < _UPDATES.value * 8 // merge:
+    while idle:
+      oldest = min([step, *(entry[2] for entry in ends)])
+      at_end = step + (waiting + len(ends)) // merge
+      if pace and ends and at_end - oldest > staleness:
+        break
+      seconds = duration(rng)
+      heapq.heappush(ends, (now + seconds, idle.pop(), step, seconds))
+    now, worker, local_step, seconds = heapq.heappop(ends)
+    idle.append(worker)
+    if step - local_step <= staleness:
+      useful += seconds
+      waiting += 1
+      if waiting == merge:
+        step, waiting = step + 1, 0
+  return useful / (NUM_WORKERS * now)
+
+
+def barrier(duration: Duration) -> float:
+  """Returns the share of the time of workers that wait for the slowest."""
+  rng = np.random.default_rng(2)
+  seconds = [
+      [duration(rng) for _ in range(NUM_WORKERS)] for _ in range(_UPDATES.value)
+  ]
+  return float(np.sum(seconds) / (NUM_WORKERS * np.max(seconds, axis=1).sum()))
+
+
+def simulated() -> None:
+  """Prints the table of simulated workers."""
+  worst = 0.0
+  print(f'{"":30}', *DURATIONS, sep=' | ')
+  shares = [f'{barrier(duration):.2f}' for duration in DURATIONS.values()]
+  print(f'{"synchronous barrier":30}', *shares, sep=' | ')
+  for merge, staleness, pace in WAYS:
+    cells = []
+    for duration in DURATIONS.values():
+      share, age = drive(duration, merge, staleness, pace)
+      expected = model(duration, merge, staleness, pace)
+      worst = max(worst, abs(share - expected))
+      cells.append(f'{share:.2f} (model {expected:.2f}, age {age:.1f})')
+    how = 'paced' if pace else 'dropping'
+    name = f'merge {merge}, staleness {staleness}, {how}'
+    print(f'{name:30}', *cells, sep=' | ', flush=True)
+  print(f'Driver and model differ by at most {worst:.3f} (aim: 0.05).')
+
+
+def sleeping_gradient(params: Any, number: int) -> tuple[Any, dict[str, float]]:
+  """Returns a gradient after a lognormal time."""
+  time.sleep(SLEEP * np.random.default_rng([7, number]).lognormal())
+  return np.ones_like(params), {'loss': 0.0}
+
+
+def free_gradient(params: Any, number: int) -> tuple[Any, dict[str, float]]:
+  """Returns a gradient that costs nothing but to be made."""
+  return np.full_like(params, number % 7), {'loss': 0.0}
+
+
+def rate(task: asynchronous.Task, num_workers: int, **options: Any) -> float:
+  """Returns the accepted gradients a second after workers have started."""
+  with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    asynchronous.train(
+        task,
+        optax.sgd(1e-3, momentum=0.9),
+        num_workers=num_workers,
+        folder=folder,
+        save_every=10**9,
+        **options,
+    )
+    journal = asynchronous.read_journal(folder)
+  accepted = journal['seconds'][journal['fate'] == 0]
+  first = len(accepted) // 4
+  return (len(accepted) - first) / (accepted[-1] - accepted[first])
+
+
+def sleeping() -> None:
+  """Prints how much more is accepted if gradients are merged."""
+  task = asynchronous.Task(zeros, sleeping_gradient, int)
+  number = int(_SECONDS.value / SLEEP)
+  run = functools.partial(rate, task, NUM_SLEEPING * 2)
+  calls = [
+      lambda: run(num_updates=number // 2, merge=8, staleness=8),
+      lambda: run(num_updates=number // 2, merge=8, staleness=4),
+      lambda: run(num_updates=number, staleness=2),
+  ]
+  rates = in_turn(calls)
+  for name, found in zip(('staleness 8', 'staleness 4'), rates[:2], strict=True):
+    print(
+        f'sleeping, merge 8, {name}: {np.median(found):.1f} accepted a second,'
+        f' today {np.median(rates[2]):.1f}: {timing.ratio(found, rates[2])}'
+        ' (aim: at least 3)',
+        flush=True,
+    )
+
+
+def in_turn(calls: Sequence[Callable[[], float]]) -> np.ndarray:
+  """Returns what calls return in turn, of shape [number of calls, rounds]."""
+  found = np.zeros([len(calls), _ROUNDS.value])
+  for turn in range(_ROUNDS.value):
+    for i in np.roll(np.arange(len(calls)), -turn).tolist():
+      found[i, turn] = calls[i]()
+  return found
+
+
+def by_hand(size: int, num_workers: int, num_updates: int) -> float:
+  """Returns updates a second of a parameter server that is written by hand."""
+  import ray
+
+  @ray.remote
+  class Worker:
+    """Computes gradients."""
+
+    def gradient(self, params, number):
+      """Returns the gradient at a batch."""
+      return free_gradient(jax.device_put(params), number)[0]
+
+  tx = optax.sgd(1e-3, momentum=0.9)
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  ray.init('local', num_cpus=num_workers + 1, include_dashboard=False)
+  try:
+    params = jax.device_put(zeros(size))
+    state, times = tx.init(params), []
+    numbers = itertools.count()
+    published = ray.put(np.asarray(params))
+    workers = [Worker.remote() for _ in range(num_workers)]
+    busy = {w.gradient.remote(published, next(numbers)): w for w in workers}
+    for _ in range(num_updates):
+      (ref,), _ = ray.wait(list(busy))
+      worker = busy.pop(ref)
+      params, state = step(params, state, ray.get(ref))
+      published = ray.put(np.asarray(params))
+      busy[worker.gradient.remote(published, next(numbers))] = worker
+      times.append(time.perf_counter())
+  finally:
+    ray.shutdown()
+  first = num_updates // 4
+  return (num_updates - first) / (times[-1] - times[first])
+
+
+def in_process(size: int, num_workers: int, num_updates: int) -> float:
+  """Returns what `by_hand` returns in a process of its own."""
+  import multiprocessing
+
+  with multiprocessing.get_context('spawn').Pool(1) as pool:
+    return pool.apply(by_hand, (size, num_workers, num_updates))
+
+
+def server() -> None:
+  """Prints updates a second with a folder over those of the own server."""
+  for name, size in SIZES.items():
+    number = int(_SECONDS.value * {'1e3': 400, '1e6': 60, '1e7': 8}[name])
+    init = functools.partial(zeros, size)
+    task = asynchronous.Task(init, free_gradient, int)
+    run = functools.partial(
+        rate, task, 2, num_updates=number, staleness=None, pace=False
+    )
+    rates = in_turn([run, functools.partial(in_process, size, 2, number), run])
+    print(
+        f'server, {name} floats: {np.median(rates[0]):.1f} over'
+        f' {np.median(rates[1]):.1f}: {timing.ratio(rates[0], rates[1])}, noise'
+        f' {timing.ratio(rates[2], rates[0])} (aim: at least 1)',
+        flush=True,
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+  """Prints the parts."""
+  timing.refuse_arguments(argv)
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  os.environ['RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'] = '0'
+  jax.config.update('jax_platforms', 'cpu')
+  measures = {'simulated': simulated, 'sleeping': sleeping, 'server': server}
+  for part in dict.fromkeys(_PARTS.value):
+    measures[part]()
+
+
+if __name__ == '__main__':
+  app.run(main)
