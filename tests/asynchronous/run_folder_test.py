@@ -221,3 +221,28 @@ class ReadCheckpointTest(runs.FolderTest):
   def test_reports_that_there_is_none(self):
     with self.assertRaisesRegex(FileNotFoundError, 'an intact checkpoint, got'):
       asynchronous.read_checkpoint(self.folder, TASK, TX)
+
+  def test_warns_of_a_learning_rate_that_stays_in_force(self):
+    make = optax.inject_hyperparams(optax.sgd)
+    runs.train(TASK, make(0.05), folder=self.folder, num_updates=5)
+
+    with self.assertWarnsRegex(
+        UserWarning, '`learning_rate` of the checkpoint, 0.05.* got 0.0099'
+    ):
+      start = asynchronous.read_checkpoint(self.folder, TASK, make(0.01))
+
+    state = optax.tree_utils.tree_set(
+        start.opt_state, learning_rate=np.float32(0.01)
+    )
+    start = start._replace(opt_state=state)
+    result = runs.train(TASK, make(0.01), start=start, num_updates=6)
+    grads, _ = TASK.gradient(start.params, TASK.batch(5))
+    moved = start.params['w'] - result.params['w']
+    np.testing.assert_allclose(moved, 0.01 * grads['w'], rtol=1e-3)
+
+  def test_does_not_warn_of_a_schedule(self):
+    make = optax.inject_hyperparams(optax.sgd)
+    tx = make(optax.linear_schedule(0.1, 0.0, 30))
+    runs.train(TASK, tx, folder=self.folder, num_updates=5)
+
+    asynchronous.read_checkpoint(self.folder, TASK, tx)

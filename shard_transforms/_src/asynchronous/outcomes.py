@@ -201,7 +201,7 @@ def read_journal(folder: str | os.PathLike[str]) -> np.ndarray:
     ...     batch=lambda number: jnp.full(3, number % 2, jnp.float32))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...   _ = asynchronous.train(
-    ...       task, optax.sgd(0.1), num_updates=5, num_workers=3, staleness=1,
+    ...       task, optax.sgd(0.1), num_updates=5, num_workers=2, staleness=1,
     ...       cluster=None, folder=folder)
     ...   journal = asynchronous.read_journal(folder)
     >>> print(journal['global_step'] - journal['local_step'])

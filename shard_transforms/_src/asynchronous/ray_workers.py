@@ -147,7 +147,7 @@ class RayWorkers:
       reply: Any = ray.get(ref)
     except exceptions.RayError as error:
       self._start(worker)
-      return task_lib.Event(worker, reason=line(error))
+      return task_lib.Event(worker, reason=' '.join(str(error).split()))
     return task_lib.Event(worker, reply, functools.partial(_fetch, grads))
 
 

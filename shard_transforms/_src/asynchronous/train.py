@@ -7,6 +7,7 @@ import os
 from typing import Any, Literal
 import warnings
 
+import numpy as np
 import optax
 
 from shard_transforms._src.asynchronous import driver
@@ -128,8 +129,8 @@ def train(
     ...     gradient=lambda params, batch: (params - batch, {}),
     ...     batch=lambda number: jnp.full(2, number % 2, jnp.float32))
     >>> params, state, report = asynchronous.train(
-    ...     task, optax.sgd(0.1), num_updates=100, num_workers=4, staleness=2,
-    ...     cluster=None)
+    ...     task, optax.sgd(0.1), num_updates=100, num_workers=4, merge=4,
+    ...     staleness=4, cluster=None)
     >>> print(params.round(1), state.global_step, report.num_dropped)
     [0.5 0.5] 100 0
 
@@ -190,7 +191,8 @@ def replay(
   Examples:
     >>> import tempfile
     >>> import jax.numpy as jnp
-    >>>     >>> import optax
+    >>> import numpy as np
+    >>> import optax
     >>> from shard_transforms import asynchronous
     >>> task = asynchronous.Task(
     ...     init=lambda: jnp.zeros(3),
@@ -261,9 +263,26 @@ def read_checkpoint(
     raise FileNotFoundError(
         f'`folder` must have an intact checkpoint, got {str(path)!r}.'
     )
+  _warn_of_hyperparams(found.trees['state'], server.state)
   params, state, workers = found.trees.values()
   metrics = dict(found.metrics)
   report = outcomes.Report(
       found.global_step, metrics=metrics, worker_states=workers
   )
   return outcomes.Result(params, state, report)
+
+
+def _warn_of_hyperparams(saved, fresh):
+  """Warns of values of `inject_hyperparams` that differ from the optimizer's."""
+  get = optax.tree_utils.tree_get_all_with_path
+  pairs = zip(get(saved, 'hyperparams'), get(fresh, 'hyperparams'), strict=True)
+  scheduled = {name for _, x in get(fresh, 'hyperparams_states') for name in x}
+  for (_, old), (_, new) in pairs:
+    for name in sorted(new.keys() - scheduled):
+      if np.any(old[name] != new[name]):
+        warnings.warn(
+            f'`{name}` of the checkpoint, {old[name]}, stays in force, got'
+            f' {new[name]} from `tx`. Set it in the result by'
+            f' `optax.tree_utils.tree_set(opt_state, {name}=...)`.',
+            stacklevel=3,
+        )
