@@ -237,7 +237,7 @@ def driver(part: str) -> None:
 
 
 def apply(part: str) -> None:
-  """Compares the times of `ParameterServer.accept` and of a plain step."""
+  """Compares the times of `ParameterServer.update` and of a plain step."""
   for size in _SIZES.value:
     calls = accepting(size), plain(size), accepting(size)
     timing.seconds_in_turn(calls, 2)
@@ -254,10 +254,11 @@ def accepting(size: str) -> Callable[[], Any]:
   grads = from_store(params)
   # This optimizer does not use the parameters that were read.
   _, read = server.publish()
+  contribution = parameter_server.Contribution(grads, read=read)
 
   def call():
     for _ in range(STEPS[size]):
-      server.accept(grads, read, server.global_step)
+      server.update([contribution._replace(local_step=server.global_step)])
     return server._params
 
   return call

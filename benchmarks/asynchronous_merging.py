@@ -13,6 +13,7 @@ The parts:
   Ray that is written by hand in 40 lines.
 """
 
+import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
@@ -48,7 +49,9 @@ NUM_WORKERS = 8
 DURATIONS = {
     'even ±10 %': lambda rng: rng.uniform(0.9, 1.1),
     'lognormal, sigma 1': lambda rng: rng.lognormal(),
-    '10 % take 10 times as long': lambda rng: 10.0 if rng.random() < 0.1 else 1.0,
+    '10 % take 10 times as long': lambda rng: rng.choice(
+        [1.0, 10.0], p=[0.9, 0.1]
+    ),
 }
 # Merged gradients, staleness, and whether workers are paced.
 WAYS = [
@@ -126,18 +129,17 @@ def drive(
         folder=folder,
         save_every=10**9,
     )
-    *_, result = driver.drive(options, workers)
+    collections.deque(driver.drive(options, workers), maxlen=0)
     journal = asynchronous.read_journal(folder)
   accepted = journal[journal['fate'] == 0]
   useful = sum(
       workers.seconds[pair] for pair in accepted[['worker', 'batch']].tolist()
   )
-  return useful / (NUM_WORKERS * workers.now), result.report.mean_age
+  ages = accepted['global_step'] - accepted['local_step']
+  return useful / (NUM_WORKERS * workers.now), float(ages.mean())
 
 
-def model(
-    duration: Duration, merge: int, staleness: int, pace: bool
-) -> float:
+def model(duration: Duration, merge: int, staleness: int, pace: bool) -> float:
   """Returns the share of accepted work of a model of the driver."""
   rng = np.random.default_rng(0)  # The same durations.
   ends, now, step, waiting, useful = [], 0.0, 0, 0, 0.0
@@ -228,7 +230,8 @@ def sleeping() -> None:
       lambda: run(num_updates=number, staleness=2),
   ]
   rates = in_turn(calls)
-  for name, found in zip(('staleness 8', 'staleness 4'), rates[:2], strict=True):
+  names = 'staleness 8', 'staleness 4'
+  for name, found in zip(names, rates[:2], strict=True):
     print(
         f'sleeping, merge 8, {name}: {np.median(found):.1f} accepted a second,'
         f' today {np.median(rates[2]):.1f}: {timing.ratio(found, rates[2])}'
@@ -250,7 +253,6 @@ def by_hand(size: int, num_workers: int, num_updates: int) -> float:
   """Returns updates a second of a parameter server that is written by hand."""
   import ray
 
-  @ray.remote
   class Worker:
     """Computes gradients."""
 
@@ -258,6 +260,7 @@ def by_hand(size: int, num_workers: int, num_updates: int) -> float:
       """Returns the gradient at a batch."""
       return free_gradient(jax.device_put(params), number)[0]
 
+  actor: Any = ray.remote(Worker)
   tx = optax.sgd(1e-3, momentum=0.9)
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -271,7 +274,7 @@ def by_hand(size: int, num_workers: int, num_updates: int) -> float:
     state, times = tx.init(params), []
     numbers = itertools.count()
     published = ray.put(np.asarray(params))
-    workers = [Worker.remote() for _ in range(num_workers)]
+    workers = [actor.remote() for _ in range(num_workers)]
     busy = {w.gradient.remote(published, next(numbers)): w for w in workers}
     for _ in range(num_updates):
       (ref,), _ = ray.wait(list(busy))

@@ -3,9 +3,9 @@
 Three workers take 20 steps of AdamW each, whose moments stay with the worker,
 and send how far they have come. The driver takes a step of Nesterov momentum
 with the mean of three of these. In the first run, workers wait for the slowest
-(`staleness=0`). In the second, none waits, and one worker is killed twice with
-`--kill`. Both see equally many examples; the second must end with a loss at most
-10 % higher. The durations of workers are drawn from a lognormal distribution.
+(`staleness=0`). In the second, none waits, and with `--kill`, one worker is
+killed twice. Both see equally many examples; the second must end with a loss at
+most 10 % higher. The durations of workers are lognormal.
 """
 
 from collections.abc import Mapping
@@ -116,7 +116,8 @@ def train_inner(
 
 def test_loss(params: Any) -> float:
   """Returns the loss on the test data."""
-  return float(digits.loss_fn(params, *digits.load_data(0)[1]))
+  images, labels = map(jnp.asarray, digits.load_data(0)[1])
+  return float(digits.loss_fn(params, images, labels))
 
 
 class Watcher:
@@ -124,9 +125,7 @@ class Watcher:
 
   def __init__(self, num_kills: int):
     self._start = time.monotonic()
-    self._due = [
-        _UPDATES.value * (i + 1) // 3 for i in range(num_kills)
-    ]
+    self._due = [_UPDATES.value * (i + 1) // 3 for i in range(num_kills)]
     self.losses: list[tuple[float, float]] = []
     self.kills: list[float] = []
 

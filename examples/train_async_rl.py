@@ -1,11 +1,11 @@
 """Learns by reinforcement from rollouts that workers make without waiting.
 
-Workers choose actions by the policy that they were given last, and send contexts,
-actions, rewards and log probabilities. The driver computes importance weights at
-the current policy, truncated, and takes a step of Adam. Four rollouts in a row
-see the same contexts: they are a group, whose mean reward is the baseline, and
-are accepted or dropped together. A second run takes the old rollouts as if they
-were new, without the weights.
+Workers choose actions by the policy that they were given last, and send
+contexts, actions, rewards and log probabilities. The driver computes importance
+weights at the current policy, truncated, and takes a step of Adam. Four
+rollouts in a row see the same contexts: they are a group, whose mean reward is
+the baseline, and are accepted or dropped together. A second run takes the old
+rollouts as if they were new, without the weights.
 """
 
 from collections.abc import Sequence
@@ -133,9 +133,11 @@ def train(
   learner = asynchronous.Learner(
       optimizer.init, functools.partial(update, largest_weight)
   )
-  make_task = lambda wait: asynchronous.Task(
-      init=init, gradient=functools.partial(rollout, wait), batch=int
+  task = asynchronous.Task(
+      init=init, gradient=functools.partial(rollout, _WAIT.value), batch=int
   )
+  # Waiting changes no bit, so the replay does not wait.
+  quick = asynchronous.Task(init=init, gradient=act, batch=int)
   rewards = {}
 
   def on_progress(report):
@@ -143,7 +145,7 @@ def train(
 
   with tempfile.TemporaryDirectory() as folder:
     result = asynchronous.train(
-        make_task(_WAIT.value),
+        task,
         learner,
         num_updates=_UPDATES.value,
         num_workers=NUM_WORKERS,
@@ -154,7 +156,7 @@ def train(
         folder=folder,
         on_progress=on_progress,
     )
-    again = asynchronous.replay(folder, make_task(0.0), learner)
+    again = asynchronous.replay(folder, quick, learner)
   pairs = zip(
       jax.tree.leaves(result[:2]), jax.tree.leaves(again[:2]), strict=True
   )

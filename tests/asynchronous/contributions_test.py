@@ -159,8 +159,11 @@ class WorkerStatesTest(runs.FolderTest):
 
   def test_change_of_the_state_alone_is_found(self):
     self.train()
-    other = lambda *given: (*runs.with_momentum(*given)[:2], given[2])
-    task = dataclasses.replace(TASK, gradient=other)
+
+    def keep(params, x, trace):
+      return (*runs.with_momentum(params, x, trace)[:2], trace)
+
+    task = dataclasses.replace(TASK, gradient=keep)
 
     with self.assertRaisesRegex(ValueError, 'must have the bits'):
       asynchronous.replay(self.folder, task, TX)
@@ -181,7 +184,7 @@ class WorkerStatesTest(runs.FolderTest):
       self.train(task)
 
   @cases.parameters(
-      (lambda p: p['none'], RuntimeError, '`init_worker` of `task` must work, got'),
+      (lambda p: p['none'], RuntimeError, '`init_worker` of `task` must work'),
       (3, TypeError, '`init_worker` of `Task` must be a function'),
   )
   def test_wrong_init_worker_is_refused(self, function, error, message):

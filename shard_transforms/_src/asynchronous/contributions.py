@@ -5,8 +5,6 @@ computed again.
 """
 
 import collections
-from collections.abc import Collection
-from collections.abc import Iterator
 from collections.abc import Sequence
 import time
 from typing import Any, NamedTuple
@@ -31,16 +29,17 @@ class Assignment(NamedTuple):
   Attributes:
     batch: The number of the batch.
     local_step: The global step of the parameters that the worker is given.
+    worker: The number of the worker, which may keep a state; -1 if there is
+      none yet. In a journal, the one that computed it then.
     published: These parameters, as published; see `ParameterServer.publish`.
-    worker: The number of the worker; -1 if there is none yet.
     start: When it was assigned, in seconds.
     num_lost: How many workers have died or hung at this batch.
   """
 
   batch: int
   local_step: int = 0
-  published: Any = None
   worker: int = -1
+  published: Any = None
   start: float = 0.0
   num_lost: int = 0
 
@@ -105,8 +104,8 @@ class Contributions:
       self.waiting.extend(map(Assignment, folder.ready))
     self._published: tuple[int, Any] = -1, None
 
-  def next(self, in_flight: InFlight) -> Assignment | None:
-    """Returns the batch to be assigned next, or `None` if none may start."""
+  def next(self, worker: int, in_flight: InFlight) -> Assignment | None:
+    """Returns what a worker is to do next, or `None` if nothing may start."""
     step, options = self._server.global_step, self._options
     held = [x.assigned for group in self._groups.values() for x in group]
     started = len(self.window) + len(held) + len(in_flight)
@@ -127,7 +126,8 @@ class Contributions:
       self.waiting.append(Assignment(self._next_batch))
       self._next_batch += 1
     batch = self.waiting.popleft()
-    return batch._replace(local_step=step, published=self._publish())
+    now = {'local_step': step, 'published': self._publish()}
+    return batch._replace(worker=worker, **now)
 
   def settle(self, assigned: Assignment, event: task.Event) -> None:
     """Decides on a contribution, or on its group once that is complete.
@@ -163,12 +163,9 @@ class Contributions:
   def save(self) -> None:
     """Writes a checkpoint. Nothing may be in flight or wait for an update."""
     if self._folder is not None:
-      self._folder.save(
-          self._server,
-          next_batch=self._next_batch,
-          ready=[assigned.batch for assigned in self.waiting],
-          metrics=self._tally.metrics or {},
-      )
+      ready = [assigned.batch for assigned in self.waiting]
+      metrics = self._tally.metrics or {}
+      self._folder.save(self._server, self._next_batch, ready, metrics)
 
   def give_back(self, in_flight: InFlight) -> None:
     """Puts all batches that are not decided on before those that wait."""
@@ -189,14 +186,12 @@ class Contributions:
       self._drop(group)
       return
     results = [x.event.fetch() for x in group]
-    if any(result is None for result in results):
-      # The others of the group wait for those that are lost.
-      self._groups[number] = []
-      for member, result in zip(group, results, strict=True):
-        lose_or_keep = (
-            self._lose if result is None else self._groups[number].append
-        )
-        lose_or_keep(member)
+    pairs = zip(group, results, strict=True)
+    if lost := [member for member, result in pairs if result is None]:
+      # The others of the group wait for them.
+      self._groups[number] = [member for member in group if member not in lost]
+      for member in lost:
+        self._lose(member)
       return
     num_merged = len(self.window) + len(group)
     is_last = num_merged >= self._options.merge
@@ -220,17 +215,10 @@ class Contributions:
       self._opened = time.monotonic()
     assigned, (tree, state) = computed.assigned, result
     if state is not None:
-      self._server.worker_states[self._worker_of(assigned)] = state
+      self._server.worker_states[assigned.worker] = state
     made_with = assigned.local_step, computed.event.reply.metrics
     _, read = assigned.published
     self.window.append(parameter_server.Contribution(tree, *made_with, read))
-
-  def state_for(self, assigned: Assignment) -> Any:
-    """Returns the state of the worker of an assignment; at first `None`."""
-    return self._server.worker_states.get(self._worker_of(assigned))
-
-  def _worker_of(self, assigned):
-    return assigned.worker
 
   def _update(self):
     """Makes an update of the contributions that wait for one."""
@@ -289,6 +277,9 @@ class RecordedContributions(Contributions):
   Each is computed at the parameters of its local step, and must have the same
   bits. They start in the order of these steps. So no more contributions wait
   for their turn than the run had in flight.
+
+  Attributes:
+    left: The records whose turn is still to come, in order.
   """
 
   def __init__(self, run: Run, records: np.ndarray):
@@ -300,11 +291,10 @@ class RecordedContributions(Contributions):
     super().__init__(run)
     is_accepted = records['fate'] == _Outcome.ACCEPTED
     accepted = records[is_accepted]
-    # The records whose turn is still to come, in order, and the contributions
-    # that have come back before it.
     records = records[is_accepted | (records['merged'] > 0)]
     self._check_steps(records)
-    self._left = collections.deque(records)
+    self.left = collections.deque(records)
+    # The contributions that have come back before their turn.
     self._early: dict[int, tuple[_Computed, Any]] = {}
     # Those that are not accepted yet, by their batches.
     self._records = {int(record['batch']): record for record in accepted}
@@ -317,15 +307,12 @@ class RecordedContributions(Contributions):
         latest[record['worker']] = batch
     # The batches whose parameters or states are still to come.
     accepted = accepted[np.argsort(accepted['local_step'], kind='stable')]
-    pairs = accepted[['batch', 'local_step']].tolist()
-    self._later = collections.deque(Assignment(*pair) for pair in pairs)
+    given = accepted[['batch', 'local_step', 'worker']].tolist()
+    self._later = collections.deque(Assignment(*x) for x in given)
     self._release()
 
-  def __len__(self) -> int:
-    return len(self._left)
-
-  def next(self, in_flight: InFlight) -> Assignment | None:
-    del in_flight
+  def next(self, worker: int, in_flight: InFlight) -> Assignment | None:
+    del worker, in_flight
     return self.waiting.popleft() if self.waiting else None
 
   def seconds_left(self) -> float:
@@ -347,11 +334,11 @@ class RecordedContributions(Contributions):
       )
     self._early[batch] = computed, result
     # The batch of a record of an update alone is -1.
-    while self._left and (batch := int(self._left[0]['batch'])) in {
+    while self.left and (batch := int(self.left[0]['batch'])) in {
         -1,
         *self._early,
     }:
-      record = self._left.popleft()
+      record = self.left.popleft()
       if batch in self._early:
         self._accept(*self._early.pop(batch))
         del self._records[batch]
@@ -359,9 +346,6 @@ class RecordedContributions(Contributions):
         self._update()
       # At each global step: those that come next are computed there.
       self._release()
-
-  def _worker_of(self, assigned):
-    return int(self._records[assigned.batch]['worker'])
 
   def _write(self, outcome, computed, num_merged=0):
     """Records nothing: the journal has it."""

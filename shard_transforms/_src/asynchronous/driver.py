@@ -48,14 +48,13 @@ def drive(
   driver = Driver(options, workers)
   given: run_folder.Checkpoint | None = None
   if (start := options.start) is not None:
+    state: Any = start.opt_state
     states = dict(start.report.worker_states)
-    trees: dict[str, Any] = {'params': start.params, 'state': start.opt_state}
-    trees['workers'] = states
+    trees = {'params': start.params, 'state': state, 'workers': states}
     like = run_folder.with_workers(driver.like, states)
     parameter_server.check_layout(task_lib.layout(trees), like, '`start`')
-    step = int(trees['state'].global_step)
-    next_batch = step * options.merge
-    given = run_folder.Checkpoint(step, next_batch=next_batch, trees=trees)
+    step = int(state.global_step)
+    given = run_folder.Checkpoint(step, 0, 0, step * options.merge, trees=trees)
   with contextlib.ExitStack() as stack:
     yield from driver.reports(_recover(driver, given, stack))
   # The last checkpoint is written by now.
@@ -90,10 +89,8 @@ class Driver:
     # It counts the seconds from here.
     self.tally = outcomes.Tally()
     params = task_lib.init_params(options.task)
-    merging = {'staleness': options.staleness, 'merge': options.merge}
-    self.server = parameter_server.ParameterServer(
-        options.tx, params, **merging
-    )
+    given = options.tx, params, options.staleness, options.merge
+    self.server = parameter_server.ParameterServer(*given)
     # What a checkpoint has; under `workers`, the state of one.
     state = task_lib.worker_state(options.task, params)
     self.like = {**self.server.trees(), 'workers': state}
@@ -106,11 +103,9 @@ class Driver:
 
   def result(self) -> outcomes.Result:
     """Returns where the run is."""
-    trees = self.server.trees()
-    params, state = trees['params'], trees['state']
-    report = self.tally.report(
-        self.server.global_step, params=params, worker_states=trees['workers']
-    )
+    params, state, states = self.server.trees().values()
+    also = {'params': params, 'worker_states': states}
+    report = self.tally.report(self.server.global_step, **also)
     return outcomes.Result(params, state, report)
 
   def reports(
@@ -141,15 +136,14 @@ class Driver:
         )
       is_due = now - reported >= _BETWEEN_REPORTS or command == 'params'
       if is_due and self.tally.metrics is not None:
-        reported = now
+        reported, step = now, self.server.global_step
         params = self.server.params if command == 'params' else None
-        step = self.server.global_step
         command = yield self.tally.report(step, params=params)
         if command == 'stop':
           if self._new is None or not self._new.window:
             break
           # It ends with the update that has begun.
-          self.options.num_updates = self.server.global_step + 1
+          self.options.num_updates = step + 1
     # Before it has recovered, the folder has more than the server.
     if self._new is not None:
       self._new.give_back(self._in_flight)
@@ -176,9 +170,9 @@ class Driver:
     is_dropped = records['fate'] == outcomes.Outcome.DROPPED
     self.server.count_dropped(int(is_dropped.sum()))
     recorded = contributions_lib.RecordedContributions(self._run, records)
-    while recorded:
+    while recorded.left:
       self._turn(recorded)
-      if recorded:
+      if recorded.left:
         yield
     return recorded.window
 
@@ -215,14 +209,12 @@ class Driver:
   def _assign(self, contributions):
     """Gives batches to idle workers."""
     for worker in sorted(self._workers.ready() - self._in_flight.keys()):
-      batch = contributions.next(self._in_flight)
+      batch = contributions.next(worker, self._in_flight)
       if batch is None:
         return
-      assigned = batch._replace(worker=worker, start=time.monotonic())
-      self._in_flight[worker] = assigned
-      params, _ = assigned.published
-      state = contributions.state_for(assigned)
-      self._workers.start(worker, params, assigned.batch, state)
+      self._in_flight[worker] = batch = batch._replace(start=time.monotonic())
+      state = self.server.worker_states.get(batch.worker)
+      self._workers.start(worker, batch.published[0], batch.batch, state)
 
   def _settle(self, contributions, events):
     """Decides on what has come back, or is lost."""
@@ -232,7 +224,7 @@ class Driver:
   def _hung(self):
     """Returns the workers that compute for longer than the time limit."""
     latest = time.monotonic() - self.options.time_limit
-    return [x.worker for x in self._in_flight.values() if x.start < latest]
+    return [w for w, x in self._in_flight.items() if x.start < latest]
 
 
 def _recover(driver, given, stack):

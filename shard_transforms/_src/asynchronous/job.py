@@ -55,14 +55,7 @@ _CONFIG = (
 
 # Errors are raised as the nearest of these that they derive from, and otherwise
 # as `RuntimeError`.
-_ERRORS = (
-    ConnectionError,
-    FileNotFoundError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_ERRORS = FileNotFoundError, OSError, RuntimeError, TypeError, ValueError
 
 
 class Job(NamedTuple):
@@ -163,8 +156,7 @@ def _messages(
       _send(child, pickled)
       if not child.poll(_START_TIMEOUT):
         raise ConnectionError(
-            f'`cluster` must be reached within {_START_TIMEOUT} s, got'
-            f' {job.cluster!r}, which was not.'
+            f'`cluster` must be reached in {_START_TIMEOUT} s, got {cluster!r}.'
         )
       while (message := _receive(child)) is not None:
         if isinstance(message, Exception):

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from shard_transforms._src.asynchronous import task
+
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
@@ -49,9 +51,4 @@ class Learner:
   init: Callable[[Any], Any]
   update: Callable[[Any, Any, Sequence[Any], jax.Array], tuple[Any, Any]]
 
-  def __post_init__(self):
-    for name, value in vars(self).items():
-      if not callable(value):
-        raise TypeError(
-            f'`{name}` of `Learner` must be a function, got {value!r}.'
-        )
+  __post_init__ = task.check_functions

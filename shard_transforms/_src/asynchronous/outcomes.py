@@ -147,16 +147,11 @@ class Tally:
 
   def report(self, global_step: int, **trees: Any) -> Report:
     """Returns the report at a global step, with some trees."""
-    return Report(
-        global_step=global_step,
-        num_dropped=self._counts[Outcome.DROPPED],
-        num_lost=self._counts[Outcome.LOST],
-        num_recovered=self.num_recovered,
-        mean_age=self._total_age / max(self._counts[Outcome.ACCEPTED], 1),
-        seconds=self.seconds(),
-        metrics=self.metrics or {},
-        **trees,
-    )
+    counts = self._counts
+    mean_age = self._total_age / max(counts[Outcome.ACCEPTED], 1)
+    lost = counts[Outcome.DROPPED], counts[Outcome.LOST], self.num_recovered
+    times = mean_age, self.seconds(), self.metrics or {}
+    return Report(global_step, *lost, *times, **trees)
 
 
 def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -52,22 +52,23 @@ class ParameterServer:
   """
 
   def __init__(
-      self,
-      tx: optax.GradientTransformation | learner.Learner,
-      params: Any,
-      *,
-      staleness: float = math.inf,
-      merge: int = 1,
+      self, tx: Any, params: Any, staleness: float = math.inf, merge: int = 1
   ):
     """Starts from a copy of the parameters.
+
+    Args:
+      tx: The optimizer, or a `Learner`.
+      params: The parameters.
+      staleness: As for `drop_stale`; infinite for any age.
+      merge: How many contributions make an update.
 
     Raises:
       ValueError: If the optimizer cannot merge contributions.
     """
     gate = drop_stale.drop_stale(0 if staleness == math.inf else int(staleness))
     self._gate = None if staleness == math.inf else jax.jit(gate.update)
-    state = gate.init(params)._replace(inner_state=tx.init(params))
-    self.restore(params, state, {})
+    state: Any = gate.init(params)
+    self.restore(params, state._replace(inner_state=tx.init(params)), {})
     self._is_learner = isinstance(tx, learner.Learner)
     step = functools.partial(_learn if self._is_learner else _step, tx)
     self._step = jax.jit(step, donate_argnums=(0, 1))
@@ -132,18 +133,18 @@ class ParameterServer:
     if self._gate is None:
       return True
     counts = self._counts._replace(global_step=np.int32(self.global_step))
-    local_step = np.int32(local_step)
-    _, self._counts = self._gate((), counts, local_step=local_step)
+    step = np.int32(local_step)
+    _, self._counts = self._gate((), counts, local_step=step)
     return int(self._counts.global_step) > self.global_step
 
   def update(self, window: Sequence[Contribution]) -> None:
     """Makes an update of contributions."""
     trees, steps, metrics, read = zip(*window, strict=True)
-    weights, steps = None, np.int32(steps)
+    weights, steps = None, np.array(steps, np.int32)
     if self._is_learner:
       steps = np.int32(self.global_step) - steps
     if any('weight' in x for x in metrics):
-      weights = np.float32([x.get('weight', 1) for x in metrics])
+      weights = np.array([x.get('weight', 1) for x in metrics], np.float32)
     given = self._params, self._opt_state, trees, steps, weights, read[0]
     self._params, self._opt_state = self._step(*given)
     self.global_step += 1
@@ -233,18 +234,13 @@ def _learn(tx, params, state, contributions, ages, weights, read_params):
 
 def _step(tx, params, state, grads, local_steps, weights, read_params):
   """Returns the next parameters, and the next state of the optimizer."""
-  tx = optax.with_extra_args_support(tx)
-  if len(grads) == 1 and weights is None:
-    extra_args = {} if read_params is None else {'read_params': read_params}
-    updates, state = tx.update(
-        grads[0], state, params, local_step=local_steps[0], **extra_args
-    )
-    return optax.apply_updates(params, updates), state
   towers = tower_reduce.tower_reduce(len(grads), tx)
-  window = towers.init(params)._replace(inner_state=state)
-  updates = params
+  window: Any = towers.init(params)
+  window, updates = window._replace(inner_state=state), params
   for i, tower in enumerate(grads):
-    extra_args = {} if weights is None else {'weight': weights[i]}
+    extra_args = {} if read_params is None else {'read_params': read_params}
+    if weights is not None:
+      extra_args['weight'] = weights[i]
     updates, window = towers.update(
         tower, window, params, local_step=local_steps[i], **extra_args
     )

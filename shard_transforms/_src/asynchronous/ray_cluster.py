@@ -113,7 +113,8 @@ def _ray(job: job_lib.Job) -> Iterator[None]:
     ray.init(job.cluster, configure_logging=False, **options)
   except Exception as error:  # Ray raises errors of many kinds.
     raise ConnectionError(
-        f'`cluster` must be reached, got {job.cluster!r}: {ray_workers.line(error)}'
+        f'`cluster` must be reached, got {job.cluster!r}:'
+        f' {ray_workers.line(error)}'
     ) from error
   try:
     yield

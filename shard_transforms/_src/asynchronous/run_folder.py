@@ -116,14 +116,14 @@ class RunFolder:
     """Returns whether a checkpoint is due at a global step."""
     return step - self.saved.global_step >= options.save_every
 
-  def save(self, server: parameter_server.ParameterServer, **run: Any) -> None:
+  def save(self, server: parameter_server.ParameterServer, *run: Any) -> None:
     """Starts to write a checkpoint, after waiting for the previous one.
 
     No gradient may be in flight.
 
     Args:
       server: The parameters and the state.
-      **run: `next_batch`, `ready` and `metrics`, as in a checkpoint.
+      *run: `next_batch`, `ready` and `metrics`, as in a checkpoint.
 
     Raises:
       OSError: If the journal or the previous checkpoint cannot be written.
@@ -133,9 +133,8 @@ class RunFolder:
     with outcomes.naming(self._path):
       os.fsync(self._file.fileno())
     self._wait()
-    self.saved = Checkpoint(
-        server.global_step, self._num_records, self._last_crc, **run
-    )
+    written = self._num_records, self._last_crc
+    self.saved = Checkpoint(server.global_step, *written, *run)
     saved = self.saved._replace(trees=server.trees())
     self._pending = self._writer.submit(write, self._path.parent, saved)
 
@@ -173,8 +172,7 @@ def lock(folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError as error:
     raise ValueError(
-        f'`folder` must not be in use, got {str(folder)!r}, which another run'
-        ' writes to.'
+        f'`folder` must not be in use by another run, got {str(folder)!r}.'
     ) from error
 
 

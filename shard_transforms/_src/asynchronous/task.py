@@ -22,6 +22,20 @@ _NUM_COLUMNS = 1021
 _OFFSET = 4
 
 
+def check_functions(owner: Any) -> None:
+  """Checks that all fields of a dataclass are functions.
+
+  Raises:
+    TypeError: If one of them is not; `init_worker` may be `None`.
+  """
+  for name, value in vars(owner).items():
+    if not callable(value) and (name, value) != ('init_worker', None):
+      kind = type(owner).__name__
+      raise TypeError(
+          f'`{name}` of `{kind}` must be a function, got {value!r}.'
+      )
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
   """A training task: the functions that workers call.
@@ -67,12 +81,7 @@ class Task:
   batch: Callable[[int], Any]
   init_worker: Callable[[Any], Any] | None = None
 
-  def __post_init__(self):
-    for name, value in vars(self).items():
-      if not callable(value) and (name, value) != ('init_worker', None):
-        raise TypeError(
-            f'`{name}` of `Task` must be a function, got {value!r}.'
-        )
+  __post_init__ = check_functions
 
 
 class AnyTreeTask(Task):
@@ -215,23 +224,21 @@ def _problem(results, likes):
     results: The results.
     likes: Trees of the same structures, shapes and dtypes; `None` for any.
   """
-  names = ['gradient', 'metrics', 'state'][: len(likes)]
   if not isinstance(results, tuple) or len(results) != len(likes):
     also = ' and the next state' * (len(likes) - 2)
-    return (
-        f'it must return the gradient, a dict of metrics{also}, got'
-        f' {type(results).__name__}.'
-    )
-  for name, result, like in zip(names, results, likes, strict=True):
+    found = type(results).__name__
+    return f'it must return the gradient, a dict of metrics{also}, got {found}.'
+  names = 'gradient', 'metrics', 'state'
+  for name, result, like in zip(names, results, likes, strict=False):
     if like is None:
       continue
     result = jax.tree.map(np.asarray, result)
     found, due = jax.tree.structure(result), jax.tree.structure(like)
     difference = differing(layout(result), like)
     if difference or found != due:
-      of = 'parameters' if name == 'gradient' else 'state that it gets'
+      like = 'parameters' if name == 'gradient' else 'state that it gets'
       return (
-          f'its {name} must have the tree, shapes and dtypes of the {of},'
+          f'its {name} must have the tree, shapes and dtypes of the {like},'
           f' {difference or f"got {found} instead of {due}."}'
       )
   metrics = results[1]
@@ -273,11 +280,9 @@ class Workers(Protocol):
 
   def publish(self, params: Any) -> Any:
     """Returns the parameters in the form for `start`; they must not change."""
-    ...
 
   def start(self, worker: int, published: Any, batch: int, state: Any) -> None:
     """Starts a worker on the gradient at a batch, with the state it keeps."""
-    ...
 
   def wait(self, seconds: float) -> list[Event]:
     """Waits for events up to a time limit, and returns them."""
@@ -285,7 +290,6 @@ class Workers(Protocol):
 
   def replace(self, worker: int) -> None:
     """Replaces a worker; no event reports the gradient that is lost."""
-    ...
 
 
 class LocalWorkers:

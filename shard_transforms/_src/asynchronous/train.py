@@ -15,7 +15,6 @@ from shard_transforms._src.asynchronous import job
 from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import outcomes
-from shard_transforms._src.asynchronous import parameter_server
 from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import task as task_lib
 
@@ -253,27 +252,23 @@ def read_checkpoint(
     >>> print(params, report.global_step)
     [0.25 0.25 0.25] 3
   """
-  options_lib.check_kinds(task=task, tx=tx)
-  path = options_lib.absolute(folder)
-  params = task_lib.init_params(task)
-  server = parameter_server.ParameterServer(tx, params)
-  state = task_lib.worker_state(task, params)
-  found = run_folder.read_latest(path, {**server.trees(), 'workers': state})
+  options = options_lib.Options(task, tx, folder=folder)
+  workers = task_lib.LocalWorkers(options.task, 1)
+  fresh = driver.Driver(options, workers).like
+  found = run_folder.read_latest(options.folder, fresh)
   if found is None:
     raise FileNotFoundError(
-        f'`folder` must have an intact checkpoint, got {str(path)!r}.'
+        f'`folder` must have an intact checkpoint, got {str(options.folder)!r}.'
     )
-  _warn_of_hyperparams(found.trees['state'], server.state)
-  params, state, workers = found.trees.values()
-  metrics = dict(found.metrics)
-  report = outcomes.Report(
-      found.global_step, metrics=metrics, worker_states=workers
-  )
+  _warn_of_hyperparams(found.trees['state'], fresh['state'])
+  params, state, states = found.trees.values()
+  also = {'metrics': dict(found.metrics), 'worker_states': states}
+  report = outcomes.Report(found.global_step, **also)
   return outcomes.Result(params, state, report)
 
 
 def _warn_of_hyperparams(saved, fresh):
-  """Warns of values of `inject_hyperparams` that differ from the optimizer's."""
+  """Warns of values of `inject_hyperparams` that the optimizer has not."""
   get = optax.tree_utils.tree_get_all_with_path
   pairs = zip(get(saved, 'hyperparams'), get(fresh, 'hyperparams'), strict=True)
   scheduled = {name for _, x in get(fresh, 'hyperparams_states') for name in x}
