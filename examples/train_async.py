@@ -1,8 +1,8 @@
 """Trains a classifier of handwritten digits asynchronously.
 
 In four ways: (a) each gradient counts, however old it is, (b) those that are
-too old are dropped, (c) workers are paced, so that none becomes too old, (d)
-old gradients count less. The workers are processes of Ray. Each run writes a
+too old are dropped, (c) as many gradients as there are workers are merged into
+an update, and none becomes too old, (d) old gradients count less. The workers are processes of Ray. Each run writes a
 journal, from which (c) is replayed and must end with the same bits. With
 `--kill`, a worker and the process that holds the parameters are killed during
 (c). The test accuracy is measured on the way: `--stop_at` ends a run that has
@@ -57,8 +57,8 @@ _WORKERS = flags.DEFINE_integer(
 _UPDATES = flags.DEFINE_integer(
     'updates',
     UPDATES,
-    'Number of accepted updates of each way; with fewer than by default, the'
-    ' accuracy is not checked.',
+    'Number of updates of each way; with fewer than by default, the accuracy is'
+    ' not checked.',
     lower_bound=1,
 )
 _STALENESS = flags.DEFINE_integer(
@@ -137,7 +137,7 @@ class Run(NamedTuple):
     result: What `train` returns.
     journal: What became of each gradient.
     losses: The numbers of some updates, and losses of their batches [2, n].
-    rate: Accepted updates a second.
+    rate: Updates a second.
   """
 
   name: str
@@ -154,10 +154,11 @@ def make_ways() -> list[Way]:
   tx = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
   weighted = optax.chain(st.scale_by_staleness('inverse'), tx)
   unbounded = {'staleness': None, 'pace': False}
+  merging = {'staleness': bound, 'merge': _WORKERS.value}
   ways = [
       Way('(a) no bound', tx, unbounded),
       Way(f'(b) dropping beyond {bound}', tx, unbounded | {'staleness': bound}),
-      Way(f'(c) pacing within {bound}', tx, {'staleness': bound}),
+      Way(f'(c) merging, within {bound}', tx, merging),
       Way('(d) weights by age', weighted, unbounded),
   ]
   return [way for way in ways if letter(way) in _WAYS.value]
@@ -225,7 +226,7 @@ class Progress:
     self._losses[report.global_step] = report.metrics['loss']
 
   def rate(self) -> float:
-    """Returns the accepted updates a second, from the first to the last."""
+    """Returns the updates a second, from the first to the last."""
     return (self._bar.n - self._first_step) / max(self._seconds(), 1e-3)
 
   def losses(self) -> np.ndarray:
@@ -353,7 +354,7 @@ def print_table(runs: Sequence[Run], accuracies: Sequence[float]) -> None:
   row = '{:23}{:>13}{:>11}{:>10}{:>9}{:>6}{:>10}'
   print(
       row.format(
-          *('', 'test accuracy', 'updates/s', 'accepted', 'dropped'),
+          *('', 'test accuracy', 'updates/s', 'updates', 'dropped'),
           *('lost', 'mean age'),
       )
   )
@@ -454,7 +455,7 @@ def when(journal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         reached.get(int(record['local_step']), np.nan),
     )
     idle[worker] = ends[i]
-    if record['fate'] == 0:
+    if record['merged']:
       reached[int(record['global_step']) + 1] = ends[i]
   usual = np.nanmedian(ends - starts)
   return np.where(np.isnan(starts), ends - usual, starts), ends

@@ -16,13 +16,13 @@ class TrainAsyncTest(python_command.ScriptTest):
     lines = run.stdout.splitlines()[-len(ways) - 3 :]
     header, *rows, bits, written = lines
     columns = re.split('  +', header.strip())
-    self.assertEqual(columns[:3], ['test accuracy', 'updates/s', 'accepted'])
+    self.assertEqual(columns[:3], ['test accuracy', 'updates/s', 'updates'])
     found = {}
     for row in rows:
       name, *cells = re.split('  +', row)
       found[name[1]] = dict(zip(columns, cells, strict=True))
     self.assertEqual(
-        {letter: row['accepted'] for letter, row in found.items()},
+        {letter: row['updates'] for letter, row in found.items()},
         dict.fromkeys(ways, f'{num_updates}'),
     )
     self.assertEndsWith(bits, 'computed once more from its journal: same bits')
@@ -64,7 +64,7 @@ class TrainAsyncTest(python_command.ScriptTest):
     )
 
     self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
-    (row,) = [x for x in run.stdout.splitlines() if x.startswith('(c) pacing')]
+    (row,) = [x for x in run.stdout.splitlines() if x.startswith('(c) merging')]
     self.assertBetween(int(re.split('  +', row)[3]), 50, 350)
     (log,) = [name for name in self.files() if name.startswith('logs/c/')]
     data = (self.folder / log).read_bytes()

@@ -44,6 +44,8 @@ class Assignment(NamedTuple):
   num_lost: int = 0
 
 
+_Folder = run_folder.RunFolder | None
+_Window = Sequence[parameter_server.Contribution]
 # What workers compute, by their numbers.
 InFlight = dict[int, Assignment]
 
@@ -83,12 +85,7 @@ class Contributions:
     window: The accepted contributions that wait for an update.
   """
 
-  def __init__(
-      self,
-      run: Run,
-      folder: run_folder.RunFolder | None = None,
-      window: Sequence[parameter_server.Contribution] = (),
-  ):
+  def __init__(self, run: Run, folder: _Folder = None, window: _Window = ()):
     """Starts where a folder ends; without one, at the batch of the step."""
     self.waiting = collections.deque[Assignment]()
     self.window = [*window]
@@ -171,8 +168,8 @@ class Contributions:
     """Puts all batches that are not decided on before those that wait."""
     held = [x.assigned for group in self._groups.values() for x in group]
     self._groups.clear()
-    for assigned in sorted([*in_flight.values(), *held], reverse=True):
-      self.waiting.appendleft(assigned)
+    given = sorted([*in_flight.values(), *held], reverse=True)
+    self.waiting.extendleft(given)
 
   def _take(self, computed):
     """Decides on the group of a contribution if that is complete."""
@@ -206,8 +203,7 @@ class Contributions:
     self._write(_Outcome.DROPPED, group)
     # `is_fresh` has counted one.
     self._server.count_dropped(len(group) - 1)
-    for computed in reversed(group):
-      self.waiting.appendleft(computed.assigned)
+    self.waiting.extendleft(x.assigned for x in reversed(group))
 
   def _accept(self, computed, result):
     """Adds a contribution to those that wait for an update."""
@@ -334,10 +330,8 @@ class RecordedContributions(Contributions):
       )
     self._early[batch] = computed, result
     # The batch of a record of an update alone is -1.
-    while self.left and (batch := int(self.left[0]['batch'])) in {
-        -1,
-        *self._early,
-    }:
+    early = self._early
+    while self.left and (batch := int(self.left[0]['batch'])) in (-1, *early):
       record = self.left.popleft()
       if batch in self._early:
         self._accept(*self._early.pop(batch))
@@ -361,9 +355,8 @@ class RecordedContributions(Contributions):
     for record, step in zip(records, steps, strict=True):
       if step != record['global_step']:
         raise ValueError(
-            f'Record {record["sequence"]} of the journal must be of global step'
-            f' {step}, got {record["global_step"]}. A part of the journal is'
-            ' missing.'
+            f'A part of the journal is missing: record {record["sequence"]}'
+            f' must be of global step {step}, got {record["global_step"]}.'
         )
 
   def _release(self):

@@ -73,8 +73,7 @@ class Options:
     self.staleness = math.inf if self.staleness is None else self.staleness
     if self.merge % self.group:
       raise ValueError(
-          f'`merge` must be a multiple of `group`, got {self.merge} and'
-          f' {self.group}.'
+          f'`merge` must be a multiple of `group`, got {self.merge}.'
       )
     if self.group > 1 and self.task.init_worker is not None:
       raise ValueError(

@@ -72,15 +72,13 @@ class ParameterServer:
     self._is_learner = isinstance(tx, learner.Learner)
     step = functools.partial(_learn if self._is_learner else _step, tx)
     self._step = jax.jit(step, donate_argnums=(0, 1))
-    self._needs_read_params, text = False, ''
-    if not self._is_learner:
-      trees = jax.eval_shape(lambda: (self._params, self._opt_state))
-      self._needs_read_params, text = _read_program(step, *trees)
+    trees = jax.eval_shape(lambda: (self._params, self._opt_state))
+    program = (False, '') if self._is_learner else _read_program(step, *trees)
+    self._needs_read_params, text = program
     if self._needs_read_params and merge > 1:
       raise ValueError(
           '`merge` must be 1 with an optimizer that uses `read_params`, got'
-          f' {merge}. Or return these parameters with the gradient, and write a'
-          ' `Learner` that uses them.'
+          f' {merge}. A `Learner` can take parameters that workers contribute.'
       )
     self.fingerprint = self._hash(text)
 

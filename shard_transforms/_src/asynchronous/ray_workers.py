@@ -134,9 +134,8 @@ class RayWorkers:
     for name in sorted(node.keys() | self._node.keys()):
       if node.get(name) != self._node.get(name):
         raise ValueError(
-            '`cluster` must have the same versions on all nodes,'
-            f' got {name} {node.get(name)} on worker {worker} instead of'
-            f' {self._node.get(name)}.'
+            f'`cluster` must have the same versions on all nodes, got {name}'
+            f' {node.get(name)} on worker {worker}, not {self._node.get(name)}.'
         )
     self._ready.add(worker)
 

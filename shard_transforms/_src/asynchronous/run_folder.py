@@ -194,9 +194,8 @@ def read_or_create(
   if not (folder / outcomes.JOURNAL_FILE).exists():
     if _steps(folder):
       raise ValueError(
-          'The checkpoints must be of the same run as the journal, got'
-          f' {str(folder)!r}, which has no journal. Put it back, or name'
-          ' another folder.'
+          'The checkpoints must be of the same run as the journal, got none in'
+          f' {str(folder)!r}. Put it back, or name another folder.'
       )
     start = _path(folder, _START)
     if given is None:

@@ -151,10 +151,9 @@ def _warn_if_idle(options):
   most = (options.staleness + 1) * options.merge
   if options.pace and most < options.num_workers:
     warnings.warn(
-        f'With `staleness={options.staleness}` and `merge={options.merge}`,'
-        f' pacing lets at most {most} of {options.num_workers} workers compute'
-        ' at a time. Merge as many contributions as there are workers:'
-        f' `merge={options.num_workers}`.',
+        f'With `staleness={options.staleness}` and `merge={options.merge}`, at'
+        f' most {most} of {options.num_workers} workers can compute at a time.'
+        f' Merge as many gradients: `merge={options.num_workers}`.',
         stacklevel=3,
     )
 
