@@ -190,6 +190,11 @@ def cut(folder: pathlib.Path, num_records: int, group: int = 1) -> int:
   return num_records
 
 
+def slow_gradient_with_data(data, params, x):
+  """Returns a gradient; its task is as large as its data."""
+  return slow_gradient(params, x + data[0])
+
+
 def hang_once(path, number):
   """Returns a number, but for 30 never in the first worker."""
   if number == 30 and not os.path.exists(path):

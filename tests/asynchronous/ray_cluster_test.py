@@ -203,6 +203,24 @@ class FaultsTest(runs.FolderTest):
     self.assertGreaterEqual(result.report.num_recovered, 60)
     self.check(result, runs.SLOW_TASK)
 
+  def test_worker_of_a_large_task_is_replaced(self):
+    data = np.zeros(1_000_000, np.float32)
+    gradient = functools.partial(runs.slow_gradient_with_data, data)
+    task = asynchronous.Task(runs.init, gradient, runs.batch)
+    killed = []
+
+    def on_progress(report):
+      if report.global_step >= 10 and not killed:
+        killed.extend(runs.processes(WORKER)[:1])
+        killed[0].kill()
+
+    result = self.train(task, num_updates=200, on_progress=on_progress)
+
+    self.assertLen(killed, 1)
+    self.assertEqual(result.report.global_step, 200)
+    workers = asynchronous.read_journal(self.folder)['worker'][-50:]
+    self.assertEqual(set(workers.tolist()), {0, 1})
+
   def test_cluster_that_is_not_there_is_reported(self):
     with self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'):
       self.train(cluster='127.0.0.1:1')

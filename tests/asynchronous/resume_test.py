@@ -98,6 +98,16 @@ class RecoveryTest(runs.FolderTest):
     after = asynchronous.read_journal(self.folder).tobytes()
     self.assertEqual(after, before)
 
+  def test_refuses_a_task_that_differs_late(self):
+    self.resume(num_updates=30, pace=True, staleness=3)
+
+    def batch(number):
+      return runs.batch(number) + (number >= 15)
+
+    task = dataclasses.replace(TASK, batch=batch)
+    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
+      self.resume(task, num_updates=40)
+
   def test_refuses_other_parameters(self):
     self.resume()
     task = dataclasses.replace(TASK, init=lambda: {'w': np.float32([1, 1])})
