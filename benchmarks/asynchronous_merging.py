@@ -224,10 +224,12 @@ def sleeping() -> None:
   task = asynchronous.Task(zeros, sleeping_gradient, int)
   number = int(_SECONDS.value / SLEEP)
   run = functools.partial(rate, task, NUM_WORKERS)
-  merged, paced = in_turn([
-      lambda: run(num_updates=number // 2, merge=8, staleness=8),
-      lambda: run(num_updates=number, staleness=2),
-  ])
+  merged, paced = in_turn(
+      [
+          lambda: run(num_updates=number // 2, merge=8, staleness=8),
+          lambda: run(num_updates=number, staleness=2),
+      ]
+  )
   print(
       f'sleeping: merged {np.median(merged):.1f} gradients a second, paced'
       f' {np.median(paced):.1f}: {timing.ratio(merged, paced)} (aim: at least'

@@ -2,11 +2,12 @@
 
 In four ways: (a) each gradient counts, however old it is, (b) those that are
 too old are dropped, (c) as many gradients as there are workers are merged into
-an update, and none becomes too old, (d) old gradients count less. The workers are processes of Ray. Each run writes a
-journal, from which (c) is replayed and must end with the same bits. With
-`--kill`, a worker and the process that holds the parameters are killed during
-(c). The test accuracy is measured on the way: `--stop_at` ends a run that has
-reached it, and `--logdir` writes losses and accuracies for TensorBoard.
+an update, and none becomes too old, (d) old gradients count less. The workers
+are processes of Ray. Each run writes a journal, from which (c) is replayed and
+must end with the same bits. With `--kill`, a worker and the process that holds
+the parameters are killed during (c). The test accuracy is measured on the way:
+`--stop_at` ends a run that has reached it, and `--logdir` writes losses and
+accuracies for TensorBoard.
 """
 
 from collections.abc import Callable
