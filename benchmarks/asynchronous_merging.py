@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import functools
 import heapq
 import itertools
+import multiprocessing
 import os
 import tempfile
 import time
@@ -27,6 +28,7 @@ import warnings
 
 from absl import app
 from absl import flags
+import asynchronous_programs as programs
 import jax
 import numpy as np
 import optax
@@ -43,6 +45,9 @@ _UPDATES = flags.DEFINE_integer(
     'updates', 600, 'Updates of a simulated run.', lower_bound=1
 )
 _ROUNDS = flags.DEFINE_integer('rounds', 5, 'Runs on Ray.', lower_bound=2)
+_SIZES = flags.DEFINE_multi_enum(
+    'size', ['1e3', '1e6', '1e7'], ['1e3', '1e6', '1e7'], 'Floats of a server.'
+)
 _SECONDS = flags.DEFINE_float('seconds', 10.0, 'About how long these are.')
 
 NUM_WORKERS = 8
@@ -106,9 +111,9 @@ class SimulatedWorkers:
     raise NotImplementedError
 
 
-def zeros(size: int = 1) -> np.ndarray:
+def zeros() -> np.ndarray:
   """Returns parameters."""
-  return np.zeros(size, np.float32)
+  return np.zeros(1, np.float32)
 
 
 def drive(
@@ -196,11 +201,6 @@ def sleeping_gradient(params: Any, number: int) -> tuple[Any, dict[str, float]]:
   return np.ones_like(params), {'loss': 0.0}
 
 
-def free_gradient(params: Any, number: int) -> tuple[Any, dict[str, float]]:
-  """Returns a gradient that costs nothing but to be made."""
-  return np.full_like(params, number % 7), {'loss': 0.0}
-
-
 def rate(task: asynchronous.Task, num_workers: int, **options: Any) -> float:
   """Returns the accepted gradients a second after workers have started."""
   with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -247,60 +247,19 @@ def in_turn(calls: Sequence[Callable[[], float]]) -> np.ndarray:
   return found
 
 
-def by_hand(size: int, num_workers: int, num_updates: int) -> float:
-  """Returns updates a second of a parameter server that is written by hand."""
-  import ray
-
-  class Worker:
-    """Computes gradients."""
-
-    def gradient(self, params, number):
-      """Returns the gradient at a batch."""
-      return free_gradient(jax.device_put(params), number)[0]
-
-  actor: Any = ray.remote(Worker)
-  tx = optax.sgd(1e-3, momentum=0.9)
-
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  ray.init('local', num_cpus=num_workers + 1, include_dashboard=False)
-  try:
-    params = jax.device_put(zeros(size))
-    state, times = tx.init(params), []
-    numbers = itertools.count()
-    published = ray.put(np.asarray(params))
-    workers = [actor.remote() for _ in range(num_workers)]
-    busy = {w.gradient.remote(published, next(numbers)): w for w in workers}
-    for _ in range(num_updates):
-      (ref,), _ = ray.wait(list(busy))
-      worker = busy.pop(ref)
-      params, state = step(params, state, ray.get(ref))
-      published = ray.put(np.asarray(params))
-      busy[worker.gradient.remote(published, next(numbers))] = worker
-      times.append(time.perf_counter())
-  finally:
-    ray.shutdown()
-  first = num_updates // 4
-  return (num_updates - first) / (times[-1] - times[first])
-
-
 def in_process(size: int, num_workers: int, num_updates: int) -> float:
-  """Returns what `by_hand` returns in a process of its own."""
-  import multiprocessing
-
+  """Returns updates a second of the own server, in a new process."""
   with multiprocessing.get_context('spawn').Pool(1) as pool:
-    return pool.apply(by_hand, (size, num_workers, num_updates))
+    return pool.apply(programs.own_server, (size, num_workers, num_updates))
 
 
 def server() -> None:
   """Prints updates a second with a folder over those of the own server."""
-  for name, size in SIZES.items():
+  for name in _SIZES.value:
+    size = SIZES[name]
     number = int(_SECONDS.value * {'1e3': 400, '1e6': 60, '1e7': 8}[name])
-    init = functools.partial(zeros, size)
-    task = asynchronous.Task(init, free_gradient, int)
+    init = functools.partial(programs.zeros, size)
+    task = asynchronous.Task(init, programs.constant_gradient, int)
     run = functools.partial(
         rate, task, 2, num_updates=number, staleness=None, pace=False
     )

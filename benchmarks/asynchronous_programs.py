@@ -246,6 +246,48 @@ class Worker:
     return jax.tree.map(np.asarray, grads)
 
 
+def zeros(size: int) -> np.ndarray:
+  """Returns parameters."""
+  return np.zeros(size, np.float32)
+
+
+def constant_gradient(params: Any, number: int) -> tuple[Any, dict[str, float]]:
+  """Returns a gradient that costs nothing but to be made."""
+  return np.full(params.shape, number % 7, np.float32), {'loss': 0.0}
+
+
+class ConstantWorker:
+  """Computes gradients for `own_server`."""
+
+  def gradient(self, params: Any, number: int) -> np.ndarray:
+    """Returns the gradient at a batch."""
+    return constant_gradient(jax.device_put(params), number)[0]
+
+
+def own_server(size: int, num_workers: int, num_updates: int) -> float:
+  """Trains by a loop that one writes by hand; returns updates a second."""
+  tx = optimizer()
+  step = jax.jit(functools.partial(apply, tx), donate_argnums=(0, 1))
+  with _ray(num_workers + 1) as ray:
+    params = jax.device_put(zeros(size))
+    state, times, numbers = tx.init(params), [], itertools.count()
+    worker = ray.remote(ConstantWorker)
+    workers = [worker.remote() for _ in range(num_workers)]
+    # Ray puts large arguments into its store by itself.
+    published = np.asarray(params)
+    computing = {
+        w.gradient.remote(published, next(numbers)): w for w in workers
+    }
+    for _ in range(num_updates):
+      (ref,), _ = ray.wait(list(computing))
+      worker = computing.pop(ref)
+      params, state = step(params, state, ray.get(ref))
+      published = np.asarray(params)
+      computing[worker.gradient.remote(published, next(numbers))] = worker
+      times.append(time.perf_counter())
+  return rate(times, list(range(1, num_updates + 1)))
+
+
 def ray_server(model: str, num_workers: int, num_updates: int) -> float:
   """Trains with a server that is an actor of Ray; returns updates a second."""
   with _ray(num_workers + 2) as ray:
