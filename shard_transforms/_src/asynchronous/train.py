@@ -62,9 +62,11 @@ def train(
 
   Args:
     task: The functions of the training.
-    tx: The optimizer. It gets the extra argument `local_step` and, if it uses
-      `read_params` as `compensate_delay` does, the parameters that the gradient
-      was computed from; these are then kept until that gradient is back.
+    tx: The optimizer, or a `Learner`. An optimizer gets the extra argument
+      `local_step`, that of the oldest gradient of an update. If it uses
+      `read_params` as `compensate_delay` does, `merge` must be 1, and it gets
+      the parameters that the gradient was computed from; these are then kept
+      until that gradient is back.
     num_updates: Number of updates after which the run ends.
     num_workers: Number of workers.
     staleness: The age up to which gradients are accepted, in updates; `None`
@@ -89,7 +91,8 @@ def train(
     folder: The folder of the journal and the checkpoints, on this host. Each
       run needs its own. `None` keeps nothing.
     save_every: Number of updates between checkpoints, at least. Before each
-      checkpoint, no batch is assigned until the gradients in flight are back.
+      checkpoint, only batches that complete an update are assigned, until all
+      gradients in flight are back.
     start: A `Result` of the same parameters and kind of optimizer: the run
       starts with its parameters, state and global step, unless `folder` has a
       journal. The first batch has the number of the global step times `merge`.
