@@ -158,15 +158,34 @@ class WorkerStatesTest(runs.FolderTest):
     runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
   def test_change_of_the_state_alone_is_found(self):
-    self.train()
+    def keep(params, x, state):
+      return (*runs.gradient(params, x), state)
 
-    def keep(params, x, trace):
-      return (*runs.with_momentum(params, x, trace)[:2], trace)
+    def double(params, x, state):
+      return (*runs.gradient(params, x), 2 * state)
 
-    task = dataclasses.replace(TASK, gradient=keep)
+    task = dataclasses.replace(
+        TASK, gradient=keep, init_worker=lambda params: np.float32(1)
+    )
+    self.train(task)
 
+    task = dataclasses.replace(task, gradient=double)
     with self.assertRaisesRegex(ValueError, 'must have the bits'):
       asynchronous.replay(self.folder, task, TX)
+
+  def test_any_workers_compute_the_journal_of_one_again(self):
+    # One worker makes several contributions to an update.
+    first = self.train(num_workers=1, num_updates=10, merge=3, save_every=100)
+    (self.folder / 'checkpoints/10.npz').unlink()
+    options = options_lib.Options(
+        TASK, TX, 10, 4, 4, merge=3, folder=self.folder
+    )
+
+    workers = failing_workers.Workers(4, TASK, seed=1)
+    *_, result = driver_lib.drive(options, workers)
+
+    self.assertEqual(result.report.num_recovered, 10)
+    runs.assert_same_bits(result, first)
 
   def test_goes_without_groups(self):
     with self.assertRaisesRegex(ValueError, '`group` must be 1 with an'):
