@@ -116,6 +116,28 @@ def run_of(mode, loss, tx, weight_of=None):
   return run
 
 
+def plain_run_of(mode, loss, tx):
+  """Returns a `run` that takes one step under plain `jax.jit`."""
+
+  def run(num_shards):
+    mesh = modes.plain_mesh(mode, num_shards)
+    bound = st.on_mesh(tx, mesh)
+
+    @jax.jit
+    def step(params, state, batch):
+      value, grads = st.value_and_grad(loss, AXIS)(params, batch)
+      updates, _ = bound.update(grads, state, params)
+      gradient = jax.tree.map(lambda x: x.mean(0), grads.tree)
+      return {'loss': value, 'gradient': gradient, 'update': updates}
+
+    with jax.set_mesh(mesh):
+      params = modes.place(PARAMS, mesh)
+      batch = modes.place(BATCH, mesh, AXIS)
+      return step(params, bound.init(params), batch)
+
+  return run
+
+
 def real_rows(batch):
   return batch['real'].sum()
 
@@ -219,6 +241,23 @@ class OneDeviceTest(parameterized.TestCase):
       results, run = run, lambda n: {'update': results(n)['update']}
 
     self.assertIsNone(message_of(run))
+
+  @cases.product(
+      name=('mean and clip', 'shared statistics', 'key of row', 'sharded'),
+      mode=modes.PLAIN,
+  )
+  def test_sound_training_passes_under_plain_jit(self, name, mode):
+    self.assertIsNone(message_of(plain_run_of(mode, *SOUND[name])))
+
+  @cases.parameters(
+      'clip', 'signs', 'summed loss', 'own statistics', 'key of shard'
+  )
+  def test_finds_what_no_error_tells_under_plain_jit(self, name):
+    loss, tx, _, part, cause = WRONG[name]
+
+    message = message_of(plain_run_of('jit_explicit', loss, tx))
+
+    self.assertRegex(message, f'(?s){part}.*{cause}')
 
   @cases.parameters(*WRONG)
   def test_finds_what_no_error_tells(self, name):
