@@ -129,9 +129,9 @@ def _move(decay, average, value):
   average: for 0.999 in 32 bits, it is 1.3e-5 (relative) below 0.001.
   """
   # In 16 bits, the average would not move: 0.999 is 1 there.
-  dtype = jnp.promote_types(average.dtype, jnp.float32)
-  part = 1 - jnp.asarray(decay, dtype)
-  return average + ((value - average) * part).astype(average.dtype)
+  wide = jnp.float32 if average.dtype.itemsize < 4 else average.dtype
+  change = (value - average).astype(wide) * (1 - jnp.asarray(decay, wide))
+  return average + change.astype(average.dtype)
 
 
 class FtrlState(NamedTuple):
