@@ -70,7 +70,7 @@ def step_of(name):
 
   def step(params, state, grads, weight, local_step):
     grads = jax.tree.map(lambda g: g[0], grads)
-    given = {'local_step': local_step, 'weight': weight[0]}
+    given = {'local_step': local_step[0], 'weight': weight[0]}
     updates, state = tx.update(grads, state, params, **given)
     if per_shard:
       updates = jax.tree.map(lambda u: u[None], updates)
@@ -79,15 +79,16 @@ def step_of(name):
   mapped = jax.shard_map(
       step,
       mesh=mesh,
-      in_specs=(P(), specs, P(AXIS), P(AXIS), P()),
+      in_specs=(P(), specs, P(AXIS), P(AXIS), P(AXIS)),
       out_specs=(P(AXIS) if per_shard else P(), specs),
   )
   grads = jax.tree.map(
       lambda p: jax.ShapeDtypeStruct((8, *p.shape), p.dtype), PARAMS
   )
   weight = jax.ShapeDtypeStruct((8,), jnp.float32)
-  # The compiler would not send a number that it knows.
-  local_step = jax.ShapeDtypeStruct((), jnp.int32)
+  # The minimum of a step that all shards share is not used here: the compiler
+  # would leave it out.
+  local_step = jax.ShapeDtypeStruct((8,), jnp.int32)
   return jax.jit(mapped), (PARAMS, state, grads, weight, local_step)
 
 
