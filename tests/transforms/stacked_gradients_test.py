@@ -93,6 +93,18 @@ class StackedGradientsTest(parameterized.TestCase):
     chex.assert_trees_all_close((value, updates), expected, atol=1e-6)
     np.testing.assert_array_equal(weight, COUNTS.reshape(SHARDS, -1).sum(1))
 
+  @cases.parameters(*modes.PLAIN)
+  def test_weights_count_outside_of_jit_without_a_mesh_in_use(self, mode):
+    mesh = modes.plain_mesh(mode)
+    grad_fn = st.value_and_grad(
+        token_loss, AXIS, weight_fn=num_tokens, mesh=mesh
+    )
+    batch = modes.place((X, COUNTS), mesh, AXIS)
+
+    (value, _), _ = grad_fn(modes.place(W, mesh), *batch)
+
+    np.testing.assert_allclose(value, token_loss(W, X, COUNTS), rtol=1e-5)
+
   def test_gradients_that_count_differently_need_their_weight(self):
     mesh = modes.plain_mesh('jit')
     grad_fn = st.value_and_grad(
@@ -274,6 +286,11 @@ REFUSED = {
         ValueError,
         r'split argument 1 over 8 shards, got the shape \(60, 3\). Pad',
         lambda: _grad()(W, X[:60]),
+    ),
+    'parameters of another number of shards': (
+        ValueError,
+        'one entry per shard, got 2 per shard.*`shard_transforms.resize_state`',
+        lambda: _grad()(st.Stacked(np.stack([W] * 16)), X),
     ),
     'parameters that are split': (
         ValueError,

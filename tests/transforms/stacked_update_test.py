@@ -2,6 +2,7 @@
 
 from absl.testing import parameterized
 import chex
+from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -285,6 +286,55 @@ class UpdateTest(Bench):
 
     np.testing.assert_allclose(updates['b'], 3.5)
 
+  def test_gradients_that_nnx_passes_on_need_their_weight(self):
+    mesh = modes.plain_mesh('jit', axes=(AXIS, 'model'))
+    model = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
+    x, counts = BATCHES[0][:, :3], np.float32(np.arange(ROWS) % 7 < 3)
+
+    def token_loss(model, x, counts):
+      return jnp.sum(counts * model(x)[:, 0]) / jnp.sum(counts)
+
+    grad_fn = st.value_and_grad(
+        token_loss, AXIS, weight_fn=lambda x, counts: jnp.sum(counts), mesh=mesh
+    )
+    (_, weight), grads = grad_fn(model, x, counts)
+
+    def optimizer(axis_name):
+      tx = st.on_mesh(mean(optax.sgd(1.0)), mesh, axis_name)
+      return nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    with self.assertRaisesRegex(ValueError, 'must get the `weight`'):
+      optimizer(AXIS).update(model, grads)
+    with self.assertRaisesRegex(ValueError, '`axis_name` .*axes of the batch'):
+      optimizer(None).update(model, grads, weight=weight)
+
+    before = np.asarray(model.kernel[...])
+    optimizer(AXIS).update(model, grads, weight=weight)
+    step = before - np.asarray(model.kernel[...])
+    expected = counts @ x / counts.sum()
+    np.testing.assert_allclose(step[:, 0], expected, atol=1e-6)
+
+  @cases.parameters((0,), (1,))
+  def test_axes_of_the_batch_and_others_may_be_of_either_type(self, explicit):
+    kinds = [jax.sharding.AxisType.Auto] * 2
+    kinds[explicit] = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), tuple(kinds))
+
+    for axes in (AXIS, (AXIS, 'model')):
+      grad_fn = st.value_and_grad(
+          lambda w, x: jnp.mean(jnp.tanh(x @ w)), axes, mesh=mesh
+      )
+      tx = st.on_mesh(st.cross_shard_mean(axes), mesh, axes)
+      w, x = np.ones(16, np.float32), BATCHES[0]
+      _, grads = jax.jit(grad_fn)(
+          modes.place(w, mesh), modes.place(x, mesh, axes)
+      )
+      placed = modes.place(w, mesh)
+      updates, _ = jax.jit(tx.update)(grads, tx.init(placed), placed)
+
+      expected = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w)))(w, x)
+      np.testing.assert_allclose(updates, expected, atol=1e-6)
+
   def test_a_step_is_compiled_once_and_may_be_donated(self):
     mesh, compiled = self.mesh, []
     tx = self.bound(st.shard_update(ADAM, AXIS))
@@ -414,9 +464,10 @@ class UnreducedTest(parameterized.TestCase):
     mesh = modes.plain_mesh('jit_explicit')
     with jax.set_mesh(mesh):
       params, grads, expected = self.gradients(mesh)
-      tx = st.on_mesh(st.guard(mean(optax.identity()), AXIS), mesh)
-      given = {} if weight is None else {'weight': weight}
-      updates, _ = tx.update(grads, tx.init(params), params, **given)
+    tx = st.on_mesh(st.guard(mean(optax.identity()), AXIS), mesh)
+    given = {} if weight is None else {'weight': weight}
+    # The mesh need not be in use.
+    updates, _ = tx.update(grads, tx.init(params), params, **given)
 
     chex.assert_trees_all_close(updates, expected, atol=1e-6)
 
@@ -474,6 +525,20 @@ REFUSED = {
         ),
         '`axis_name` of `on_mesh` must name all axes of the gradients',
     ),
+    'gradients over no axis': (
+        lambda test: test.update(mean(ADAM), st.Stacked(test.grads.tree)),
+        r"must be the tuple of axes .* `.*Stacked\(grads, \('data',\)\)`",
+    ),
+    'gradients over the letters of an axis': (
+        lambda test: test.update(mean(ADAM), st.Stacked(test.grads.tree, AXIS)),
+        "must be the tuple of axes .* got 'data'",
+    ),
+    'parameters that are slices over the axis of the batch': (
+        lambda test: st.on_mesh(
+            mean(ADAM), test.mesh, in_specs={'w': P(), 'b': P(AXIS)}
+        ).update(test.grads, (), test.params),
+        '`in_specs` of `on_mesh` must not name the axes of the batch .*Leave',
+    ),
     'a transformation without a reduction': (
         lambda test: test.update(ADAM),
         r"must reduce the gradients over 'data', but .* of the updates still",
@@ -509,6 +574,26 @@ class RefusalTest(Bench):
 
     with self.assertRaisesRegex(ValueError, words):
       call(self)
+
+  def test_a_transformation_that_closes_over_arrays(self):
+    mesh = modes.plain_mesh('jit_explicit')
+
+    def bound(learning_rate):
+      return st.on_mesh(mean(optax.sgd(learning_rate)), mesh)
+
+    params = modes.place(self.params, mesh)
+    grads = modes.place(self.grads, mesh, AXIS)
+    tx = optax.inject_hyperparams(bound)(0.1)
+    # A number that a step returns is an array on the mesh.
+    state = modes.place(tx.init(params), mesh)
+    with self.assertRaisesRegex(
+        ValueError, 'must not close over .*`optax.inject_hyperparams` inside of'
+    ):
+      jax.jit(tx.update)(grads, state, params)
+
+    tx = st.on_mesh(mean(optax.inject_hyperparams(optax.sgd)(0.1)), mesh)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates['b'], -0.35, rtol=1e-6)
 
   def test_an_axis_that_the_mesh_lacks(self):
     with self.assertRaisesRegex(ValueError, r"must have the axes \['model'\]"):

@@ -121,6 +121,20 @@ def call(
   return restored[0](results)
 
 
+@contextlib.contextmanager
+def explaining_closures(what: str, remedy: str) -> Iterator[None]:
+  """Explains what to do about a closed-over array, which JAX cannot map."""
+  try:
+    yield
+  except (NotImplementedError, ValueError) as error:
+    if not ('Closing over' in str(error) or 'aval mesh' in str(error)):
+      raise
+    raise ValueError(
+        f'{what} must not close over arrays on a mesh of `Explicit` axes, which'
+        f' JAX cannot map. {remedy}'
+    ) from error
+
+
 def is_array(x: Any) -> bool:
   """Whether a leaf is passed to mapped functions."""
   is_one = isinstance(x, jax.Array | np.ndarray)
@@ -149,15 +163,17 @@ def resharded(x: Any, axes: Sequence[Hashable], is_split: bool) -> jax.Array:
   """Returns an array that `axes` split along its first dimension, or nowhere.
 
   An array that is sharded over axes of type `Explicit` in another way than
-  `in_specs` cannot be passed to a mapped function.
+  `in_specs` cannot be passed to a mapped function. Others are left alone.
   """
   x = jnp.asarray(x)
+  explicit = jax.sharding.get_abstract_mesh().explicit_axes
   entries = [
       tuple(axis for axis in entry if axis not in axes)
       for entry in partition_specs.entries(spec_of(x))
   ]
   if is_split:
     first, *rest = entries or [()]
-    entries = [(*axes, *first), *rest]
+    named = (axis for axis in axes if axis in explicit)
+    entries = [(*named, *first), *rest]
   to = P(*(entry or None for entry in entries))
   return x if to == jax.typeof(x).sharding.spec else jax.reshard(x, to)

@@ -10,8 +10,11 @@ import numpy as np
 
 from shard_transforms._src.base import leaves as leaves_lib
 
+# What the tree is called in paths: `nnx.Optimizer` keeps nothing but these.
+NAMES = ('tree', 'weighted_tree')
 
-@jax.tree_util.register_dataclass
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Stacked:
   """A tree of arrays [shards, ...] with one entry per shard.
@@ -45,12 +48,18 @@ class Stacked:
   """
 
   tree: Any
-  axes: tuple[Hashable, ...] = dataclasses.field(
-      default=(), metadata=dict(static=True)
-  )
-  is_weighted: bool = dataclasses.field(
-      default=False, metadata=dict(static=True)
-  )
+  axes: tuple[Hashable, ...] = ()
+  is_weighted: bool = False
+
+  def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+    """Returns the tree with its name, and what is static."""
+    name = jax.tree_util.GetAttrKey(NAMES[self.is_weighted])
+    return ((name, self.tree),), (self.axes, self.is_weighted)
+
+  @classmethod
+  def tree_unflatten(cls, static: Any, children: Any) -> Any:
+    """Returns the stack of a tree."""
+    return cls(*children, *static)
 
   def __contains__(self, key: Any) -> bool:
     """Returns False: a stack is not a mapping, which flax tests."""
@@ -68,13 +77,23 @@ def is_stacked(x: Any) -> bool:
 
 
 def own(x: Any) -> Any:
-  """Returns a shard's own entry of a stack, where it is mapped; else `x`."""
+  """Returns a shard's own entry of a stack, where it is mapped; else `x`.
+
+  Raises:
+    ValueError: If the stack does not have one entry per shard.
+  """
   if not is_stacked(x):
     return x
 
   def entry(leaf):
     if leaves_lib.is_float0(leaf):
       return np.zeros(leaf.shape[1:], leaf.dtype)
+    if len(leaf) != 1:
+      raise ValueError(
+          '`Stacked` must have one entry per shard, got'
+          f' {len(leaf)} per shard. A state of another number of shards is'
+          ' converted by `shard_transforms.resize_state`.'
+      )
     return lax.squeeze(leaf, (0,))
 
   return jax.tree.map(entry, x.tree)

@@ -45,15 +45,8 @@ def to_stacked(
   weights, times its part of the total weight. Nothing is communicated.
   """
   num_shards = mapping.num_shards(mesh, axes)
-  factors = None
-  if weight is not None:
-    weight = jnp.broadcast_to(weights.usable(weight), (num_shards,))
-    factors = jnp.where(weight > 0, jnp.sum(weight) / weight, 0)
-    factors = mapping.resharded(factors, axes, is_split=True)
 
-  def stack(part):
-    if leaves_lib.is_float0(part):
-      return np.zeros((num_shards, *part.shape), part.dtype)
+  def stack(part, factors):
     spec = jax.typeof(part).sharding.spec
     to_leading = jax.shard_map(
         lambda x: x[None],
@@ -67,5 +60,22 @@ def to_stacked(
     factor = factors.astype(x.dtype)
     return x * factor.reshape(num_shards, *(1,) * part.ndim)
 
+  # Weights may have no devices, which they then get from the gradients.
+  @jax.jit
+  def stack_all(parts, weight):
+    factors = None
+    if weight is not None:
+      weight = jnp.broadcast_to(weights.usable(weight), (num_shards,))
+      factors = jnp.where(weight > 0, jnp.sum(weight) / weight, 0)
+      factors = mapping.resharded(factors, axes, is_split=True)
+    return jax.tree.map(lambda part: stack(part, factors), parts)
+
+  def with_empty(x, stack):
+    if stack is None:
+      return np.zeros((num_shards, *x.shape), x.dtype)
+    return stack
+
+  parts = jax.tree.map(lambda x: None if leaves_lib.is_float0(x) else x, tree)
   with mapping.in_use(mesh):
-    return stacked.Stacked(jax.tree.map(stack, tree), axes)
+    stacks = stack_all(parts, weight)
+  return stacked.Stacked(jax.tree.map(with_empty, tree, stacks), axes)

@@ -39,7 +39,8 @@ class ShardedReduction(leaf_sums.Reduction):
           f'The mesh of `{self.caller}` must have no axis that is'
           f' not mapped, got {unmapped!r}: cutting a leaf would gather what'
           ' such an axis shards. Name all axes in `axis_names` of'
-          ' `jax.shard_map`.'
+          ' `jax.shard_map`; in `on_mesh`, leave out `axis_name`, and give'
+          ' how parameters are sharded over the other axes as `in_specs`.'
       )
 
   def axes_of_sums(self) -> tuple[Hashable, ...]:

@@ -132,9 +132,9 @@ def value_and_grad(
     TypeError: If an argument has the wrong type.
     ValueError: If `axis_name` is empty or names an axis twice; when called, if
       no argument is split, if rows cannot be split evenly or differ in number;
-      if the loss is already reduced over an axis, where JAX tracks this. Under
-      `jax.pmap`, `jax.vmap` and `jax.shard_map(..., check_vma=False)` it cannot
-      be seen, and a `lax.psum` in the loss makes the gradient too large.
+      if the loss is already reduced over an axis, where JAX tracks this, under
+      `jax.shard_map`. Elsewhere it cannot be seen: a `lax.psum` of the loss
+      makes the gradient N times as large.
 
   Examples:
     >>> import jax

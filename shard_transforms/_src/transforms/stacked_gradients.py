@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Hashable
-from collections.abc import Iterator
 from collections.abc import Sequence
-import contextlib
 from typing import Any
 
 import jax
@@ -54,7 +52,12 @@ def map_shards(
   # Unchecked, because a loss that is written for one device has constants in
   # the carries of its loops, which JAX types as the same on all shards.
   specs = [s if s is None else P(axes) if s else P() for s in splits]
-  with _explaining_closures():
+  explaining = mapping.explaining_closures(
+      'The loss of `value_and_grad`',
+      'Pass them to the function as keyword arguments, or make them inside the'
+      ' loss.',
+  )
+  with explaining:
     return mapping.call(
         of_shard,
         treedef.unflatten(leaves),
@@ -66,6 +69,8 @@ def map_shards(
     )
 
 
+# Constants need devices, which an abstract mesh has only where JAX traces.
+@jax.jit
 def mean_loss(losses: jax.Array, weight: jax.Array | None = None) -> jax.Array:
   """Returns the mean of the losses [shards], by the weights if there are."""
   if weight is None:
@@ -82,19 +87,3 @@ def _with_shard_axis(x):
 def _as_array(x):
   is_number = leaves_lib.dtype_of_number(x) is not None
   return jnp.asarray(x) if is_number and not leaves_lib.is_float0(x) else x
-
-
-@contextlib.contextmanager
-def _explaining_closures() -> Iterator[None]:
-  """Explains what to do about a closed-over array, which JAX cannot map."""
-  try:
-    yield
-  except (NotImplementedError, ValueError) as error:
-    is_closure = 'Closing over' in str(error) or 'aval mesh' in str(error)
-    if not is_closure:
-      raise
-    raise ValueError(
-        'The loss of `value_and_grad` must not close over arrays on a mesh of'
-        ' `Explicit` axes, which JAX cannot map. Pass them to the function as'
-        ' keyword arguments, or make them inside the loss.'
-    ) from error

@@ -42,6 +42,7 @@ def stacked_update(
   def update(updates, state, params, extra_args):
     stack = _as_stacked(updates, params, extra_args.get('weight'), mesh, axes)
     _check_axes(stack, axes)
+    _check_slices(stack, in_specs)
     extra_args = _as_of_shards(extra_args, stack, mesh)
     _check(stack, params, extra_args, mesh)
     grads = jax.tree.map(_entry, stack.tree)
@@ -80,15 +81,21 @@ def stacked_update(
     )
     args = stack, state, params, extra_args
     _check_state(state, kept)
-    return mapping.call(
-        of_shard,
-        args,
-        mapping.flat_specs(of_args, args),
-        jax.tree.leaves((of_grads, kept), is_leaf=specs_lib.is_spec),
-        mesh,
-        axes,
-        out_types=_types(stack, params, state),
+    explaining = mapping.explaining_closures(
+        'The transformation of `on_mesh`',
+        'Keep them in its state: put `optax.inject_hyperparams` inside of'
+        ' `on_mesh`, for one.',
     )
+    with explaining:
+      return mapping.call(
+          of_shard,
+          args,
+          mapping.flat_specs(of_args, args),
+          jax.tree.leaves((of_grads, kept), is_leaf=specs_lib.is_spec),
+          mesh,
+          axes,
+          out_types=_types(stack, params, state),
+      )
 
   return update
 
@@ -102,10 +109,13 @@ def _as_stacked(updates, params, weight, mesh, axes):
   if stacked_lib.is_stacked(updates):
     return updates
   # What `nnx.Optimizer` makes of a stack, like of every other node.
-  if isinstance(updates, Mapping) and set(updates) == {'tree'}:
-    tree = updates['tree']
-    if params is not None and _has_same_tree(tree, params):
-      return stacked_lib.Stacked(tree, axes)
+  if isinstance(updates, Mapping) and len(updates) == 1:
+    ((name, tree),) = updates.items()
+    is_one = name in stacked_lib.NAMES and params is not None
+    if is_one and _has_same_tree(tree, params):
+      _check_num_stacked(tree, mesh, axes)
+      is_weighted = stacked_lib.NAMES.index(name) == 1
+      return stacked_lib.Stacked(tree, axes, is_weighted)
   if not jax.tree.leaves(updates):
     return stacked_lib.Stacked(updates, axes)
   if unreduced_axes := unreduced.axes_of(updates, _CALLER):
@@ -119,6 +129,23 @@ def _as_stacked(updates, params, weight, mesh, axes):
       ' pass `shard_transforms.Stacked(grads, axes)`. A global gradient needs'
       ' no reduction: pass it to the optimizer without `on_mesh`.'
   )
+
+
+def _check_num_stacked(tree, mesh, axes):
+  """Checks that gradients whose axes are lost are those of `axes`.
+
+  Raises:
+    ValueError: If there are gradients of another number of shards.
+  """
+  num_shards = mapping.num_shards(mesh, axes)
+  found = {len(x) for x in jax.tree.leaves(tree)}
+  if not found <= {num_shards}:
+    raise ValueError(
+        '`axis_name` of `on_mesh` must name the axes of the batch where the'
+        ' framework does not keep those of the gradients, as'
+        f' `nnx.Optimizer`, got {axes} of {num_shards} shards for gradients of'
+        f' {sorted(found)}.'
+    )
 
 
 def _as_of_shards(extra_args, stack, mesh):
@@ -150,12 +177,35 @@ def _check_axes(stack, axes):
   """Checks over which axes gradients are stacked.
 
   Raises:
-    ValueError: If the transformation does not name one.
+    ValueError: If these are not axes that the transformation names.
   """
+  if not isinstance(stack.axes, tuple) or not stack.axes:
+    raise ValueError(
+        '`axes` of stacked gradients must be the tuple of axes over which'
+        f' their first dimension is sharded, got {stack.axes!r}. Write'
+        f' `shard_transforms.Stacked(grads, {axes!r})`.'
+    )
   if not set(stack.axes) <= set(axes):
     raise ValueError(
         f'`axis_name` of `on_mesh` must name all axes of the gradients,'
         f' {stack.axes}, got {axes}.'
+    )
+
+
+def _check_slices(stack, in_specs):
+  """Checks that the gradients of the shards are whole.
+
+  Raises:
+    ValueError: If `in_specs` slice parameters over the axes of the batch.
+  """
+  named = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
+  sliced = set().union(*map(specs_lib.axes_of, named)).intersection(stack.axes)
+  if sliced:
+    raise ValueError(
+        '`in_specs` of `on_mesh` must not name the axes of the batch where no'
+        f' axis is mapped, got {sorted(sliced, key=str)}: the gradient of each'
+        ' shard is whole there. Leave them out, also for parameters that are'
+        ' sharded over them, and name the axes with `axis_name`.'
     )
 
 
