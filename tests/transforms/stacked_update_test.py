@@ -513,6 +513,13 @@ REFUSED = {
         ),
         r"\(8, 1\) instead of \(8, 3\) at \['w'\]",
     ),
+    'gradients of towers': (
+        lambda test: test.update(
+            mean(optax.sgd(0.1)),
+            jax.tree.map(lambda x: x[:, None], test.grads),
+        ),
+        r'got \(1,\) instead of \(\) .*`shard_transforms.reduce_towers`',
+    ),
     'a mean that was taken before': (
         lambda test: test.update(
             mean(ADAM), jax.tree.map(lambda x: x.mean(0), test.grads)

@@ -63,7 +63,9 @@ def on_mesh(
       in `init`, as in `init_state`, or if parameters are sharded over an axis
       of a mesh of several, and `axis_name` does not say which of them `tx`
       maps; in `update`, if updates are not the gradients of the shards, or
-      differ between shards in the end because `tx` does not reduce them, or if
+      differ between shards or have other shapes than the parameters in the end
+      because `tx` does not reduce them, if `tx` closes over arrays on a mesh of
+      `Explicit` axes, if `in_specs` names axes of the batch, or if
       the step maps an axis of another size than that of the mesh.
 
   Examples:

@@ -58,6 +58,8 @@ def stacked_update(
       grads = stacked_lib.own(stack)
       extra_args = _own(extra_args)
       updates, state = inner.update(grads, state, params, **extra_args)
+      if _has_same_tree(updates, params):
+        _check_shapes(updates, params)
       _check_reduced(updates, of_grads, 'updates')
       _check_reduced(state, kept, 'state')
       return updates, state
@@ -256,6 +258,26 @@ def _check_state(state, kept):
         '`state` of `on_mesh` must be what its `init` returned for these'
         f' parameters, got {jax.tree.structure(state)}.'
     ) from error
+
+
+def _check_shapes(updates, params):
+  """Checks that updates have the shapes of the parameters.
+
+  Raises:
+    ValueError: If there is still an axis of towers.
+  """
+  pairs = zip(
+      jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True
+  )
+  for (path, x), param in pairs:
+    if jnp.shape(x) != jnp.shape(param):
+      raise ValueError(
+          'The transformation of `on_mesh` must return updates in the shapes of'
+          f' the parameters, got {jnp.shape(x)} instead of'
+          f' {jnp.shape(param)} at {leaves_lib.name_of(path)}. Gradients of'
+          ' towers, [shards, towers, ...], need'
+          ' `shard_transforms.reduce_towers`.'
+      )
 
 
 def _check_reduced(tree, tree_specs, what):
