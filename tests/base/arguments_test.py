@@ -152,5 +152,7 @@ class WrappingTest(parameterized.TestCase):
     state = st.tower_reduce(2).init(jnp.zeros(2))
     tx = st.tower_reduce(1)
 
-    with self.assertRaisesRegex(ValueError, 'a state that was made with more towers'):
+    with self.assertRaisesRegex(
+        ValueError, 'a state that was made with more towers'
+    ):
       tx.update(jnp.ones(2), state)
