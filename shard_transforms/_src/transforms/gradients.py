@@ -133,7 +133,7 @@ def value_and_grad(
     ValueError: If `axis_name` is empty or names an axis twice; when called, if
       no argument is split, if rows cannot be split evenly or differ in number;
       if the loss is already reduced over an axis, where JAX tracks this, under
-      `jax.shard_map`. Elsewhere it cannot be seen: a `lax.psum` of the loss
+      `jax.shard_map`. Elsewhere it cannot be seen: a `lax.psum` in the loss
       makes the gradient N times as large.
 
   Examples:
