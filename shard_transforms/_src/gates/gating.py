@@ -17,18 +17,22 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
+from jax import core
 from jax import lax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shard_transforms._src.analysis import plain_sums
 from shard_transforms._src.analysis import weight_flow
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
+from shard_transforms._src.gates import early_selection
 
+_core = jax.extend.core
 # Extra arguments that gates add to those of users.
 _OWN_ARGS = ('local_step', 'weight')
 
@@ -143,26 +147,56 @@ class Gate:
         the weight, or changes the tree or the shapes of its state, or its
         dtypes to others that are not wider.
     """
+    given = updates, inner_state, params, weight, extra_args
+    return self.update_and_decide(checked, accept, None, *given)[1:]
+
+  def update_and_decide(
+      self,
+      checked: Checked,
+      accept: jax.Array | None,
+      of_sums: Callable[[list[jax.Array]], jax.Array] | None,
+      updates: optax.Updates,
+      inner_state: optax.OptState,
+      params: optax.Params | None,
+      weight: jax.Array | None,
+      extra_args: dict[str, Any],
+  ) -> tuple[jax.Array | None, optax.Updates, optax.OptState]:
+    """Returns whether the step is taken, and what `update_or_skip` returns.
+
+    Where `inner` sums all updates over the axes as they are, `of_sums` decides
+    in place of `accept`, from these sums.
+    """
     inner_state = jax.tree.map(_as_array, inner_state)
     known = self._known(checked, weight is not None)
 
-    def run(state, updates, weight):
+    def run(state, updates, weight=weight):
       given = extra_args | weights.given(weight=weight)
       return _run_inner(known, self.inner, updates, state, params, given)
 
-    if known.unchecked and not isinstance(self.inner.update, _GateUpdate):
-      run = jax.jit(run)
-      traced = run.trace(inner_state, updates, weight)
+    is_gate = isinstance(self.inner.update, _GateUpdate)
+    to_check = () if is_gate else known.unchecked
+    given = inner_state, updates, *((weight,) if to_check else ())
+    # Without `jax.jit`, nothing is fused.
+    if not to_check and not isinstance(accept, core.Tracer):
+      return accept, *select(accept, *run(*given), inner_state)
+    program, types = jax.make_jaxpr(run, return_shape=True)(*given)
+    if to_check:
       weight_flow.check(
-          traced.jaxpr.jaxpr,
+          program.jaxpr,
           updates=updates,
           state=inner_state,
-          axes=known.unchecked,
+          axes=to_check,
           may_be_local=known.may_be_local,
           caller=known.caller,
       )
-    made, after = run(inner_state, updates, weight)
-    return select(accept, made, after, inner_state)
+    sums = ()
+    if of_sums is not None:
+      _, inputs = jax.tree.unflatten(
+          jax.tree.structure(given), program.jaxpr.invars
+      )
+      sums = plain_sums.find(program.jaxpr, jax.tree.leaves(inputs), self.axes)
+    decision = early_selection.Decision(accept, sums, of_sums)
+    return _select_early(decision, program, given, types)
 
   def _known(self, checked, has_weight):
     """Returns what a gate inside this one need not check, and what it must."""
@@ -228,9 +262,31 @@ def select(
   if accept is None:
     return made, after
   _check_agreed(accept)
-  keep_unless = functools.partial(_keep_unless, accept)
-  kept = jax.tree.map(keep_unless, after, before)
+  kept = jax.tree.map(functools.partial(_keep_unless, accept), after, before)
   return leaves_lib.zero_unless(accept, made), kept
+
+
+def _select_early(decision, program, given, types):
+  """Returns what `update_and_decide` does, from a program that is traced."""
+  accept, treedef = decision.accept, jax.tree.structure(types)
+  _check_state(given[0], types[1])
+  given, before = jax.tree.leaves(given), jax.tree.leaves(given[0])
+  if accept is None:
+    results = _core.jaxpr_as_fun(program)(*given)
+    return None, *treedef.unflatten(results)
+  _check_agreed(accept)
+  accept, results, is_selected = early_selection.run(
+      decision, program, given, before
+  )
+  num_made = len(results) - len(before)
+  after = [
+      new if is_early else _keep_unless(accept, new, old)
+      for new, old, is_early in zip(
+          results[num_made:], before, is_selected, strict=True
+      )
+  ]
+  made = leaves_lib.zero_unless(accept, results[:num_made])
+  return accept, *treedef.unflatten([*made, *after])
 
 
 def run_when_due(

@@ -15,6 +15,7 @@ from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import norms
 from shard_transforms._src.transforms import spikes as spikes_lib
 
 _CALLER = 'guard'
@@ -203,6 +204,9 @@ def guard(
   partition_specs.check(sharded, _CALLER)
   inner = arguments.as_inner(inner, _CALLER)
   gate = gating.gate(_CALLER, inner, axes, assume_weighted)
+  # Whether `inner` must get what each shard has decided of its update. If not,
+  # a NaN passes through the reduction, which waits for no decision.
+  is_early = on_bad == 'exclude' or spikes is not None
 
   def init_fn(params):
     # `full_state` reads the shapes of the state on one shard, of any `guard`.
@@ -215,14 +219,14 @@ def guard(
     arguments.check_update(updates, state, GuardState, axes, _CALLER)
     _check_enough_shards(axes, num_enough)
     spikes_lib.check_fits(spikes, state.spikes)
-    judgement = spikes_lib.judge(
-        spikes,
-        state.spikes,
-        updates,
-        extra_args.get('value'),
-        _sliced_over(updates, axes, sharded),
-        sharded,
-    )
+    sliced = _sliced_over(updates, axes, sharded)
+    if is_early:
+      value = extra_args.get('value')
+      judgement = spikes_lib.judge(
+          spikes, state.spikes, updates, value, sliced, sharded
+      )
+    else:
+      updates, judgement = _check(updates, sliced, axes)
     counted = jnp.float32(1)
     # After a reduction, each shard still has its own weight, which must not
     # decide.
@@ -232,15 +236,21 @@ def guard(
     decision = _decide(judgement, counted, axes, num_enough)
     if on_bad == 'exclude':
       weight = decision.weight
-    updates, inner_state = gate.update_or_skip(
+    if is_early:
+      updates = _repaired(updates, judgement.is_healthy, judgement.factor)
+    else:
+      updates = _counted(updates, weight if axes else None, decision.accept)
+    accept, updates, inner_state = gate.update_and_decide(
         checked,
         decision.accept,
-        _repaired(updates, judgement.is_healthy, judgement.factor),
+        None if is_early else _by_sums(weight, axes, sliced),
+        updates,
         state.inner_state,
         params,
         weight,
         extra_args,
     )
+    decision = decision._replace(accept=accept)
     return updates, _count(state, decision, spikes, axes, inner_state)
 
   return gating.transformation(init_fn, step)
@@ -371,6 +381,48 @@ def _decide(judgement, given, axes, num_enough):
       is_spike=is_spike,
       of_spikes=totals[3:],
   )
+
+
+def _check(updates, sliced, axes):
+  """Returns updates, and a judgement by whether they are finite."""
+  if not axes or axes_lib.platform() == 'cpu':
+    is_finite = norms.are_finite(updates, sliced)
+  else:
+    updates, is_finite = norms.read_first(updates, sliced)
+  return updates, spikes_lib.without_rule(is_finite)
+
+
+def _by_sums(weight, axes, sliced):
+  """Returns what decides from sums over the shards, or `None`.
+
+  XLA for GPUs begins the reductions in the order in which their results are
+  used, and so after the one of the decision, if all of them wait for it.
+  """
+  if not axes or weight is not None or axes_lib.platform() == 'cpu':
+    return None
+  return functools.partial(norms.are_finite, sliced_over=sliced)
+
+
+def _counted(updates, weight, accept):
+  """Returns updates, zero if the weight is, with the derivative of a skip.
+
+  A derivative through what `inner` computes with a NaN may be NaN.
+  """
+  if weight is not None:
+    updates = leaves.zero_unless(weight > 0, updates)
+  return _without_derivative_unless(accept, updates)
+
+
+@jax.custom_jvp
+def _without_derivative_unless(accept, updates):
+  del accept
+  return updates
+
+
+@_without_derivative_unless.defjvp
+def _derivative_unless(primals, tangents):
+  accept, updates = primals
+  return updates, leaves.zero_unless(accept, tangents[1])
 
 
 def _repaired(updates, is_healthy, factor):

@@ -341,9 +341,7 @@ def judge(
     ValueError: If `sharded` contradicts the types, or `value` is not a scalar.
   """
   if rule is None or not isinstance(state, SpikeState):
-    nothing = jnp.zeros(0, jnp.float32)
-    is_finite = norms.are_finite(updates, sliced)
-    return Judgement(is_finite, nothing > 0, None, nothing)
+    return without_rule(norms.are_finite(updates, sliced))
   values, is_finite = _signals(rule, updates, value, sliced, sharded)
   low, high = _bounds(rule, state.statistics)
   is_spike = jnp.logical_not((low <= values) & (values <= high))
@@ -371,6 +369,12 @@ def judge(
       factor=factor,
       tally=jnp.concatenate(tally),
   )
+
+
+def without_rule(is_finite: jax.Array) -> Judgement:
+  """Returns the judgement of an update that must only be finite."""
+  nothing = jnp.zeros(0, jnp.float32)
+  return Judgement(is_finite, nothing > 0, None, nothing)
 
 
 def _bounds(

@@ -1,0 +1,134 @@
+"""Early selection: each leaf of a state is selected where a program makes it.
+
+What comes after an equation that makes a leaf of the next state, such as the
+update from a moment, then reads the selected value. XLA fuses this as it fuses
+the program alone. Where leaves are selected behind the program, XLA for CPUs
+writes each of them twice: an update that reads a moment needs it before it is
+selected.
+"""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+import jax.extend
+import jax.numpy as jnp
+
+from shard_transforms._src.base import axes as axes_lib
+
+_core = jax.extend.core
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+  """Whether a step is taken: known before its program, or read from it.
+
+  Attributes:
+    accept: Whether it is, bool []; where `values` decide, its type only.
+    values: Variables of the program that decide; none if `accept` does.
+    decide: Takes the values of these variables, and returns a bool [].
+  """
+
+  accept: jax.Array
+  values: Sequence[Any] = ()
+  decide: Callable[[list[jax.Array]], jax.Array] | None = None
+
+
+def run(
+    decision: Decision,
+    program: Any,
+    given: Sequence[Any],
+    before: Sequence[Any],
+) -> tuple[jax.Array, list[jax.Array], list[bool]]:
+  """Runs a program, and keeps leaves of a state unless a step is taken.
+
+  Args:
+    decision: Whether the step is taken.
+    program: A `ClosedJaxpr` whose last results are the next state.
+    given: Its arguments.
+    before: The leaves of the state before the step.
+
+  Returns:
+    Whether the step is taken, bool []; the results of the program; and for each
+    leaf of the state whether it has been selected already.
+  """
+  jaxpr = program.jaxpr
+  # By identity: a literal has no hash in JAX 0.10.
+  maker = {
+      id(var): i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars
+  }
+  # From here on, the decision is known.
+  start = 1 + max([maker[id(var)] for var in decision.values], default=-1)
+  after = jaxpr.outvars[len(jaxpr.outvars) - len(before) :]
+  times = collections.Counter(map(id, after))
+  is_early = [
+      _has_type_of(old, var)
+      and times[id(var)] == 1
+      and maker.get(id(var), -1) >= start
+      for old, var in zip(before, after, strict=True)
+  ]
+  pairs = zip(before, after, is_early, strict=True)
+  early = [(old, var) for old, var, chosen in pairs if chosen]
+  olds = [old for old, _ in early]
+  choices = _choices(decision.accept, olds)
+  accept, *others = choices.invars
+  raw = dict(zip([var for _, var in early], others[len(olds) :], strict=True))
+  choice = dict(zip(raw, choices.eqns, strict=True))
+  eqns = jaxpr.eqns[:start] + _equations_of(decision, accept)
+  for eqn in jaxpr.eqns[start:]:
+    selected = [var for var in eqn.outvars if var in raw]
+    if selected:
+      eqn = eqn.replace(outvars=[raw.get(var, var) for var in eqn.outvars])
+    eqns += [eqn, *(choice[var].replace(outvars=[var]) for var in selected)]
+  known = [] if decision.values else [(accept, decision.accept)]
+  added = [*known, *zip(others, olds, strict=False)]
+  jaxpr = jaxpr.replace(
+      invars=[*jaxpr.invars, *(var for var, _ in added)],
+      outvars=[accept, *jaxpr.outvars],
+      eqns=eqns,
+      debug_info=jaxpr.debug_info.with_unknown_names(),
+  )
+  closed = _core.ClosedJaxpr(jaxpr, program.consts)
+  run_closed = _core.jaxpr_as_fun(closed)
+  accept, *results = run_closed(*given, *(array for _, array in added))
+  return accept, results, is_early
+
+
+def _has_type_of(old, var):
+  """Whether a result has the type of an old leaf, which is a real or complex.
+
+  Integers are left to the end: what follows a counter that stays 0 may divide
+  by it.
+  """
+  is_inexact = jnp.issubdtype(var.aval.dtype, jnp.inexact)
+  return is_inexact and var.aval == jax.typeof(old)
+
+
+def _choices(accept, olds):
+  """Returns a program of one equation for each leaf, which selects it.
+
+  Its inputs are the decision, the old leaves, and the new ones.
+  """
+
+  @jax.jit
+  def choose(accept, old, new):
+    accept = axes_lib.to_varying(accept, tuple(axes_lib.varying_axes(old)))
+    return lax.select_n(accept, old, new)
+
+  def choose_all(accept, olds, news):
+    return [choose(accept, *pair) for pair in zip(olds, news, strict=True)]
+
+  return jax.make_jaxpr(choose_all)(accept, olds, olds).jaxpr
+
+
+def _equations_of(decision, accept):
+  """Returns the equations that make the decision from values of a program."""
+  if not decision.values:
+    return []
+  types = [var.aval for var in decision.values]
+  (eqn,) = jax.make_jaxpr(jax.jit(decision.decide))(types).jaxpr.eqns
+  return [eqn.replace(invars=list(decision.values), outvars=[accept])]
