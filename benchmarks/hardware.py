@@ -11,6 +11,7 @@ what is missing.
 import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
+import math
 import re
 import sys
 import time
@@ -28,12 +29,13 @@ import timing
 import topology
 
 import shard_transforms as st
+from shard_transforms._src.analysis.hlo import program as hlo_program
 from shard_transforms._src.analysis.hlo import text as hlo_text
 
 _SHAPES = flags.DEFINE_multi_enum(
     'shapes',
     ['matrices'],
-    ['matrices', 'stacked', 'large', 'gpt2', 'gpt2_50304', 'leaves'],
+    ['matrices', 'stacked', 'large', 'layers', 'gpt2', 'gpt2_50304', 'leaves'],
     'The models to compile.',
 )
 _MESH = flags.DEFINE_list(
@@ -53,6 +55,7 @@ HEADINGS = (
     'temporary MB over plain',
     'code MB',
     'compilation over plain',
+    'reductions start after product',
 )
 
 
@@ -183,6 +186,8 @@ def shapes_of(name: str) -> list[jax.ShapeDtypeStruct]:
     shapes = [(8, 1024, 1024)]
   elif name == 'large':
     shapes = 2 * [(8192, 8192)]
+  elif name == 'layers':
+    shapes = 12 * [(2048, 2048)]
   elif name == 'leaves':
     shapes = 500 * [(16, 64), (64,)]
   elif name.startswith('gpt2'):
@@ -191,6 +196,12 @@ def shapes_of(name: str) -> list[jax.ShapeDtypeStruct]:
     layer = [(768, 2304), (768, 768), (768, 3072), (3072,), (3072, 768)]
     shapes = [(1024, 768), *4 * [*layer, (768,), (768,)], (vocabulary, 768)]
   return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def rows_of(name: str) -> int:
+  """Returns the rows of a shard's batch for a model."""
+  # Where reductions start depends on how long products take.
+  return 1024 if name == 'layers' else 4
 
 
 def loss_fn(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
@@ -301,6 +312,8 @@ class Measured(NamedTuple):
     temporary: Megabytes of temporary memory on a device.
     code: Megabytes of the program; XLA for GPUs does not tell.
     seconds: How long processors compiled, all together.
+    starts: After how many matrix products each reduction of at least a megabyte
+      starts, in the order in which the program runs.
   """
 
   report: st.monitoring.WireReport
@@ -309,12 +322,52 @@ class Measured(NamedTuple):
   temporary: float
   code: float
   seconds: float
+  starts: list[int]
+
+
+def starts_of(module: hlo_program.Module) -> list[int]:
+  """Returns `Measured.starts` of a compiled program."""
+  found, num_products = [], 0
+  for instruction in module.entry.instructions.values():
+    num_products += is_product(instruction, module)
+    is_start = re.fullmatch(
+        '(all-reduce|reduce-scatter)(-start)?', instruction.opcode
+    )
+    sizes = re.findall(r'\[([\d,]+)\]', instruction.result_text)
+    elements = [math.prod(map(int, size.split(','))) for size in sizes]
+    if is_start and max(elements, default=0) >= 250_000:
+      found.append(num_products)
+  return found
+
+
+def is_product(
+    instruction: hlo_program.Instruction, module: hlo_program.Module
+) -> bool:
+  """Whether an instruction multiplies matrices, alone or in a fusion."""
+  called = re.search(r'\bcalls=%?([\w.\-]+)', instruction.attribute_text)
+  inner = module.computations.get(called[1]) if called else None
+  opcodes = {instruction.opcode}
+  opcodes |= {x.opcode for x in inner.instructions.values()} if inner else set()
+  is_library = re.search('gemm|cublas', instruction.attribute_text)
+  return bool(opcodes & {'dot', 'convolution'}) or (
+      instruction.opcode == 'custom-call' and bool(is_library)
+  )
 
 
 def measure(
-    case: str, params: Sequence[jax.ShapeDtypeStruct], mesh: jax.sharding.Mesh
+    case: str,
+    params: Sequence[jax.ShapeDtypeStruct],
+    mesh: jax.sharding.Mesh,
+    rows: int = 4,
 ) -> Measured:
-  """Compiles a training step for a mesh, and reads the program."""
+  """Compiles a training step for a mesh, and reads the program.
+
+  Args:
+    case: One of `cases` or `JIT`.
+    params: The parameters.
+    mesh: The devices.
+    rows: The number of rows of a shard's batch.
+  """
   batches = []
   if case in JIT:
     step, state = jit_step(case, params, mesh)
@@ -331,7 +384,7 @@ def measure(
     step, state = mapped_step(tx, params, mesh, is_typed)
   spec = P(*(None,) * len(batches), mesh.axis_names)
   x = jax.ShapeDtypeStruct(
-      (*batches, 4 * mesh.size, max(64, params[0].shape[-2])),
+      (*batches, rows * mesh.size, max(64, params[0].shape[-2])),
       jnp.float32,
       sharding=NamedSharding(mesh, spec),
   )
@@ -355,6 +408,7 @@ def measure(
       report.memory.temp_size_in_bytes / 1e6,
       report.memory.generated_code_size_in_bytes / 1e6,
       seconds,
+      starts_of(module),
   )
 
 
@@ -371,6 +425,7 @@ def row(case: str, found: Measured, plain: Measured) -> str:
       f'{found.temporary - plain.temporary:+.1f}',
       f'{found.code:.1f}' if found.code else '',
       f'{found.seconds / plain.seconds:.1f}',
+      ', '.join(map(str, found.starts)),
   )
 
 
@@ -400,7 +455,7 @@ def main(argv: Sequence[str]) -> None:
   print(timing.setting())
   for name in _SHAPES.value:
     params = shapes_of(name)
-    plain = measure(plain_case, params, mesh)
+    plain = measure(plain_case, params, mesh, rows_of(name))
     print(
         f'\n{name}: the plain step has {plain.temporary:.1f} MB of temporary'
         f' memory, and took {plain.seconds:.1f} s of processors to compile\n'
@@ -408,7 +463,8 @@ def main(argv: Sequence[str]) -> None:
     print(line(*HEADINGS), line(*len(HEADINGS) * ['---']), sep='\n')
     print(row(plain_case, plain, plain), flush=True)
     for case in argv[2:] or others:
-      print(row(case, measure(case, params, mesh), plain), flush=True)
+      found = measure(case, params, mesh, rows_of(name))
+      print(row(case, found, plain), flush=True)
 
 
 if __name__ == '__main__':

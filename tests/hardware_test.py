@@ -63,14 +63,19 @@ CASES = (
 OF_TPU = (
     'muon',
     'large: cross_shard_mean',
+    'large: guard, skip',
     'large: shard_update',
     'gpt2: shard_update',
 )
 OF_GPU = ('gpt2: shard_update',)
+OVERLAP = 'layers: by hand', 'layers: guard, skip'
 # The first sixty of a thousand.
 SMALL = 'leaves: adasum', 'leaves: coordinate_median', 'leaves: majority_vote'
 PLAIN = 'leaves: by hand'
-MORE = {TPU: (*OF_TPU, PLAIN, *SMALL), GPU: (*OF_GPU, PLAIN, *SMALL)}
+MORE = {
+    TPU: (*OF_TPU, *OVERLAP, PLAIN, *SMALL),
+    GPU: (*OF_GPU, *OVERLAP, PLAIN, *SMALL),
+}
 # Over the two axes of the slice.
 OF_POD = 'owned_update(muon)', 'large: shard_update'
 # A compiler that is not installed is told on standard output.
@@ -79,9 +84,10 @@ import collections, json, sys
 import hardware, topology
 
 def facts(case):
-  *shapes, case = case.split(': ')
-  shapes = hardware.shapes_of(*shapes or ['matrices'])[:60]
-  found = hardware.measure(case, shapes, mesh)
+  *model, case = case.split(': ')
+  (model,) = model or ['matrices']
+  shapes = hardware.shapes_of(model)[:60]
+  found = hardware.measure(case, shapes, mesh, hardware.rows_of(model))
   times, payload = collections.Counter(), collections.Counter()
   for c in found.report.collectives:
     times[c.primitive] += c.times
@@ -175,6 +181,21 @@ class HardwareTest(parameterized.TestCase):
     self.assertEqual(found['loops'], 0)
     self.assertEqual(found['count'], plain['count'])
     self.assertLess(found['temporary'] - plain['temporary'], 0.1 * PARAMS_MB)
+
+  @cases.parameters(TPU, GPU)
+  def test_guard_overlaps_reductions_with_the_backward_pass(self, name):
+    by_hand, found = (facts(name, case) for case in OVERLAP)
+
+    self.assertEqual(found['count'], by_hand['count'])
+    starts = zip(found['starts'], by_hand['starts'], strict=True)
+    for start, most in starts:
+      self.assertLessEqual(start, most)
+
+  def test_guard_keeps_no_gradient_that_is_not_reduced(self):
+    found = facts(TPU, 'large: guard, skip')
+
+    # The reduced gradients of both matrices wait for the decision.
+    self.assertLess(found['temporary'], 550)
 
   @cases.parameters(TPU, GPU)
   def test_window_ends_in_a_loop(self, name):

@@ -209,6 +209,126 @@ class GateTest(parameterized.TestCase):
     np.testing.assert_array_equal(passed, x.mean(0))
 
 
+class EarlySelectionTest(parameterized.TestCase):
+  """Each leaf of a state is selected where `inner` makes it."""
+
+  def steps(self, gate, inner, params):
+    """Returns (updates, inner state) of a skipped step, and of one taken."""
+    return _pass_or_stop(inner, params)[gate]
+
+  @cases.parameters('drop_stale', 'guard')
+  def test_what_follows_a_moment_reads_the_one_that_is_kept(self, gate):
+    seen = []
+
+    def update(updates, state, params=None):
+      del params
+      after = jax.tree.map(lambda s, u: s + u, state, updates)
+      jax.debug.callback(lambda x: seen.append(np.array(x)), after + 1)
+      return updates, after
+
+    inner = optax.GradientTransformation(lambda params: 2 * params, update)
+    tx = ALL_GATES[gate](inner)
+
+    @jax.jit
+    def step(updates, local_step):
+      return tx.update(updates, tx.init(jnp.ones(3)), local_step=local_step)
+
+    bad = jnp.nan if gate == 'guard' else 1.0
+    step(jnp.full(3, bad), -1 if gate == 'drop_stale' else 0)
+    step(jnp.ones(3), 0)
+    jax.effects_barrier()
+
+    np.testing.assert_array_equal(seen, [[3.0] * 3, [4.0] * 3])
+
+  @cases.parameters('drop_stale', 'guard')
+  def test_one_array_may_be_several_leaves(self, gate):
+    inner = optax.GradientTransformation(
+        lambda params: {'a': params, 'b': 3 * params, 'c': params},
+        lambda u, state, params=None: (
+            u,
+            dict.fromkeys('ab', 2 * u) | {'c': state['c']},
+        ),
+    )
+
+    stopped, passed = self.steps(gate, inner, np.float32([2, 5]))
+
+    x = np.float32([2, 5])
+    before, after = {'a': x, 'b': 3 * x, 'c': x}, {
+        'a': 2 * x,
+        'b': 2 * x,
+        'c': x,
+    }
+    chex.assert_trees_all_equal(stopped[1], before, strict=True)
+    chex.assert_trees_all_equal(passed[1], after, strict=True)
+
+  @cases.parameters('drop_stale', 'guard')
+  def test_constants_keep_their_dtypes(self, gate):
+    half = jnp.bfloat16
+    inner = optax.GradientTransformation(
+        lambda _: {'first': jnp.array(True), 'half': jnp.ones((), half)},
+        lambda *_: (
+            jnp.ones((), half),
+            {'first': jnp.array(False), 'half': jnp.zeros((), half)},
+        ),
+    )
+
+    (stopped, kept), (passed, changed) = self.steps(
+        gate, inner, np.ones((), half)
+    )
+
+    one, zero = np.ones((), half), np.zeros((), half)
+    found = stopped, passed, kept, changed
+    expected = zero, one, {'first': np.array(True), 'half': one}
+    expected += ({'first': np.array(False), 'half': zero},)
+    chex.assert_trees_all_equal(found, expected, strict=True)
+
+  @cases.product(gate=('drop_stale', 'guard'), is_bad=(False, True))
+  def test_keeps_what_inner_calls(self, gate, is_bad):
+    @jax.custom_jvp
+    def own(x):
+      return x * x
+
+    # Wrong on purpose, so that it is seen.
+    own.defjvp(lambda x, dx: (own(*x), 7 * dx[0]))
+
+    @jax.jit
+    def average(trace, u):
+      return 0.5 * trace + own(u)
+
+    def update(updates, state, params=None):
+      del params
+      after = average(state, updates)
+      looped, _ = lax.scan(lambda x, _: (2 * x, None), after, length=3)
+      return looped + updates**2, after
+
+    inner = optax.GradientTransformation(jnp.zeros_like, update)
+    tx = ALL_GATES[gate](inner)
+
+    def loss(grads, local_step):
+      updates, state = tx.update(grads, tx.init(grads), local_step=local_step)
+      return jnp.sum(updates) + jnp.sum(state.inner_state)
+
+    late, x = 0, np.float32([2, 3])
+    if is_bad and gate == 'guard':
+      x[0] = np.inf
+    elif is_bad:
+      late = -1
+    found = jax.jit(jax.value_and_grad(loss))(x, late)
+
+    # Of 9 x^2, with a derivative of its own, and of x^2.
+    expected = (0, [0, 0]) if is_bad else (10 * 13, [63 + 4, 63 + 6])
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+
+  @cases.parameters('drop_stale', 'guard')
+  def test_leaks_no_tracer(self, gate):
+    tx = ALL_GATES[gate](optax.adam(0.1))
+    step = jax.jit(lambda x: tx.update(x, tx.init(x), x, local_step=0))
+
+    with jax.checking_leaks():
+      jax.eval_shape(step, jnp.ones(3))
+
+
 def _changed(leaf):
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     return jax.random.fold_in(leaf, 1)

@@ -1,5 +1,7 @@
 """`guard`: skips or excludes what is not finite; spikes are in spikes_test."""
 
+from unittest import mock
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -16,6 +18,7 @@ import shard_transforms as st
 from shard_transforms import SpikeRule
 from shard_transforms import cross_shard_mean
 from shard_transforms import guard
+from shard_transforms._src.base import axes as axes_lib
 import sliced_trees
 
 AXIS = modes.AXIS
@@ -104,6 +107,87 @@ class SkipTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(out, updates)
     self.assertEqual(state.skipped_count, 0)
+
+
+class AcceleratorTest(parameterized.TestCase):
+  """For TPUs and GPUs, the sums over the shards decide where they can."""
+
+  def setUp(self):
+    super().setUp()
+    # Nothing is packed on them.
+    self.enterContext(mock.patch.object(axes_lib, 'platform', lambda: 'tpu'))
+
+  @cases.parameters('shard_map', 'shard_map_unchecked', 'vmap')
+  def test_a_bad_shard_leaves_every_bit_of_the_state(self, mode):
+    x = data()
+    x[3, 1, 2] = -np.inf
+    inner = mean_of(optax.adam(0.1))
+
+    updates, state = run(guard(inner, AXIS), x, mode=mode)
+
+    expected, inner_state = run(inner, x[:, [0, 2]], mode=mode)
+    chex.assert_trees_all_equal(updates[:, [0, 2]], expected)
+    np.testing.assert_array_equal(updates[:, 1], np.zeros((SHARDS, 5)))
+    chex.assert_trees_all_equal(state.inner_state, inner_state, strict=True)
+    last = [-1, -1, -1, 1, -1, -1, -1, -1]
+    np.testing.assert_array_equal(state.last_bad_step[:, 0], last)
+    np.testing.assert_array_equal(state.bad_shard_count, [1] * SHARDS)
+
+  def test_a_sum_that_overflows_is_skipped(self):
+    x = data()
+    x[:, 1] = 3e38
+
+    updates, state = run(guard(mean_of(optax.sgd(1.0)), AXIS), x)
+
+    np.testing.assert_array_equal(updates[:, 1], np.zeros((SHARDS, 5)))
+    self.assertEqual(state.skipped_count[0], 1)
+    self.assertEqual(state.bad_shard_count[0], 0)
+
+  @cases.parameters('hidden', 'by group', 'weighted', 'to integers')
+  def test_shards_decide_where_a_sum_may_not_show_it(self, name):
+    mean, weight = cross_shard_mean(AXIS), None
+    if name == 'hidden':
+      clean = optax.stateless(lambda u, _: jax.tree.map(jnp.nan_to_num, u))
+      mean = optax.chain(clean, mean)
+    elif name == 'to integers':
+      mean = optax.stateless(lambda u, _: jax.tree.map(_sum_of_integers, u))
+    elif name == 'by group':
+      groups = np.arange(SHARDS).reshape(4, 2).tolist()
+      mean = optax.stateless(
+          lambda u, _: lax.psum(u, AXIS, axis_index_groups=groups)
+      )
+    else:
+      weight = np.ones((SHARDS, 3))
+    x = data()
+    x[3, 1, 2] = NAN
+
+    mode = 'pmap' if name == 'by group' else 'shard_map_unchecked'
+    updates, state = run(guard(mean, AXIS), x, weight, mode)
+
+    np.testing.assert_array_equal(updates[:, 1], np.zeros((SHARDS, 5)))
+    np.testing.assert_array_equal(state.skipped_count, [1] * SHARDS)
+
+  def test_shards_decide_if_one_leaf_is_not_summed(self):
+    def update(updates, state, params=None):
+      del params
+      clean = jnp.nan_to_num(updates['b'])
+      return lax.pmean(updates | {'b': clean}, AXIS), state
+
+    tx = guard(optax.GradientTransformation(lambda _: (), update), AXIS)
+
+    def shard(x):
+      updates = {'a': jnp.ones_like(x), 'b': x}
+      return tx.update(updates, tx.init(updates))[1].skipped_count
+
+    x = np.ones((SHARDS, 2), np.float32)
+    x[3, 1] = NAN
+    skipped = jax.jit(jax.vmap(shard, axis_name=AXIS))(x)
+
+    np.testing.assert_array_equal(skipped, [1] * SHARDS)
+
+
+def _sum_of_integers(x):
+  return lax.psum(x.astype(jnp.int32), AXIS).astype(x.dtype)
 
 
 class ExcludeTest(parameterized.TestCase):

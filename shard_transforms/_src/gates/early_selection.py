@@ -92,10 +92,20 @@ def run(
       eqns=eqns,
       debug_info=jaxpr.debug_info.with_unknown_names(),
   )
-  closed = _core.ClosedJaxpr(jaxpr, program.consts)
-  run_closed = _core.jaxpr_as_fun(closed)
-  accept, *results = run_closed(*given, *(array for _, array in added))
+  selecting = _core.ClosedJaxpr(jaxpr, program.consts)
+  given = [*given, *(array for _, array in added)]
+  accept, *results = run_alone(selecting, given)
   return accept, results, is_early
+
+
+def run_alone(program: Any, given: Sequence[Any]) -> list[Any]:
+  """Returns the results of a program, as arrays."""
+  results = _core.jaxpr_as_fun(program)(*given)
+  # A result that is a literal is a Python number.
+  return [
+      jnp.asarray(x, kind.dtype) if isinstance(x, bool | int | float) else x
+      for x, kind in zip(results, program.out_avals, strict=True)
+  ]
 
 
 def _has_type_of(old, var):

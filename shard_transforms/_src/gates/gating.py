@@ -32,7 +32,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import early_selection
 
-_core = jax.extend.core
 # Extra arguments that gates add to those of users.
 _OWN_ARGS = ('local_step', 'weight')
 
@@ -272,8 +271,7 @@ def _select_early(decision, program, given, types):
   _check_state(given[0], types[1])
   given, before = jax.tree.leaves(given), jax.tree.leaves(given[0])
   if accept is None:
-    results = _core.jaxpr_as_fun(program)(*given)
-    return None, *treedef.unflatten(results)
+    return None, *treedef.unflatten(early_selection.run_alone(program, given))
   _check_agreed(accept)
   accept, results, is_selected = early_selection.run(
       decision, program, given, before

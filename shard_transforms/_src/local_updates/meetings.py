@@ -132,9 +132,11 @@ class Meeting:
     """
     numbers = self.fragments.of_leaves(anchor)
 
-    def run(state, are_due, before, moved):
+    # As the caller computes it: XLA needs the anchor of before no more.
+    after = optax.apply_updates(anchor, moved)
+
+    def run(state, are_due, moved):
       own, inner_state = state
-      moved = optax.apply_updates(before, moved)
       leaves, treedef = jax.tree.flatten(own)
       is_due = [are_due[number] for number in numbers]
       is_well = _is_well(leaves, is_due, self.axes)
@@ -150,7 +152,7 @@ class Meeting:
 
     is_any_due = functools.reduce(jnp.logical_or, are_due)
     state = own, inner_state
-    given = is_any_due, run, state, are_due, anchor, moved
+    given = is_any_due, run, state, are_due, after
     return gating.run_when_due(*given)[1]
 
   def _mixed(self, own, anchor):
