@@ -8,7 +8,6 @@ from collections.abc import Hashable
 from collections.abc import Sequence
 from typing import Any
 
-import jax.extend
 import jax.numpy as jnp
 
 from shard_transforms._src.analysis import interpreter

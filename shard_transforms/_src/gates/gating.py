@@ -1,10 +1,11 @@
 """Gates: run an inner transformation, or keep its state bit by bit.
 
 A gate selects: `inner` runs in every step, and what a step that is not accepted
-has computed is thrown away, leaf by leaf. XLA copies what passes through a
-branch, and merges nothing across its edge; without one, the few numbers that
-decide are sent with the gradients. Where most calls skip, as in a window of
-towers, `run_when_due` branches, so that collectives run once a window.
+has computed is thrown away, leaf by leaf, where it is made. XLA copies what
+passes through a branch, and merges nothing across its edge; without one, the
+few numbers that decide are sent with the gradients. Where most calls skip, as
+in a window of towers, `run_when_due` branches, so that collectives run once a
+window.
 """
 
 from collections.abc import Callable
@@ -121,9 +122,9 @@ class Gate:
   ) -> tuple[optax.Updates, optax.OptState]:
     """Returns the result of `inner` if `accept`, else zeros and the old state.
 
-    `inner` runs either way. Updates should be zero where the step is skipped,
-    so that neither it nor its derivative computes with a NaN; what it makes of
-    zeros is thrown away, but a derivative that is not finite there is not.
+    `inner` runs either way, and what it makes in a skipped step is thrown away.
+    A derivative that is not finite is not: `updates` should be zero in such a
+    step, or their derivative should.
 
     Args:
       checked: What gates around this one have checked.

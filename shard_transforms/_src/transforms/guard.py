@@ -112,21 +112,28 @@ def guard(
   weights were zero, and takes a step with an update of zero: put `guard` around
   the reduction to skip it.
 
-  All shards decide together: each step begins with one reduction of a few
-  numbers. So a bad shard cannot deadlock the others, as it does with
-  `optax.apply_if_finite` around a reduction. With `on_bad='skip'`, one bad
-  shard is enough to skip the step: updates are zero, and the state of `inner`
-  keeps every bit. With `on_bad='exclude'`, bad shards get weight zero, and
-  `inner` receives that weight: a `cross_shard_mean` inside gives
+  All shards decide together, by one reduction of a few numbers. So a bad shard
+  cannot deadlock the others, as it does with `optax.apply_if_finite` around a
+  reduction. With `on_bad='skip'`, one bad shard is enough to skip the step:
+  updates are zero, and the state of `inner` keeps every bit. With
+  `on_bad='exclude'`, bad shards get weight zero, and `inner` receives that
+  weight: a `cross_shard_mean` inside gives
 
   .. math:: u = \sum_{i \text{ good}} w_i u_i / \sum_{i \text{ good}} w_i
 
   if at least `min_shards` are good; else the step is skipped. With `axis_name`,
   a step is skipped if the total weight of all shards is zero.
 
-  In a skipped step, `inner` runs on zeros, and its result is thrown away: only
-  side effects such as `jax.debug.print` remain. A derivative through that step
-  is NaN if the derivative of `inner` is not finite for zeros.
+  In a skipped step, `inner` runs as well, and its result is thrown away: only
+  side effects such as `jax.debug.print` remain. With `on_bad='skip'` and
+  without `spikes`, `inner` receives what is not finite, except from shards of
+  weight zero, whose updates become zero: the reduction does not wait for the
+  decision. Otherwise `inner` receives zeros in place of bad updates. The
+  derivative of a skipped step with respect to its updates is zero.
+
+  For TPUs and GPUs, where `inner` sums all updates without a weight before it
+  computes with them, the sums decide. A step is then also skipped if a sum of
+  finite updates overflows, without a bad shard.
 
   Skipped steps are counted. Traced code cannot raise an error if training has
   stalled: call `check_health` on the state every few steps, which raises after
