@@ -178,7 +178,8 @@ class Gate:
     given = inner_state, updates, *((weight,) if to_check else ())
     # Without `jax.jit`, nothing is fused.
     if not to_check and not isinstance(accept, core.Tracer):
-      return accept, *select(accept, *run(*given), inner_state)
+      made, after = run(inner_state, updates)
+      return accept, *select(accept, made, after, inner_state)
     program, types = jax.make_jaxpr(run, return_shape=True)(*given)
     if to_check:
       weight_flow.check(
@@ -195,8 +196,7 @@ class Gate:
           jax.tree.structure(given), program.jaxpr.invars
       )
       sums = plain_sums.find(program.jaxpr, jax.tree.leaves(inputs), self.axes)
-    decision = early_selection.Decision(accept, sums, of_sums)
-    return _select_early(decision, program, given, types)
+    return _select_early(accept, sums, of_sums, program, given, types)
 
   def _known(self, checked, has_weight):
     """Returns what a gate inside this one need not check, and what it must."""
@@ -266,14 +266,15 @@ def select(
   return leaves_lib.zero_unless(accept, made), kept
 
 
-def _select_early(decision, program, given, types):
+def _select_early(accept, sums, of_sums, program, given, types):
   """Returns what `update_and_decide` does, from a program that is traced."""
-  accept, treedef = decision.accept, jax.tree.structure(types)
+  treedef = jax.tree.structure(types)
   _check_state(given[0], types[1])
   given, before = jax.tree.leaves(given), jax.tree.leaves(given[0])
   if accept is None:
     return None, *treedef.unflatten(early_selection.run_alone(program, given))
   _check_agreed(accept)
+  decision = early_selection.Decision(accept, sums, of_sums)
   accept, results, is_selected = early_selection.run(
       decision, program, given, before
   )
