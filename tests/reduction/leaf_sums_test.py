@@ -79,8 +79,8 @@ class PackingTest(parameterized.TestCase):
     chex.assert_trees_all_equal(packed, alone, strict=True)
 
   @cases.parameters(
-      ((32_767,), 4, 1),
-      ((32_768,), 4, 4),
+      ((16_383,), 4, 1),
+      ((16_384,), 4, 4),
       # A buffer holds at most 32 leaves.
       ((), 65, 3),
       # What has no elements is not sent.
