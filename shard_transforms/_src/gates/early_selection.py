@@ -109,13 +109,16 @@ def run_alone(program: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def _has_type_of(old, var):
-  """Whether a result has the type of an old leaf, which is a real or complex.
+  """Whether a result has the type of an old leaf, which is worth selecting.
 
   Integers are left to the end: what follows a counter that stays 0 may divide
-  by it.
+  by it. So are numbers of 16 bits and less: XLA keeps more bits of those that
+  it reads further in a fusion, but not of those that it has selected, and a
+  second moment of Adam that is rounded to 0 makes its update infinite.
   """
-  is_inexact = jnp.issubdtype(var.aval.dtype, jnp.inexact)
-  return is_inexact and var.aval == jax.typeof(old)
+  dtype = var.aval.dtype
+  is_wide = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
+  return is_wide and var.aval == jax.typeof(old)
 
 
 def _choices(accept, olds):
