@@ -240,6 +240,24 @@ class EarlySelectionTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(seen, [[3.0] * 3, [4.0] * 3])
 
+  def test_what_follows_a_moment_of_16_bits_reads_all_of_its_bits(self):
+    # In 16 bits, the second moment of the last element is zero.
+    grads = np.tile(np.float16([1, 1e-1, 1e-3]), (8, 1))
+    params = np.ones(3, np.float16)
+    mean = st.cross_shard_mean('data')
+    adam = optax.chain(mean, optax.clip_by_global_norm(0.5), optax.adam(0.1))
+
+    def update_of(tx):
+      def shard(params, grads):
+        return tx.update(grads, tx.init(params), params)[0]
+
+      return modes.map_shards('shard_map', shard)(params, grads)
+
+    guarded = update_of(st.guard(adam, 'data'))
+
+    np.testing.assert_array_equal(guarded, update_of(adam))
+    self.assertTrue(np.isfinite(guarded).all())
+
   @cases.parameters('drop_stale', 'guard')
   def test_one_array_may_be_several_leaves(self, gate):
     inner = optax.GradientTransformation(
