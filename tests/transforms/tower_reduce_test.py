@@ -217,37 +217,6 @@ class HandedOnTest(parameterized.TestCase):
     expected = np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32)
     np.testing.assert_array_equal(recorded['weight'], expected, strict=True)
 
-  @cases.product(mode=modes.MAPPED, gate=('drop_stale', 'scale_by_staleness'))
-  def test_a_gate_behind_the_reduction_gets_one_step(self, mode, gate):
-    inner = {
-        'drop_stale': st.drop_stale(1, optax.sgd(1.0)),
-        'scale_by_staleness': optax.chain(
-            st.scale_by_staleness(lambda age: jnp.where(age > 1, 0.0, 1.0)),
-            optax.sgd(1.0),
-        ),
-    }[gate]
-    tx = st.tower_reduce(
-        2,
-        optax.chain(st.cross_shard_mean(modes.AXIS), inner),
-        axis_name=modes.AXIS,
-    )
-
-    def shard(params, x):
-      state, found = tx.init(params), []
-      # The first tower of the third window is two steps old.
-      for step in 0, 0, 1, 1, 0, 2:
-        updates, state = tx.update(x, state, params, local_step=step)
-        found.append(updates)
-      return jnp.stack(found[1::2])
-
-    updates = modes.map_shards(mode, shard)(
-        jnp.zeros(5, jnp.float32), DATA[:, 0]
-    )
-
-    mean = np.broadcast_to(-DATA[:, 0].mean(0), (8, 5))
-    expected = np.stack([mean, mean, 0 * mean], 1)
-    np.testing.assert_allclose(updates, expected, rtol=1e-5)
-
   @cases.parameters(True, False)
   def test_starts_each_window_with_new_steps_and_weights(self, are_given):
     tx = st.tower_reduce(2, harness.recorder())

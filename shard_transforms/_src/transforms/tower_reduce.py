@@ -135,10 +135,8 @@ def tower_reduce(
 
   Where a tower has `None` in place of a gradient, it adds zero, and counts in
   the mean. The minimum of the `local_step`s of a window is passed to
-  `inner`; where the type of the last one says that it is the same on all
-  shards, it is their minimum over the shards, so that a gate behind the
-  reduction may use it. Any other extra argument is the last tower's.
-  Collectives inside `inner` run once a window.
+  `inner`; any other extra argument is the last tower's. Collectives inside
+  `inner` run once a window.
 
   Without `inner`, the result goes to the next link of an `optax.chain`, as
   zeros in all calls but the last. That is right only for links that keep no
@@ -233,17 +231,13 @@ def tower_reduce(
     window = _collect(state, updates, weight, local_step, axes)
     # `end` must not close over arrays: `jax.checking_leaks` would find them.
     is_weighted, has_steps = weight is not None, local_step is not None
-    shared = _axes_of_same(local_step, axes) if has_steps else ()
     # The window has used the weights that gates around it care about.
     checked = checked._replace(unchecked=(), may_be_local=True)
 
     def end(window, updates, params, /, **extra_args):
       sums = _own_sums(window, axes)
       if has_steps:
-        # Behind a reduction, gates need one step that all shards have.
-        extra_args['local_step'] = collectives.combine(
-            sums.oldest_local_step, shared, 'minimum'
-        )
+        extra_args['local_step'] = sums.oldest_local_step
       accept, total_weight = None, None
       if is_weighted:
         accept = collectives.total(sums.total_weight, axes) > 0
@@ -304,12 +298,6 @@ def _collect(state, updates, weight, local_step, axes):
   )
   states.check_kept(state, window, _CALLER)
   return window
-
-
-def _axes_of_same(local_step, axes):
-  """Returns the axes along which types say that all shards have one step."""
-  step = jnp.asarray(local_step)
-  return tuple(a for a in axes if axes_lib.state(step, a) == 'invariant')
 
 
 def _counted(weight, dtype):
