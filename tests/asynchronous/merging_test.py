@@ -20,6 +20,7 @@ import shard_transforms
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import options as options_lib
+from shard_transforms._src.asynchronous import task as task_lib
 
 TASK = runs.TASK
 TX = optax.adam(0.1)
@@ -185,6 +186,33 @@ class GroupsTest(runs.FolderTest):
     self.assertEqual(journal['fate'].tolist(), [2, 2, 0, 0, 0, 0])
     self.assertEqual(sorted(journal['batch'][2:].tolist()), [0, 1, 2, 3])
     self.assertEqual(result.report.num_lost, 2)
+
+  def test_groups_that_lose_workers_at_once_do_not_block_a_checkpoint(self):
+    class Dying(failing_workers.Workers):
+      """At the ninth turn, the workers of all odd batches die for a while."""
+
+      turn, dead = 0, frozenset()
+
+      def ready(self):
+        return super().ready() - (self.dead if self.turn < 20 else set())
+
+      def wait(self, seconds):
+        self.turn += 1
+        if self.turn > 1_000:
+          raise AssertionError('The run has stopped.')
+        if self.turn != 9 or not self._started:
+          return super().wait(seconds) if self._started else []
+        lost = [x for x in self._started if x[2] % 2]
+        for x in lost:
+          self._started.remove(x)
+        self.dead = {x[0] for x in lost}
+        return [task_lib.Event(worker) for worker in self.dead]
+
+    options = {'num_updates': 12, 'merge': 4, 'group': 2, 'staleness': 4}
+    result = self.drive(Dying(8), save_every=2, **options)
+
+    self.assertEqual(result.report.global_step, 12)
+    self.assertEqual(result.report.num_lost, 4)
 
   def test_group_is_dropped_as_a_whole(self):
     # Without pacing, and with a group whose last contribution comes late.

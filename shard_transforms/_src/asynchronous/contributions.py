@@ -110,14 +110,14 @@ class Contributions:
       # A checkpoint needs the end of an update, with nothing in flight.
       if started == 0:
         self.save()
-      elif started % options.merge == 0:
+      elif in_flight and started % options.merge == 0:
         return None
     oldest = min([step, *(x.local_step for x in (*in_flight.values(), *held))])
     step_at_end = step + started // options.merge
+    must_wait = options.pace and step_at_end - oldest > options.staleness
+    must_wait |= step_at_end >= options.num_updates
     # Where nothing is in flight, a group waits for a batch that was lost.
-    must_wait = options.pace and len(in_flight) > 0
-    must_wait &= step_at_end - oldest > options.staleness
-    if must_wait or step_at_end >= options.num_updates:
+    if in_flight and must_wait:
       return None
     if not self.waiting:
       self.waiting.append(Assignment(self._next_batch))
