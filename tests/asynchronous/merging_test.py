@@ -61,6 +61,20 @@ class MergingTest(runs.FolderTest):
     self.assertTrue(np.isfinite(result.params['w']).all())
     runs.assert_same_bits(asynchronous.replay(self.folder, task, TX), result)
 
+  def test_another_weight_of_the_same_gradient_is_found(self):
+    def make_task(weight):
+      def gradient(params, x):
+        grads, metrics = runs.gradient(params, x)
+        return grads, {**metrics, 'weight': 1.0 + weight * abs(x[0])}
+
+      return dataclasses.replace(TASK, gradient=gradient)
+
+    # All gradients are computed at the initial parameters.
+    self.train(make_task(10), num_updates=1, merge=4)
+
+    with self.assertRaisesRegex(ValueError, 'must have the bits'):
+      asynchronous.replay(self.folder, make_task(0), TX)
+
   def test_staleness_counts_updates_and_each_is_published_once(self):
     published = []
 

@@ -168,8 +168,7 @@ class Contributions:
     """Puts all batches that are not decided on before those that wait."""
     held = [x.assigned for group in self._groups.values() for x in group]
     self._groups.clear()
-    given = sorted([*in_flight.values(), *held], reverse=True)
-    self.waiting.extendleft(given)
+    self.waiting.extendleft(sorted([*in_flight.values(), *held], reverse=True))
 
   def _take(self, computed):
     """Decides on the group of a contribution if that is complete."""

@@ -93,7 +93,7 @@ class Reply(NamedTuple):
 
   Attributes:
     metrics: The metrics of the batch.
-    checksum: The checksum of the gradient.
+    checksum: The checksum of the gradient, its weight, and the next state.
     failure: What is wrong with a function of the task, if anything.
     trace: The traceback of the error that it raised, to be read by the user.
   """
@@ -191,7 +191,8 @@ def evaluate(
     grads, metrics, *states = results
     result = jax.tree.map(np.asarray, (grads, *(states or [None])))
     metrics = {str(name): float(x) for name, x in metrics.items()}
-    return Reply(metrics, checksum(result)), result
+    checked = result, metrics.get('weight', ())
+    return Reply(metrics, checksum(checked)), result
   except Exception as error:  # Whatever a user's function raises.
     name = f'{type(error).__name__}: {error}'
     failure = f'`{function}` of `task` must work, got {name}'
