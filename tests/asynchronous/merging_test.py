@@ -138,6 +138,43 @@ class MergingTest(runs.FolderTest):
         asynchronous.read_checkpoint(self.folder, TASK, TX), result
     )
 
+  def test_what_comes_with_the_last_update_is_not_lost(self):
+    class Late(failing_workers.Workers):
+      """Once told, all that is computed comes at once."""
+
+      is_told = False
+
+      def wait(self, seconds):
+        events = super().wait(seconds)
+        while self.is_told and self._started:
+          events += super().wait(seconds)
+        return events
+
+    def drive(workers, num_updates):
+      return driver_lib.drive(
+          options_lib.Options(
+              TASK, TX, num_updates, 6, 4, merge=4, folder=self.folder
+          ),
+          workers,
+      )
+
+    workers = Late(6)
+    messages = drive(workers, 20)
+    with mock.patch.object(driver_lib, '_BETWEEN_REPORTS', 0):
+      next(messages)
+      # With a contribution to the next update.
+      messages.send(None)
+    workers.is_told = True
+    with mock.patch.object(driver_lib, '_BETWEEN_REPORTS', math.inf):
+      first = messages.send('stop')
+    self.assertEqual(first.report.global_step, 2)
+
+    *_, result = drive(failing_workers.Workers(6), 6)
+
+    accepted = runs.accepted(asynchronous.read_journal(self.folder))
+    self.assertLen(accepted, 24)
+    runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
+
   def test_another_number_may_be_merged_when_the_run_resumes(self):
     self.train(num_updates=4, merge=4)
     # Two contributions wait for an update that is never made.

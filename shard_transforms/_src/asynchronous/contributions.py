@@ -122,9 +122,8 @@ class Contributions:
     if not self.waiting:
       self.waiting.append(Assignment(self._next_batch))
       self._next_batch += 1
-    batch = self.waiting.popleft()
     now = {'local_step': step, 'published': self._publish()}
-    return batch._replace(worker=worker, **now)
+    return self.waiting.popleft()._replace(worker=worker, **now)
 
   def settle(self, assigned: Assignment, event: task.Event) -> None:
     """Decides on a contribution, or on its group once that is complete.
@@ -172,6 +171,10 @@ class Contributions:
 
   def _take(self, computed):
     """Decides on the group of a contribution if that is complete."""
+    if self._server.global_step >= self._options.num_updates:
+      # What comes with the last update would wait for one in vain.
+      self.waiting.appendleft(computed.assigned)
+      return
     number = computed.assigned.batch // self._options.group
     group = self._groups.setdefault(number, [])
     group.append(computed)
@@ -181,8 +184,7 @@ class Contributions:
     if not self._server.is_fresh(min(x.assigned.local_step for x in group)):
       self._drop(group)
       return
-    results = [x.event.fetch() for x in group]
-    pairs = zip(group, results, strict=True)
+    pairs = [(x, x.event.fetch()) for x in group]
     if lost := [member for member, result in pairs if result is None]:
       # The others of the group wait for them.
       self._groups[number] = [member for member in group if member not in lost]
@@ -192,7 +194,7 @@ class Contributions:
     num_merged = len(self.window) + len(group)
     is_last = num_merged >= self._options.merge
     self._write(_Outcome.ACCEPTED, group, num_merged if is_last else 0)
-    for accepted, result in zip(group, results, strict=True):
+    for accepted, result in pairs:
       self._accept(accepted, result)
     if is_last:
       self._update()

@@ -191,8 +191,7 @@ def evaluate(
     grads, metrics, *states = results
     result = jax.tree.map(np.asarray, (grads, *(states or [None])))
     metrics = {str(name): float(x) for name, x in metrics.items()}
-    checked = result, metrics.get('weight', ())
-    return Reply(metrics, checksum(checked)), result
+    return Reply(metrics, checksum((result, metrics.get('weight', ())))), result
   except Exception as error:  # Whatever a user's function raises.
     name = f'{type(error).__name__}: {error}'
     failure = f'`{function}` of `task` must work, got {name}'
