@@ -110,14 +110,14 @@ class Contributions:
       # A checkpoint needs the end of an update, with nothing in flight.
       if started == 0:
         self.save()
-      elif in_flight and started % options.merge == 0:
+      elif started % options.merge == 0 and (in_flight or not held):
         return None
     oldest = min([step, *(x.local_step for x in (*in_flight.values(), *held))])
     step_at_end = step + started // options.merge
     must_wait = options.pace and step_at_end - oldest > options.staleness
     must_wait |= step_at_end >= options.num_updates
     # Where nothing is in flight, a group waits for a batch that was lost.
-    if in_flight and must_wait:
+    if must_wait and (in_flight or not held):
       return None
     if not self.waiting:
       self.waiting.append(Assignment(self._next_batch))
