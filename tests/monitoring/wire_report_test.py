@@ -168,11 +168,10 @@ LIBRARY = {
         *(update_with(st.reduce_towers(3, MEAN)), (TOWERS,)),
         *((R(GRADS_BYTES), 0), 2),
     ),
-    # Always: the decision, the loss and its weight. Once a window: gradients,
-    # and the local step, which all shards have.
+    # Always: the decision, the loss and its weight. Once a window: gradients.
     'a whole step': (
         *(whole_step, (jax.ShapeDtypeStruct((2, 3), jnp.float32), SCALAR)),
-        *((R(8 + 4 + 4), R(80 + 4 + 4 + 4)), 7),
+        *((R(8 + 4 + 4), R(80 + 4 + 4)), 6),
     ),
 }
 
