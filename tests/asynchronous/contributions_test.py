@@ -27,7 +27,8 @@ def update(params, state, contributions, ages):
   """Moves towards the samples; counts them, and adds up their ages."""
   mean = sum(c['x'] for c in contributions) / len(contributions)
   moved = {**params, 'w': params['w'] + 0.1 * (mean - params['w'])}
-  return moved, (state[0] + len(contributions), state[1] + ages.sum())
+  total = state[1] + ages.sum().astype(np.int32)
+  return moved, (state[0] + len(contributions), total)
 
 
 def begin(params):
@@ -76,7 +77,7 @@ class LearnerTest(runs.FolderTest):
 
     learner = asynchronous.Learner(begin, other)
     with self.assertRaisesRegex(
-        TypeError, r'`update` of `Learner` must return .*float32\[4\]'
+        TypeError, r'`update` of `Learner` must return .*float\d\d\[4\]'
     ):
       runs.train(SAMPLES, learner)
 

@@ -227,7 +227,7 @@ class ReadCheckpointTest(runs.FolderTest):
     runs.train(TASK, make(0.05), folder=self.folder, num_updates=5)
 
     with self.assertWarnsRegex(
-        UserWarning, '`learning_rate` of the checkpoint, 0.05.* got 0.0099'
+        UserWarning, '`learning_rate` of the checkpoint, 0.05.* got 0.0'
     ):
       start = asynchronous.read_checkpoint(self.folder, TASK, make(0.01))
 

@@ -180,7 +180,7 @@ class RefusalTest(parameterized.TestCase):
       tx.update(jnp.ones(3), state, weight=jnp.float32(-1.0))
 
     weights = [jax.typeof(weight).dtype for weight in found]
-    self.assertEqual(weights, [jnp.float32] * 2)
+    self.assertEqual(weights, [jnp.result_type(float)] * 2)
 
     @jax.jit
     def given(weight):
