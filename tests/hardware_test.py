@@ -180,7 +180,10 @@ class HardwareTest(parameterized.TestCase):
     self.assertEqual(found['branches'], 0)
     self.assertEqual(found['loops'], 0)
     self.assertEqual(found['count'], plain['count'])
-    self.assertLess(found['temporary'] - plain['temporary'], 0.1 * PARAMS_MB)
+    # To skip, it decides by reduced gradients, of which a few wait for others.
+    most = 0.2 if gate == 'guard, skip' else 0.1
+    extra = found['temporary'] - plain['temporary']
+    self.assertLess(extra, most * PARAMS_MB)
 
   @cases.parameters(TPU, GPU)
   def test_guard_overlaps_reductions_with_the_backward_pass(self, name):

@@ -231,8 +231,9 @@ class ReadCheckpointTest(runs.FolderTest):
     ):
       start = asynchronous.read_checkpoint(self.folder, TASK, make(0.01))
 
+    rate = optax.tree_utils.tree_get(start.opt_state, 'learning_rate')
     state = optax.tree_utils.tree_set(
-        start.opt_state, learning_rate=np.float32(0.01)
+        start.opt_state, learning_rate=np.asarray(0.01, rate.dtype)
     )
     start = start._replace(opt_state=state)
     result = runs.train(TASK, make(0.01), start=start, num_updates=6)
