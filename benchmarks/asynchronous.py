@@ -146,7 +146,7 @@ def library(
 
 
 def rates(calls: Sequence[Callable[[], float]], rounds: int) -> np.ndarray:
-  """Returns what calls return in turn, of shape [number of calls, rounds]."""
+  """Returns the results of calls that take turns, [number of calls, rounds]."""
   found = np.zeros([len(calls), rounds])
   for turn in range(rounds):
     for i in np.roll(np.arange(len(calls)), -turn).tolist():

@@ -239,7 +239,7 @@ def sleeping() -> None:
 
 
 def in_turn(calls: Sequence[Callable[[], float]]) -> np.ndarray:
-  """Returns what calls return in turn, of shape [number of calls, rounds]."""
+  """Returns the results of calls that take turns, [number of calls, rounds]."""
   found = np.zeros([len(calls), _ROUNDS.value])
   for turn in range(_ROUNDS.value):
     for i in np.roll(np.arange(len(calls)), -turn).tolist():

@@ -88,7 +88,7 @@ def pause(wait: float, number: int) -> float:
 def steps(
     wait: float, params: Any, number: int, moments: Any
 ) -> tuple[Any, Mapping[str, jax.Array], Any]:
-  """Returns how far some steps come, their loss, and the next moments."""
+  """Returns the change by some steps, their loss, and the next moments."""
   time.sleep(pause(wait, number))
   (images, labels), _ = digits.load_data(0)
   chosen = np.random.default_rng([2, number]).choice(

@@ -123,7 +123,11 @@ def call(
 
 @contextlib.contextmanager
 def explaining_closures(what: str, remedy: str) -> Iterator[None]:
-  """Explains what to do about a closed-over array, which JAX cannot map."""
+  """Explains what to do about a closed-over array, which JAX cannot map.
+
+  Raises:
+    ValueError: If the body closes over an array.
+  """
   try:
     yield
   except (NotImplementedError, ValueError) as error:
