@@ -4,6 +4,7 @@ import dataclasses
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -80,6 +81,17 @@ class LearnerTest(runs.FolderTest):
         TypeError, r'`update` of `Learner` must return .*float\d\d\[4\]'
     ):
       runs.train(SAMPLES, learner)
+
+  def test_python_numbers_and_weak_types_become_arrays(self):
+    def other(params, state, contributions, ages):
+      del contributions, ages
+      return params, (jnp.where(state[0] > 0, 2, 1), 7)
+
+    learner = asynchronous.Learner(begin, other)
+    result = runs.train(SAMPLES, learner, num_updates=3)
+
+    self.assertEqual(result.opt_state.inner_state, (2, 7))
+    chex.assert_trees_all_equal_dtypes(result.opt_state.inner_state, begin(0))
 
   @cases.parameters('init', 'update')
   def test_what_is_not_a_function_is_refused(self, name):

@@ -20,6 +20,7 @@ import shard_transforms
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import options as options_lib
+from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import task as task_lib
 
 TASK = runs.TASK
@@ -119,6 +120,38 @@ class MergingTest(runs.FolderTest):
     self.assertEqual(journal['fate'].tolist()[:4], [0, 3, 0, 3])
     self.assertEqual(journal['merged'].tolist()[:4], [0, 1, 0, 1])
     self.assertEqual(result.report.global_step, 5)
+    runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
+
+  def test_grace_does_not_put_off_checkpoints(self):
+    saved = []
+    save = run_folder.RunFolder.save
+
+    def watch(folder, server, *rest):
+      saved.append(server.global_step)
+      return save(folder, server, *rest)
+
+    options = options_lib.Options(
+        TASK,
+        TX,
+        num_updates=60,
+        num_workers=6,
+        staleness=8,
+        merge=4,
+        grace=10.0,
+        folder=self.folder,
+        save_every=5,
+    )
+    # Each look at the clock takes a second, so that updates are early.
+    now = iter(range(10**6))
+    with (
+        mock.patch.object(time, 'monotonic', lambda: float(next(now))),
+        mock.patch.object(run_folder.RunFolder, 'save', watch),
+    ):
+      *_, result = driver_lib.drive(options, failing_workers.Workers(6, seed=1))
+
+    merged = asynchronous.read_journal(self.folder)['merged']
+    self.assertLess(merged.max(), 4)
+    self.assertLess(np.diff([0, *saved]).max(), 9)
     runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
   def test_run_that_is_stopped_ends_with_the_update_that_has_begun(self):
@@ -282,6 +315,23 @@ class GroupsTest(runs.FolderTest):
     num_dropped = (journal['fate'] == 1).sum()
     self.assertEqual(result.report.num_dropped, num_dropped)
     self.assertEqual(result.opt_state.stale_count, num_dropped)
+
+  @cases.parameters(*range(6))
+  def test_groups_may_change_when_the_run_resumes(self, seed):
+    rng = random.Random(seed)
+    options = {'merge': 4, 'staleness': 3, 'save_every': 100}
+    workers = failing_workers.Workers(5, seed=seed)
+    self.drive(workers, num_updates=8, group=1, **options)
+    runs.cut(self.folder, rng.randrange(4, 28), 1)
+
+    workers = failing_workers.Workers(5, seed=seed, lose=[30, 31])
+    self.drive(workers, num_updates=16, group=rng.choice([2, 4]), **options)
+
+    accepted = runs.accepted(asynchronous.read_journal(self.folder))
+    batches = accepted['batch'].tolist()
+    self.assertLen(set(batches), len(batches))
+    # None is held back for batches that the first run has accepted.
+    self.assertEqual(sorted(batches), [*range(len(batches))])
 
   @cases.parameters(*range(12))
   def test_run_that_is_cut_off_anywhere_goes_on_to_the_same_bits(self, seed):

@@ -99,6 +99,9 @@ class Contributions:
     if folder is not None:
       self._next_batch = folder.next_batch
       self.waiting.extend(map(Assignment, folder.ready))
+    # An earlier run, whose `group` may differ, has decided on the others.
+    self._first_batch = self._next_batch
+    self._undecided = frozenset(x.batch for x in self.waiting)
     self._published: tuple[int, Any] = -1, None
 
   def next(self, worker: int, in_flight: InFlight) -> Assignment | None:
@@ -106,16 +109,18 @@ class Contributions:
     step, options = self._server.global_step, self._options
     held = [x.assigned for group in self._groups.values() for x in group]
     started = len(self.window) + len(held) + len(in_flight)
-    if self._folder is not None and self._folder.is_due(step, options):
-      # A checkpoint needs the end of an update, with nothing in flight.
-      if started == 0:
-        self.save()
-      elif started % options.merge == 0 and (in_flight or not held):
-        return None
+    is_due = self._folder is not None and self._folder.is_due(step, options)
+    if is_due and started == 0:
+      self.save()
+      is_due = False
     oldest = min([step, *(x.local_step for x in (*in_flight.values(), *held))])
     step_at_end = step + started // options.merge
     must_wait = options.pace and step_at_end - oldest > options.staleness
     must_wait |= step_at_end >= options.num_updates
+    # A checkpoint needs the end of an update, with nothing in flight. With
+    # `grace`, updates end at any number of contributions.
+    is_end = options.grace < np.inf or started % options.merge == 0
+    must_wait |= is_due and is_end
     # Where nothing is in flight, a group waits for a batch that was lost.
     if must_wait and (in_flight or not held):
       return None
@@ -178,7 +183,7 @@ class Contributions:
     number = computed.assigned.batch // self._options.group
     group = self._groups.setdefault(number, [])
     group.append(computed)
-    if len(group) < self._options.group:
+    if len(group) < self._num_undecided(number):
       return
     del self._groups[number]
     if not self._server.is_fresh(min(x.assigned.local_step for x in group)):
@@ -198,6 +203,12 @@ class Contributions:
       self._accept(accepted, result)
     if is_last:
       self._update()
+
+  def _num_undecided(self, number):
+    """Returns how many batches of a group this run decides on."""
+    start = number * self._options.group
+    batches = range(start, start + self._options.group)
+    return sum(x >= self._first_batch or x in self._undecided for x in batches)
 
   def _drop(self, group):
     """Drops a group that is too old; it is computed again."""

@@ -16,7 +16,8 @@ class Learner:
 
   It takes the place of an Optax optimizer in `train`, `replay` and
   `read_checkpoint`. Workers then return any tree of arrays as the gradient of
-  their `Task`: rollouts, differences of parameters, statistics.
+  their `Task`: rollouts, differences of parameters, statistics. A metric named
+  `weight` has no effect: put weights into the contributions.
 
   Args:
     init: Takes the parameters, and returns the state, a tree of arrays.

@@ -75,8 +75,10 @@ class Report:
   Examples:
     >>> from shard_transforms import asynchronous
     >>> report = asynchronous.Report(global_step=30, num_dropped=10)
-    >>> print(report.num_dropped / (report.global_step + report.num_dropped))
-    0.25
+    >>> merge = 3  # As in `train`, without `grace`.
+    >>> num_accepted = report.global_step * merge
+    >>> print(report.num_dropped / (num_accepted + report.num_dropped))
+    0.1
   """
 
   global_step: int

@@ -221,6 +221,8 @@ def _learn(tx, params, state, contributions, ages, weights, read_params):
   """
   del weights, read_params
   result = tx.update(params, state, contributions, ages)
+  # Python scalars and weak types become arrays.
+  result = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), result)
   found, due = (jax.tree.map(jax.typeof, x) for x in (result, (params, state)))
   if found != due:
     raise TypeError(

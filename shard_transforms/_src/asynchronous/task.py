@@ -53,7 +53,8 @@ class Task:
       starts, a tree of arrays; `None` if workers keep none. `gradient` then
       takes the state of its worker as third argument, and returns the next one,
       in the same tree, shapes and dtypes, as third result. The state moves on
-      with each accepted gradient, and outlives the process of the worker.
+      with each accepted gradient, and outlives the process of the worker. Of
+      random keys, keep the data (`jax.random.key_data`).
 
   With a `Learner`, `gradient` may return any tree in place of a gradient.
 

@@ -91,8 +91,8 @@ def train(
     folder: The folder of the journal and the checkpoints, on this host. Each
       run needs its own. `None` keeps nothing.
     save_every: Number of updates between checkpoints, at least. Before each
-      checkpoint, only batches that complete an update are assigned, until all
-      gradients in flight are back.
+      checkpoint, only batches that complete an update are assigned, or none
+      with `grace`, until all gradients in flight are back.
     start: A `Result` of the same parameters and kind of optimizer: the run
       starts with its parameters, state and global step, unless `folder` has a
       journal. The first batch has the number of the global step times `merge`.
