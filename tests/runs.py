@@ -147,6 +147,21 @@ def assert_same_bits(first, second):
       raise AssertionError(f'{jax.tree_util.keystr(path)}: {x} is not {y}')
 
 
+@jax.tree_util.register_pytree_node_class
+class Node:
+  """A node of a tree that is not equal to another one with equal leaves."""
+
+  def __init__(self, leaf):
+    self.leaf = leaf
+
+  def tree_flatten(self):
+    return (self.leaf,), None
+
+  @classmethod
+  def tree_unflatten(cls, _, leaves):
+    return cls(*leaves)
+
+
 # Failures in a worker, at one batch or in one process.
 def poison(number):
   if number == 7:

@@ -14,6 +14,7 @@ import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver as driver_lib
 from shard_transforms._src.asynchronous import options as options_lib
+from shard_transforms._src.asynchronous import parameter_server
 
 TASK = runs.KEEPING_TASK
 TX = optax.sgd(0.01)
@@ -82,6 +83,14 @@ class LearnerTest(runs.FolderTest):
     ):
       runs.train(SAMPLES, learner)
 
+  def test_other_dtypes_are_refused(self):
+    def other(params, state, contributions, ages):
+      return params, (state[0], state[1].astype(np.float16))
+
+    learner = asynchronous.Learner(begin, other)
+    with self.assertRaisesRegex(TypeError, r'got float16\[\] instead of int32'):
+      runs.train(SAMPLES, learner)
+
   def test_python_numbers_and_weak_types_become_arrays(self):
     def other(params, state, contributions, ages):
       del contributions, ages
@@ -92,6 +101,25 @@ class LearnerTest(runs.FolderTest):
 
     self.assertEqual(result.opt_state.inner_state, (2, 7))
     chex.assert_trees_all_equal_dtypes(result.opt_state.inner_state, begin(0))
+
+  @cases.parameters(
+      (lambda params: 0, lambda state: state + 1),
+      (lambda params: jnp.bfloat16(1), lambda state: jnp.where(True, 3, 1)),
+      (lambda params: jax.random.key(0), lambda state: state),
+      (lambda params: runs.Node(jnp.zeros(2)), lambda x: runs.Node(x.leaf + 1)),
+  )
+  def test_takes_states_of_any_type(self, init, advance):
+    learner = asynchronous.Learner(
+        init, lambda params, state, *_: (params, advance(state))
+    )
+
+    result = runs.train(SAMPLES, learner, num_updates=3)
+
+    runs.train(SAMPLES, learner, num_updates=3, folder=self.folder)
+    again = asynchronous.replay(self.folder, SAMPLES, learner)
+    states = result.opt_state.inner_state, again.opt_state.inner_state
+    first, second = map(parameter_server.leaves_of, states)
+    chex.assert_trees_all_equal(first, second, strict=True)
 
   @cases.parameters('init', 'update')
   def test_what_is_not_a_function_is_refused(self, name):

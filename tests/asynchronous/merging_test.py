@@ -223,6 +223,17 @@ class MergingTest(runs.FolderTest):
     self.assertEqual(merged[merged > 0].tolist(), [4, 4, 4] + [2] * 9)
     runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
+  def test_run_that_ends_earlier_keeps_contributions_without_an_update(self):
+    self.train(num_updates=6, merge=4, save_every=100)
+    runs.cut(self.folder, 5 * 4 + 2)
+
+    self.train(num_updates=5, merge=4)
+    result = self.train(num_updates=8, merge=4)
+
+    accepted = runs.accepted(asynchronous.read_journal(self.folder))
+    self.assertLen(accepted, 8 * 4)
+    runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
+
   def test_start_goes_on_with_the_next_batches(self):
     first = self.train(num_updates=3, merge=4)
     self.folder = self.second

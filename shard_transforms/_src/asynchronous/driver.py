@@ -147,7 +147,9 @@ class Driver:
     # Before it has recovered, the folder has more than the server.
     if self._new is not None:
       self._new.give_back(self._in_flight)
-      self._new.save()
+      # A checkpoint does not have contributions that wait for an update.
+      if not self._new.window:
+        self._new.save()
 
   def roll_forward(self, records: np.ndarray) -> _Rolling:
     """Merges the accepted contributions of a journal, computed by any workers.

@@ -105,8 +105,9 @@ class ParameterServer:
   ) -> None:
     """Restores everything, which is as `trees` returns it."""
     self.worker_states = dict(workers)
+    # Python scalars would be weakly typed, and restored ones are not.
     self._params, self._opt_state = jax.tree.map(
-        jnp.array, (params, state.inner_state)
+        lambda x: jnp.array(x, jnp.result_type(x)), (params, state.inner_state)
     )
     counts = state._replace(inner_state=optax.EmptyState())
     self._counts = jax.tree.map(jnp.array, counts)
@@ -221,15 +222,21 @@ def _learn(tx, params, state, contributions, ages, weights, read_params):
   """
   del weights, read_params
   result = tx.update(params, state, contributions, ages)
-  # Python scalars and weak types become arrays.
-  result = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), result)
-  found, due = (jax.tree.map(jax.typeof, x) for x in (result, (params, state)))
-  if found != due:
+  result, expected = jax.tree.map(jnp.asarray, result), (params, state)
+  if jax.tree.structure(result) == jax.tree.structure(expected):
+    result = jax.tree.map(_strongly_typed, result, expected)
+  if difference := task_lib.mismatch(result, expected):
     raise TypeError(
         '`update` of `Learner` must return parameters and a state in the tree,'
-        f' shapes and dtypes that it gets, got {found} instead of {due}.'
+        f' shapes and dtypes that it gets, {difference}'
     )
   return result
+
+
+def _strongly_typed(x, like):
+  """Returns an array; a weakly typed one takes its dtype from another array."""
+  is_weak = jax.typeof(x).weak_type
+  return jnp.asarray(x, jnp.result_type(x, like) if is_weak else x.dtype)
 
 
 def _step(tx, params, state, grads, local_steps, weights, read_params):

@@ -140,6 +140,15 @@ def differing(found: Mapping[str, str], like: Any) -> str:
   return ''
 
 
+def mismatch(tree: Any, like: Any) -> str:
+  """Returns how a tree of arrays differs from another, or an empty string."""
+  structure, expected = jax.tree.structure(tree), jax.tree.structure(like)
+  difference = differing(layout(tree), like)
+  if not difference and structure != expected:
+    difference = f'got {structure} instead of {expected}.'
+  return difference
+
+
 def worker_state(task: Task, params: Any) -> Any:
   """Returns the state with which a worker starts, in NumPy arrays, or `None`.
 
@@ -233,14 +242,11 @@ def _problem(results, likes):
   for name, result, like in zip(names, results, likes, strict=False):
     if like is None:
       continue
-    result = jax.tree.map(np.asarray, result)
-    found, due = jax.tree.structure(result), jax.tree.structure(like)
-    difference = differing(layout(result), like)
-    if difference or found != due:
+    if difference := mismatch(jax.tree.map(np.asarray, result), like):
       like = 'parameters' if name == 'gradient' else 'state that it gets'
       return (
           f'its {name} must have the tree, shapes and dtypes of the {like},'
-          f' {difference or f"got {found} instead of {due}."}'
+          f' {difference}'
       )
   metrics = results[1]
   if isinstance(metrics, Mapping) and all(map(_is_number, metrics.values())):
