@@ -43,7 +43,7 @@ import numpy as np
 import psutil
 import timing
 
-from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import driver_process
 from shard_transforms._src.asynchronous import parameter_server
 
 # Programs that are compared with the library, and runs of it that keep
@@ -339,7 +339,7 @@ def _driver():
   return next(
       process
       for process in psutil.Process().children(recursive=True)
-      if job._CHILD in process.cmdline()[2:3]
+      if driver_process._CHILD in process.cmdline()[2:3]
   )
 
 

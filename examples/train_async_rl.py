@@ -1,11 +1,11 @@
-"""Learns by reinforcement from rollouts that workers make without waiting.
+"""Reinforcement learning from rollouts of asynchronous workers.
 
-Workers choose actions by the policy that they were given last, and send
-contexts, actions, rewards and log probabilities. The driver computes importance
-weights at the current policy, truncated, and takes a step of Adam. Four
-rollouts in a row see the same contexts: they are a group, whose mean reward is
-the baseline, and are accepted or dropped together. A second run takes the old
-rollouts as if they were new, without the weights.
+Workers choose actions by the latest published policy, and send contexts,
+actions, rewards and log probabilities. The driver computes truncated importance
+weights at the current policy, and takes a step of Adam. Four consecutive
+rollouts have the same contexts: they are a group, whose mean reward is the
+baseline, and which is accepted or dropped as a whole. A second run uses no
+importance weights, as if all rollouts were from the current policy.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ GROUP = 4
 NUM_WORKERS = 8
 MERGE = 8
 STALENESS = 8
-LARGEST_WEIGHT = 2.0
+MAX_WEIGHT = 2.0
 UPDATES = 150
-# A policy that knows nothing gets a sixth.
+# The reward of a random policy is 1/6.
 MIN_REWARD = 0.7
 
 _UPDATES = flags.DEFINE_integer(
@@ -44,7 +44,7 @@ _WAIT = flags.DEFINE_float(
 _CLUSTER = flags.DEFINE_string(
     'cluster',
     'none',
-    "'local' starts Ray; with 'none', workers take turns in this process.",
+    "'local' starts Ray; 'none' computes in this process, without Ray.",
 )
 _OUTPUT_DIR = flags.DEFINE_string(
     'output_dir', 'rl_out', 'Folder that the figure is written to.'
@@ -54,7 +54,7 @@ optimizer = optax.adam(0.03)
 
 
 def init() -> dict[str, np.ndarray]:
-  """Returns the parameters of a policy that chooses at random."""
+  """Returns the parameters of a uniformly random policy."""
   return {
       'w': np.zeros((FEATURES, ACTIONS), np.float32),
       'b': np.zeros(ACTIONS, np.float32),
@@ -67,14 +67,14 @@ def log_policy(params: Any, contexts: jax.Array) -> jax.Array:
 
 
 def rollout(wait: float, params: Any, number: int) -> tuple[Any, Any]:
-  """Returns what happened, and the mean reward."""
+  """Sleeps, and returns a rollout and its mean reward."""
   time.sleep(wait * np.random.default_rng([1, number]).lognormal())
   return act(params, number)
 
 
 @jax.jit
 def act(params: Any, number: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-  """Chooses actions; the contexts are those of the group of a number."""
+  """Returns a rollout, with the contexts of its group, and its mean reward."""
   key = jax.random.key(0)
   best = jax.random.normal(key, (FEATURES, ACTIONS))
   contexts = jax.random.normal(
@@ -85,41 +85,41 @@ def act(params: Any, number: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
       jax.random.fold_in(jax.random.key(1), number), log_probs
   )
   rewards = (actions == (contexts @ best).argmax(1)).astype(jnp.float32)
-  seen = {
+  trajectory = {
       'contexts': contexts,
       'actions': actions,
       'rewards': rewards,
-      'log_probs': of_actions(log_probs, actions),
+      'log_probs': select_actions(log_probs, actions),
   }
-  return seen, {'reward': rewards.mean()}
+  return trajectory, {'reward': rewards.mean()}
 
 
-def of_actions(log_probs: jax.Array, actions: jax.Array) -> jax.Array:
-  """Returns the log probabilities of the actions that were chosen."""
+def select_actions(log_probs: jax.Array, actions: jax.Array) -> jax.Array:
+  """Returns the log probabilities of the chosen actions."""
   return jnp.take_along_axis(log_probs, actions[:, None], axis=1)[:, 0]
 
 
 def update(
-    largest_weight: float | None,
+    max_weight: float | None,
     params: Any,
     state: optax.OptState,
     contributions: Sequence[Any],
     ages: jax.Array,
 ) -> tuple[Any, optax.OptState]:
-  """Takes a step with rollouts, which older policies have made."""
+  """Takes a step of Adam with rollouts, which may be from older policies."""
   del ages
-  seen = jax.tree.map(lambda *x: jnp.stack(x), *contributions)
-  groups = seen['rewards'].reshape(-1, GROUP, CONTEXTS)
+  rollouts = jax.tree.map(lambda *x: jnp.stack(x), *contributions)
+  groups = rollouts['rewards'].reshape(-1, GROUP, CONTEXTS)
   advantages = groups - groups.mean(axis=1, keepdims=True)
 
   def loss(params):
-    log_probs = jax.vmap(lambda c, a: of_actions(log_policy(params, c), a))(
-        seen['contexts'], seen['actions']
+    log_probs = jax.vmap(lambda c, a: select_actions(log_policy(params, c), a))(
+        rollouts['contexts'], rollouts['actions']
     )
     weights = jnp.ones_like(log_probs)
-    if largest_weight is not None:
-      ratios = jnp.exp(jax.lax.stop_gradient(log_probs) - seen['log_probs'])
-      weights = jnp.minimum(ratios, largest_weight)
+    if max_weight is not None:
+      ratios = jnp.exp(jax.lax.stop_gradient(log_probs) - rollouts['log_probs'])
+      weights = jnp.minimum(ratios, max_weight)
     return -(weights * advantages.reshape(log_probs.shape) * log_probs).mean()
 
   updates, state = optimizer.update(jax.grad(loss)(params), state, params)
@@ -127,17 +127,17 @@ def update(
 
 
 def train(
-    largest_weight: float | None,
+    max_weight: float | None,
 ) -> tuple[asynchronous.Result, np.ndarray, str]:
-  """Returns the result, updates and rewards [2, n], and whether it replays."""
+  """Returns the result, the rewards [2, n] by update, and the replay's bits."""
   learner = asynchronous.Learner(
-      optimizer.init, functools.partial(update, largest_weight)
+      optimizer.init, functools.partial(update, max_weight)
   )
   task = asynchronous.Task(
       init=init, gradient=functools.partial(rollout, _WAIT.value), batch=int
   )
-  # Waiting changes no bit, so the replay does not wait.
-  quick = asynchronous.Task(init=init, gradient=act, batch=int)
+  # Without sleeping, which does not change the bits.
+  fast_task = asynchronous.Task(init=init, gradient=act, batch=int)
   rewards = {}
 
   def on_progress(report):
@@ -156,16 +156,17 @@ def train(
         folder=folder,
         on_progress=on_progress,
     )
-    again = asynchronous.replay(folder, quick, learner)
+    replayed = asynchronous.replay(folder, fast_task, learner)
   pairs = zip(
-      jax.tree.leaves(result[:2]), jax.tree.leaves(again[:2]), strict=True
+      jax.tree.leaves(result[:2]), jax.tree.leaves(replayed[:2]), strict=True
   )
-  same = 'same bits' if all(np.array_equal(*x) for x in pairs) else 'other bits'
-  return result, np.array(sorted(rewards.items())).T, same
+  are_equal = all(np.array_equal(a, b) for a, b in pairs)
+  bits = 'same bits' if are_equal else 'other bits'
+  return result, np.array(sorted(rewards.items())).T, bits
 
 
 def plot(runs: dict[str, Any], path: pathlib.Path) -> None:
-  """Draws the rewards of runs over their updates."""
+  """Plots the rewards of runs over their updates."""
   figure = matplotlib.figure.Figure(figsize=(7, 4), layout='constrained')
   axes = figure.subplots()
   for name, (result, rewards, _) in runs.items():
@@ -179,27 +180,27 @@ def plot(runs: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def main(argv: Sequence[str]) -> str | None:
-  """Trains with and without weights; returns what went wrong, if anything."""
+  """Trains with and without weights; returns a message if a check fails."""
   if len(argv) > 1:
-    raise app.UsageError(f'There are flags only, got {argv[1:]}.')
+    raise app.UsageError(f'Unknown arguments: {argv[1:]}. Pass flags only.')
   path = pathlib.Path(_OUTPUT_DIR.value) / 'train_async_rl.png'
   path.parent.mkdir(parents=True, exist_ok=True)
   runs = {
-      'importance weights': train(LARGEST_WEIGHT),
+      'importance weights': train(MAX_WEIGHT),
       'no weights': train(None),
   }
   ends = []
-  for name, (result, rewards, same) in runs.items():
+  for name, (result, rewards, bits) in runs.items():
     ends.append(rewards[1, -len(rewards[1]) // 4 :].mean())
     print(
         f'{name:20} reward at the end {ends[-1]:.3f}, mean age'
         f' {result.report.mean_age:.2f}, dropped {result.report.num_dropped},'
-        f' replay: {same}'
+        f' replay: {bits}'
     )
   plot(runs, path)
   print(f'Rewards: {path}')
   if _UPDATES.value >= UPDATES and ends[0] < MIN_REWARD:
-    return f'FAILED: the reward must be at least {MIN_REWARD}.'
+    return f'FAILED: the reward {ends[0]:.3f} is below {MIN_REWARD}.'
   return None
 
 

@@ -1,4 +1,4 @@
-"""Workers of this process that fail as they are told."""
+"""Workers of this process that fail on request."""
 
 import random
 import time
@@ -8,10 +8,10 @@ from shard_transforms._src.asynchronous import task as task_lib
 
 
 class Workers(task_lib.LocalWorkers):
-  """Workers that fail at given batches, once for each mention.
+  """Workers that fail at some batches, once for each mention of the batch.
 
-  Such a gradient is lost before its reply, or after it, or never comes. With a
-  seed, gradients come back in a random order.
+  A gradient is lost before its reply (`lose`) or after its reply (`vanish`), or
+  its worker hangs (`hang`). With a seed, gradients come back in random order.
   """
 
   def __init__(

@@ -1,4 +1,4 @@
-"""Runs the examples of decoupled DiLoCo and of rollouts, as a user does."""
+"""Runs the examples of decoupled DiLoCo and of rollouts."""
 
 import re
 
@@ -17,7 +17,7 @@ class TrainAsyncDilocoTest(python_command.ScriptTest):
     )
 
     self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
-    self.assertEqual(run.stdout.count('from its journal: same bits'), 2)
+    self.assertEqual(run.stdout.count('replay from the journal: same bits'), 2)
     ages = re.findall(r'mean age ([\d.]+)', run.stdout)
     self.assertEqual(ages[0], '0.00')
     self.assertGreater(float(ages[1]), 0)
@@ -29,7 +29,7 @@ class TrainAsyncDilocoTest(python_command.ScriptTest):
 
     self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
     self.assertEqual(run.stdout.count('Killed a worker after update'), 2)
-    self.assertEqual(run.stdout.count('from its journal: same bits'), 2)
+    self.assertEqual(run.stdout.count('replay from the journal: same bits'), 2)
 
 
 class TrainAsyncRlTest(python_command.ScriptTest):

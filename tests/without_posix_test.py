@@ -82,7 +82,7 @@ for options in dict(cluster=None, folder='run'), dict(cluster='local'):
 """)
 
     steps, of_folder, of_cluster = printed.splitlines()
-    words = 'must be used on a POSIX system'
+    words = 'needs a POSIX system'
     self.assertEqual(steps, '4')
     self.assertStartsWith(of_folder, f'`folder` {words}')
-    self.assertStartsWith(of_cluster, f"`cluster` 'local' {words}")
+    self.assertStartsWith(of_cluster, f"`cluster='local'` {words}")

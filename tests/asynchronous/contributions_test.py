@@ -1,4 +1,4 @@
-"""Contributions that are not gradients, and states that workers keep."""
+"""Contributions that are not gradients, and states of workers."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ TX = optax.sgd(0.01)
 
 
 def samples(params, x):
-  """Returns what only a `Learner` can take, and the parameters it saw."""
+  """Returns a sample and the parameters, which only a `Learner` can take."""
   return {'x': x, 'seen': params['w'][0]}, {'first': x[0]}
 
 
@@ -79,7 +79,7 @@ class LearnerTest(runs.FolderTest):
 
     learner = asynchronous.Learner(begin, other)
     with self.assertRaisesRegex(
-        TypeError, r'`update` of `Learner` must return .*float\d\d\[4\]'
+        TypeError, r'`update` of `Learner` returned .*float\d\d\[4\]'
     ):
       runs.train(SAMPLES, learner)
 
@@ -122,14 +122,14 @@ class LearnerTest(runs.FolderTest):
     chex.assert_trees_all_equal(first, second, strict=True)
 
   @cases.parameters('init', 'update')
-  def test_what_is_not_a_function_is_refused(self, name):
+  def test_values_that_are_not_functions_are_refused(self, name):
     functions = {'init': begin, 'update': update, name: 3}
 
     with self.assertRaisesRegex(TypeError, f'`{name}` of `Learner` must be'):
       asynchronous.Learner(**functions)
 
   def test_trees_that_are_not_gradients_need_a_learner(self):
-    with self.assertRaisesRegex(RuntimeError, 'gradient must have the tree'):
+    with self.assertRaisesRegex(RuntimeError, 'a gradient without the tree'):
       runs.train(SAMPLES, TX)
 
 
@@ -139,7 +139,7 @@ class WorkerStatesTest(runs.FolderTest):
     defaults = {'folder': self.folder, 'save_every': 10}
     return runs.train(task, TX, **(defaults | options))
 
-  def test_each_worker_goes_on_from_its_own(self):
+  def test_each_worker_continues_from_its_state(self):
     result = self.train(num_updates=12, merge=2)
 
     params, history = runs.init(), [runs.init()]
@@ -164,7 +164,7 @@ class WorkerStatesTest(runs.FolderTest):
     )
 
   @cases.parameters(4, 2)
-  def test_is_in_checkpoints_and_goes_on(self, num_workers):
+  def test_is_in_checkpoints_and_continues(self, num_workers):
     self.train(num_updates=20)
 
     result = self.train(num_workers=num_workers)
@@ -187,7 +187,7 @@ class WorkerStatesTest(runs.FolderTest):
     other = self.train(folder=None, start=first._replace(report=without))
     self.assertNotEqual(other.params['w'][0], result.params['w'][0])
 
-  def test_gradient_that_is_dropped_leaves_it(self):
+  def test_dropped_gradient_leaves_it_unchanged(self):
     options = options_lib.Options(
         TASK, TX, 30, 4, 1, pace=False, folder=self.folder
     )
@@ -198,7 +198,7 @@ class WorkerStatesTest(runs.FolderTest):
     self.assertGreater(result.report.num_dropped, 0)
     runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
-  def test_change_of_the_state_alone_is_found(self):
+  def test_change_of_the_state_only_is_found(self):
     def keep(params, x, state):
       return (*runs.gradient(params, x), state)
 
@@ -211,7 +211,7 @@ class WorkerStatesTest(runs.FolderTest):
     self.train(task)
 
     task = dataclasses.replace(task, gradient=double)
-    with self.assertRaisesRegex(ValueError, 'must have the bits'):
+    with self.assertRaisesRegex(ValueError, 'does not have the bits'):
       asynchronous.replay(self.folder, task, TX)
 
   def test_any_workers_compute_the_journal_of_one_again(self):
@@ -228,14 +228,16 @@ class WorkerStatesTest(runs.FolderTest):
     self.assertEqual(result.report.num_recovered, 10)
     runs.assert_same_bits(result, first)
 
-  def test_goes_without_groups(self):
-    with self.assertRaisesRegex(ValueError, '`group` must be 1 with an'):
+  def test_groups_are_refused(self):
+    with self.assertRaisesRegex(
+        ValueError, '`group=2` cannot be combined with `init_w'
+    ):
       self.train(merge=2, group=2)
 
   @cases.parameters(
-      (lambda p, x, s: (p, {}), 'a dict of metrics and the next state, got'),
-      (lambda p, x, s: (p, {}, {}), 'its state must have the tree'),
-      (lambda p, x, s: (p, {}, [s]), 'its state must have the tree'),
+      (lambda p, x, s: (p, {}), r'a tuple, not a tuple \(gradient, metrics, s'),
+      (lambda p, x, s: (p, {}, {}), 'a state without the tree'),
+      (lambda p, x, s: (p, {}, [s]), 'a state without the tree'),
   )
   def test_other_states_are_refused(self, gradient, message):
     task = dataclasses.replace(TASK, gradient=gradient)
@@ -244,7 +246,11 @@ class WorkerStatesTest(runs.FolderTest):
       self.train(task)
 
   @cases.parameters(
-      (lambda p: p['none'], RuntimeError, '`init_worker` of `task` must work'),
+      (
+          lambda p: p['none'],
+          RuntimeError,
+          '`init_worker` of the task raised KeyE',
+      ),
       (3, TypeError, '`init_worker` of `Task` must be a function'),
   )
   def test_wrong_init_worker_is_refused(self, function, error, message):

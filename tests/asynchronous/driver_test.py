@@ -1,4 +1,4 @@
-"""The driver, with workers of this process that fail as they are told."""
+"""The driver, with workers of this process that fail on request."""
 
 import dataclasses
 import math
@@ -24,10 +24,10 @@ class DriveTest(runs.FolderTest):
 
   def drive(self, workers, task=TASK, time_limit=math.inf, **options):
     defaults = {'num_updates': 20, 'staleness': 1, 'folder': self.folder}
-    given = options_lib.Options(task, optax.sgd(0.1), **(defaults | options))
-    # Workers that take turns have no time limit otherwise.
-    given.time_limit = time_limit
-    *_, result = driver_lib.drive(given, workers)
+    options = options_lib.Options(task, optax.sgd(0.1), **(defaults | options))
+    # Otherwise, workers of this process do not have a time limit.
+    options.time_limit = time_limit
+    *_, result = driver_lib.drive(options, workers)
     return result
 
   def outcomes(self, batch):
@@ -48,7 +48,7 @@ class DriveTest(runs.FolderTest):
     self.assertLessEqual(ages[journal['fate'] == 0].max(), staleness)
     self.assertEqual(result.report.num_dropped > 0, not pace)
     if pace:
-      # No more than is needed.
+      # No batch beyond the last update.
       self.assertEqual([batch for _, batch in workers.given], [*range(20)])
 
   @cases.parameters(
@@ -85,17 +85,17 @@ class DriveTest(runs.FolderTest):
     self.assertEqual(result.report.num_lost, 0)
 
   @cases.parameters(
-      (dict(lose=[8] * 5), {}, 'worker of batch 8 has died or hung 5 times'),
-      (dict(hang=[8] * 5), {}, '5 times.* `time_limit`, which is 0.05 s'),
+      (dict(lose=[8] * 5), {}, '5 workers have died or hung at batch 8'),
+      (dict(hang=[8] * 5), {}, '5 workers .*`time_limit=0.05`.* worker hung'),
       (
           {},
           {'batch': runs.poison},
-          '`batch` .* got OSError: no such.* in batch 7 on worker ',
+          r'`batch` .* raised OSError: no such.* \(batch 7, worker ',
       ),
       (
           {},
           {'gradient': lambda params, batch: params['v']},
-          "`gradient` .* got KeyError: 'v' in batch 0 on worker ",
+          r"`gradient` .* raised KeyError: 'v' \(batch 0, worker ",
       ),
   )
   def test_poison_ends_the_run_and_is_named(self, faults, functions, message):
@@ -135,7 +135,7 @@ class DriveTest(runs.FolderTest):
     # One worker: each update is published before the next is computed.
     np.testing.assert_array_equal(seen, np.arange(20))
 
-  def test_journal_has_what_the_worker_was_given(self):
+  def test_journal_has_the_assignments(self):
     workers = Workers(3)
 
     self.drive(workers)
@@ -166,8 +166,8 @@ class RollForwardTest(runs.FolderTest):
     options.time_limit = time_limit
     driver = driver_lib.Driver(options, workers)
     records = self.records if records is None else records
-    for turn, _ in enumerate(driver.roll_forward(records)):
-      self.assertLess(turn, 2_000)
+    for iteration, _ in enumerate(driver.roll_forward(records)):
+      self.assertLess(iteration, 2_000)
     return driver.result()
 
   @cases.parameters(
@@ -177,25 +177,25 @@ class RollForwardTest(runs.FolderTest):
       (2, {'hang': [0] * 4}),
   )
   def test_any_workers_give_the_same_bits(self, num_workers, faults):
-    found = self.roll(Workers(num_workers, **faults), time_limit=0.3)
+    result = self.roll(Workers(num_workers, **faults), time_limit=0.3)
 
-    runs.assert_same_bits(found, self.result)
-    self.assertEqual(found.report.num_lost, 0)
+    runs.assert_same_bits(result, self.result)
+    self.assertEqual(result.report.num_lost, 0)
 
   @cases.parameters(
       (
           lambda number: runs.batch(number + (number == 12)),
           ValueError,
-          r'at batch 12 must have the bits .* record \d+ of the jou',
+          r'of batch 12 does not have the bits of record \d+ of the jou',
       ),
       (
           runs.poison,
           RuntimeError,
-          '`batch` of `task` must work, got OSError.* batch 7 on worker ',
+          '`batch` of the task raised OSError.*batch 7, worker ',
       ),
-      (None, ValueError, 'must be of global step 5, got 6'),
+      (None, ValueError, 'is of global step 6 instead of 5: a part of'),
   )
-  def test_what_differs_is_named(self, batch, error, message):
+  def test_difference_is_named(self, batch, error, message):
     task = dataclasses.replace(TASK, batch=batch or TASK.batch)
     if batch is None:
       accepted = np.flatnonzero(self.records['fate'] == 0)

@@ -8,11 +8,11 @@ import numpy as np
 import cases
 import runs
 from shard_transforms import asynchronous
-from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import run_folder
 
 MANIFEST = {'optimizer': 'a', 'machine': 'b'}
-SIZE = outcomes.RECORD.itemsize
+SIZE = journal_lib.RECORD.itemsize
 
 
 class JournalTest(runs.FolderTest):
@@ -24,18 +24,18 @@ class JournalTest(runs.FolderTest):
 
   def write(self, num_records):
     if not self.path.exists():
-      outcomes.create_journal(self.folder, MANIFEST, None)
-    journal = outcomes.read_records(self.folder)
+      journal_lib.create(self.folder, MANIFEST, None)
+    journal = journal_lib.read(self.folder)
     run = run_folder.RunFolder(journal, run_folder.Checkpoint())
     with contextlib.closing(run):
       for number in range(num_records):
         number += len(journal.records)
-        rows = np.zeros(1, outcomes.RECORD)
+        rows = np.zeros(1, journal_lib.RECORD)
         rows['batch'], rows['worker'] = number, 2
         rows['fate'], rows['seconds'] = number % 3, 0.5
         run.write(rows)
 
-  def test_reads_what_was_written(self):
+  def test_reads_the_records_that_were_written(self):
     self.write(3)
     self.write(2)
 
@@ -47,7 +47,7 @@ class JournalTest(runs.FolderTest):
     np.testing.assert_array_equal(found['seconds'], np.full(5, 0.5, np.float32))
 
   @cases.parameters(1, SIZE // 2, SIZE - 1)
-  def test_cuts_a_record_without_its_end(self, num_missing):
+  def test_ignores_an_incomplete_record(self, num_missing):
     self.write(4)
     os.truncate(self.path, self.path.stat().st_size - num_missing)
 
@@ -78,13 +78,13 @@ class JournalTest(runs.FolderTest):
   def test_other_file_is_refused_and_left_alone(self, data):
     self.path.write_bytes(data)
 
-    with self.assertRaisesRegex(ValueError, 'must hold the journal of a run'):
+    with self.assertRaisesRegex(ValueError, 'it is not a journal'):
       self.write(1)
     self.assertEqual(self.path.read_bytes(), data)
 
   def test_error_of_the_disk_keeps_its_text_and_names_the_file(self):
     for error in OSError('no number'), OSError(28, 'no number'):
-      named = outcomes.naming(self.folder / 'journal.bin')
+      named = journal_lib.naming(self.folder / 'journal.bin')
       expected = self.assertRaisesRegex(OSError, "no number: '.*journal.bin'")
       with expected, named:
         raise error

@@ -73,7 +73,7 @@ class MergingTest(runs.FolderTest):
     # All gradients are computed at the initial parameters.
     self.train(make_task(10), num_updates=1, merge=4)
 
-    with self.assertRaisesRegex(ValueError, 'must have the bits'):
+    with self.assertRaisesRegex(ValueError, 'does not have the bits'):
       asynchronous.replay(self.folder, make_task(0), TX)
 
   def test_staleness_counts_updates_and_each_is_published_once(self):
@@ -154,7 +154,7 @@ class MergingTest(runs.FolderTest):
     self.assertLess(np.diff([0, *saved]).max(), 9)
     runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
-  def test_run_that_is_stopped_ends_with_the_update_that_has_begun(self):
+  def test_stopped_run_ends_with_the_update_that_has_begun(self):
     # After an update, and a contribution to the next.
     answers = itertools.chain([None, 'stop'], itertools.repeat(None))
     with mock.patch.object(driver_lib, '_BETWEEN_REPORTS', 0):
@@ -171,15 +171,15 @@ class MergingTest(runs.FolderTest):
         asynchronous.read_checkpoint(self.folder, TASK, TX), result
     )
 
-  def test_what_comes_with_the_last_update_is_not_lost(self):
+  def test_contributions_that_come_with_the_last_update_are_not_lost(self):
     class Late(failing_workers.Workers):
-      """Once told, all that is computed comes at once."""
+      """Returns all contributions at once if `comes_at_once` is set."""
 
-      is_told = False
+      comes_at_once = False
 
       def wait(self, seconds):
         events = super().wait(seconds)
-        while self.is_told and self._started:
+        while self.comes_at_once and self._started:
           events += super().wait(seconds)
         return events
 
@@ -197,7 +197,7 @@ class MergingTest(runs.FolderTest):
       next(messages)
       # With a contribution to the next update.
       messages.send(None)
-    workers.is_told = True
+    workers.comes_at_once = True
     with mock.patch.object(driver_lib, '_BETWEEN_REPORTS', math.inf):
       first = messages.send('stop')
     self.assertEqual(first.report.global_step, 2)
@@ -234,7 +234,7 @@ class MergingTest(runs.FolderTest):
     self.assertLen(accepted, 8 * 4)
     runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
-  def test_start_goes_on_with_the_next_batches(self):
+  def test_start_continues_with_the_next_batches(self):
     first = self.train(num_updates=3, merge=4)
     self.folder = self.second
 
@@ -246,7 +246,9 @@ class MergingTest(runs.FolderTest):
   def test_optimizer_that_compensates_each_delay_is_refused(self):
     tx = optax.chain(shard_transforms.compensate_delay(2.0), optax.sgd(0.1))
 
-    with self.assertRaisesRegex(ValueError, '`merge` must be 1 with an opt'):
+    with self.assertRaisesRegex(
+        ValueError, '`merge=2` cannot be combined .* Use `mer'
+    ):
       self.train(tx=tx, merge=2)
     self.train(tx=tx, merge=1)
 
@@ -265,11 +267,11 @@ class MergingTest(runs.FolderTest):
 class GroupsTest(runs.FolderTest):
 
   def drive(self, workers, task=TASK, **options):
-    given = options_lib.Options(
+    options = options_lib.Options(
         task, TX, num_workers=8, folder=self.folder, **options
     )
-    given.time_limit = math.inf
-    *_, result = driver_lib.drive(given, workers)
+    options.time_limit = math.inf
+    *_, result = driver_lib.drive(options, workers)
     return result
 
   def test_group_waits_for_a_contribution_that_is_lost(self):
@@ -284,18 +286,18 @@ class GroupsTest(runs.FolderTest):
 
   def test_groups_that_lose_workers_at_once_do_not_block_a_checkpoint(self):
     class Dying(failing_workers.Workers):
-      """At the ninth turn, the workers of all odd batches die for a while."""
+      """At iteration 9, the workers of all odd batches die for a while."""
 
-      turn, dead = 0, frozenset()
+      iteration, dead = 0, frozenset()
 
       def ready(self):
-        return super().ready() - (self.dead if self.turn < 20 else set())
+        return super().ready() - (self.dead if self.iteration < 20 else set())
 
       def wait(self, seconds):
-        self.turn += 1
-        if self.turn > 1_000:
+        self.iteration += 1
+        if self.iteration > 1_000:
           raise AssertionError('The run has stopped.')
-        if self.turn != 9 or not self._started:
+        if self.iteration != 9 or not self._started:
           return super().wait(seconds) if self._started else []
         lost = [x for x in self._started if x[2] % 2]
         for x in lost:
@@ -341,11 +343,11 @@ class GroupsTest(runs.FolderTest):
     accepted = runs.accepted(asynchronous.read_journal(self.folder))
     batches = accepted['batch'].tolist()
     self.assertLen(set(batches), len(batches))
-    # None is held back for batches that the first run has accepted.
+    # No batch waits for batches that the first call has accepted.
     self.assertEqual(sorted(batches), [*range(len(batches))])
 
   @cases.parameters(*range(12))
-  def test_run_that_is_cut_off_anywhere_goes_on_to_the_same_bits(self, seed):
+  def test_run_that_is_cut_off_anywhere_resumes_with_the_same_bits(self, seed):
     rng = random.Random(seed)
     task, group = rng.choice([(TASK, 1), (TASK, 3), (runs.KEEPING_TASK, 1)])
     merge = group * rng.randint(1, 3)
@@ -365,12 +367,14 @@ class GroupsTest(runs.FolderTest):
 
     self.drive(make_workers(), task, num_updates=10, **options)
     journal = asynchronous.read_journal(self.folder).copy()
-    kept = runs.cut(self.folder, rng.randrange(len(journal)), group)
+    num_records = runs.cut(self.folder, rng.randrange(len(journal)), group)
     result = self.drive(make_workers(), task, num_updates=16, **options)
 
     runs.assert_same_bits(asynchronous.replay(self.folder, task, TX), result)
     after = asynchronous.read_journal(self.folder)
-    self.assertEqual(after[:kept].tobytes(), journal[:kept].tobytes())
+    self.assertEqual(
+        after[:num_records].tobytes(), journal[:num_records].tobytes()
+    )
     accepted = runs.accepted(after)
     self.assertLen(set(accepted['batch'].tolist()), 16 * merge)
     self.assertLen(accepted, 16 * merge)

@@ -1,4 +1,4 @@
-"""The parameter server: its state is that of `drop_stale`; what it keeps."""
+"""The parameter server: its state is that of `drop_stale`."""
 
 import weakref
 
@@ -35,7 +35,7 @@ def gradients():
 
 
 def accept(server, grads, local_step=0):
-  """Accepts a gradient whose parameters nobody needs again."""
+  """Makes an update of one gradient."""
   _, read = server.publish()
   server.update([Contribution(grads, local_step, {}, read)])
 
@@ -113,7 +113,9 @@ class ParameterServerTest(parameterized.TestCase):
   @cases.parameters(
       (shard_transforms.compensate_delay(2.0), True), (optax.sgd(0.1), False)
   )
-  def test_keeps_what_was_read_only_if_the_optimizer_uses_it(self, tx, is_kept):
+  def test_keeps_read_parameters_only_if_the_optimizer_uses_them(
+      self, tx, is_kept
+  ):
     server = parameter_server.ParameterServer(tx, jnp.zeros(2))
     params, read = server.publish()
     published = weakref.ref(params)
@@ -123,7 +125,7 @@ class ParameterServerTest(parameterized.TestCase):
     self.assertEqual(read is not None, is_kept)
     self.assertEqual(published() is not None, is_kept)
 
-  def test_fingerprint_tells_optimizers_and_trees_apart(self):
+  def test_fingerprint_differs_between_optimizers_and_trees(self):
     # A number in a function that is called.
     def scale(factor):
       factors = np.full(3, factor, np.float32)

@@ -24,11 +24,11 @@ import cases
 import python_command
 import runs
 from shard_transforms import asynchronous
-from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import driver_process
 
 TASK = runs.TASK
 TX = optax.adam(0.1)
-WORKER, DRIVER = 'ray::_Computer', job._CHILD
+WORKER, DRIVER = 'ray::_Computer', driver_process._CHILD
 RUN = """
 import os, sys, time, warnings
 import runs, optax
@@ -76,7 +76,7 @@ NOBODY = 65534
 
 
 def descendants():
-  """Returns what is known of each descendant of this process."""
+  """Returns the properties of each descendant of this process."""
   found = []
   for process in psutil.Process().children(recursive=True):
     # It may end meanwhile.
@@ -86,7 +86,7 @@ def descendants():
 
 
 def run_outside(*command, user=None, **env):
-  """Returns what a command prints that is no process of the run."""
+  """Returns the output of a command that does not belong to the run."""
   done = subprocess.run(
       command,
       user=user,
@@ -222,7 +222,9 @@ class FaultsTest(runs.FolderTest):
     self.assertEqual(set(workers.tolist()), {0, 1})
 
   def test_cluster_that_is_not_there_is_reported(self):
-    with self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'):
+    with self.assertRaisesRegex(
+        ConnectionError, 'could not be reached with `cluster='
+    ):
       self.train(cluster='127.0.0.1:1')
 
 
@@ -284,7 +286,7 @@ class CallerTest(runs.FolderTest):
     process.stdout.close()
     listening = self.listening(self.folder)
     caller = psutil.Process(process.pid)
-    # It has all that the caller had open when it was forked.
+    # It has the open files of the caller.
     (forked,) = (
         child
         for child in caller.children()
@@ -358,7 +360,7 @@ class CallerTest(runs.FolderTest):
     while 'ray::DashboardAgent' not in [child['name'] for child in children]:
       self.assertLess(time.monotonic(), end)
       children = descendants()
-    # By the mark, the watchdog finds what it must end.
+    # The watchdog finds processes by their mark.
     seen['unmarked'] = [
         child['name']
         for child in children

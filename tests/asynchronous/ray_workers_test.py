@@ -1,4 +1,4 @@
-"""What Ray workers do; the faults they survive are in `ray_cluster_test`."""
+"""Ray workers; `ray_cluster_test` has the faults that they survive."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from ray import exceptions
 import cases
 import runs
 from shard_transforms import asynchronous
-from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import driver_process
 from shard_transforms._src.asynchronous import ray_cluster
 from shard_transforms._src.asynchronous import ray_workers
 
@@ -71,9 +71,9 @@ class RayWorkersTest(runs.FolderTest):
     np.testing.assert_array_equal(params[first]['w'], halfway.params['w'])
 
   @cases.parameters(
-      ('got optax 2 on', {'optax': '2'}, ''),
-      ('got optax None on', {}, ''),
-      ('must be made of functions that workers can', {'optax': '1'}, 'Error'),
+      ('has optax 2, but the driver has optax 1', {'optax': '2'}, ''),
+      ('has optax None, but', {}, ''),
+      ('cannot import the functions .* Error', {'optax': '1'}, 'Error'),
   )
   def test_other_nodes_and_tasks_are_refused(self, words, node, problem):
     workers = ray_workers.RayWorkers([], {'optax': '1'})
@@ -81,11 +81,11 @@ class RayWorkersTest(runs.FolderTest):
 
     with (
         mock.patch.object(ray_workers.ray, 'get', lambda ref: (node, problem)),
-        self.assertRaisesRegex(ValueError, f'{words}.* worker 0'),
+        self.assertRaisesRegex(ValueError, f'Worker 0 {words}'),
     ):
-      workers._welcome('answer')
+      workers._admit('answer')
 
-  def test_task_that_cannot_be_imported_is_a_problem_and_no_death(self):
+  def test_task_that_cannot_be_imported_is_reported(self):
     computer = ray_workers._Computer(b'cnowhere\ninit\n.', {})
 
     self.assertEqual(
@@ -103,17 +103,17 @@ class RayWorkersTest(runs.FolderTest):
     with mock.patch.object(ray_workers, 'ray') as ray:
       ray.get = answers.get
       for first in 'a0', 'b0':
-        workers._welcome(first)
+        workers._admit(first)
       for number in 1, 2:
         workers.start(0, None, number, None)
         workers.start(1, None, number, None)
         workers.replace(0)
 
         self.assertEqual(workers.ready(), {1})
-        # A reply that has come since belongs to nobody.
+        # A reply that comes later is ignored.
         self.assertEqual(list(workers._in_flight), ['reply b'])
         self.assertEqual(ray.kill.call_count, number)
-        workers._welcome(f'a{number}')
+        workers._admit(f'a{number}')
         self.assertEqual(workers.ready(), {0, 1})
 
   def test_environment_that_cannot_be_set_up_is_reported(self):
@@ -124,14 +124,16 @@ class RayWorkersTest(runs.FolderTest):
       ray_cluster._drive(mock.Mock(), parent)
 
     sent = pickle.loads(parent.send_bytes.call_args.args[0])
-    self.assertRegex(sent, 'set up the `runtime_env` of a worker, no such env')
+    self.assertRegex(sent, 'set up the `runtime_env` of a worker: no such env')
 
   def test_function_that_cannot_be_sent_is_reported_and_nothing_starts(self):
     task = asynchronous.Task(max, max, sys.stdout.write)
 
     with (
-        mock.patch.object(job.subprocess, 'Popen') as start,
-        self.assertRaisesRegex(TypeError, 'can be sent to other processes'),
+        mock.patch.object(driver_process.subprocess, 'Popen') as start,
+        self.assertRaisesRegex(
+            TypeError, 'cannot be pickled and sent to other'
+        ),
     ):
       train(task, optax.sgd(0.1), cluster='local')
 

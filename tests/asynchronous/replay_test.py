@@ -1,4 +1,4 @@
-"""`replay`: the same bits, a part of a run, and what it refuses."""
+"""`replay`: the same bits, and its errors."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A run that was cut off goes on in its folder, and refuses what differs."""
+"""A run that was cut off resumes in its folder, and differences are refused."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from shard_transforms._src.asynchronous import parameter_server
 
 TASK = runs.TASK
 TX = optax.adam(0.1)
-# Where the ages differ, and some gradients are dropped.
+# The ages differ, and some gradients are dropped.
 OPTIONS = {'pace': False, 'staleness': 2, 'num_workers': 4, 'save_every': 10}
 
 
@@ -70,7 +70,7 @@ class RecoveryTest(runs.FolderTest):
     self.resume()
     (self.folder / 'journal.bin').unlink()
 
-    with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
+    with self.assertRaisesRegex(ValueError, 'has checkpoints but no journal'):
       self.resume()
 
     self.assertFalse((self.folder / 'journal.bin').exists())
@@ -82,7 +82,7 @@ class RecoveryTest(runs.FolderTest):
     self.resume(pace=True, staleness=3)
     (self.folder / 'journal.bin').write_bytes(journal)
 
-    with self.assertRaisesRegex(ValueError, 'must be of the same run as'):
+    with self.assertRaisesRegex(ValueError, 'it belongs to another run'):
       self.resume()
 
   @cases.parameters(0, 1)
@@ -92,7 +92,7 @@ class RecoveryTest(runs.FolderTest):
     before = asynchronous.read_journal(self.folder).tobytes()
 
     with self.assertRaisesRegex(
-        ValueError, 'must have the bits that it had.*start=read_checkpoint'
+        ValueError, 'does not have the bits.*start=read_checkpoint'
     ):
       self.resume(task, num_updates=35)
     after = asynchronous.read_journal(self.folder).tobytes()
@@ -105,7 +105,7 @@ class RecoveryTest(runs.FolderTest):
       return runs.batch(number) + (number >= 15)
 
     task = dataclasses.replace(TASK, batch=batch)
-    with self.assertRaisesRegex(ValueError, 'must have the bits that it had'):
+    with self.assertRaisesRegex(ValueError, 'does not have the bits'):
       self.resume(task, num_updates=40)
 
   def test_refuses_other_parameters(self):

@@ -89,7 +89,7 @@ class CheckpointsTest(runs.FolderTest):
         warnings.simplefilter('always')
         found = self.read()
       if found.global_step == 2:
-        # Not each byte means something.
+        # Some bytes have no effect.
         chex.assert_trees_all_equal(found.trees, due, strict=True)
       else:
         num_damaged += 1
@@ -103,7 +103,7 @@ class CheckpointsTest(runs.FolderTest):
     (path / '2.npz').rename(path / '7.npz')
 
     with self.assertWarnsRegex(
-        RuntimeWarning, r'7.npz. .* it is checkpoint 2\.'
+        RuntimeWarning, r'7.npz. .* it contains checkpoint 2\.'
     ):
       found = self.read()
 
@@ -159,13 +159,17 @@ class CheckpointsTest(runs.FolderTest):
     self.assertEqual(saved, {'1.npz'})
 
   @cases.parameters(
-      (optax.sgd(0.1, momentum=0.9), ZEROS, r'None instead of float32\[3\] at'),
+      (
+          optax.sgd(0.1, momentum=0.9),
+          ZEROS,
+          r'nothing instead of float32\[3\] at',
+      ),
       (TX, np.zeros(4, np.float32), r'float32\[3\] instead of float32\[4\]'),
       (TX, jnp.zeros(3, jnp.bfloat16), r'float32\[3\] instead of bfloat16'),
       (
           optax.adam(optax.constant_schedule(0.1)),
           ZEROS,
-          'None instead of int32.*docs/asynchronous.md says how',
+          'nothing instead of int32.*docs/asynchronous.md shows how',
       ),
   )
   def test_names_the_leaf_that_another_optimizer_or_task_has(
@@ -180,7 +184,7 @@ class CheckpointsTest(runs.FolderTest):
 class ManifestTest(parameterized.TestCase):
 
   def test_names_the_machine_of_the_driver(self):
-    # Where the system tells no more of the processor than its architecture.
+    # On a system that only reports the architecture of the processor.
     with mock.patch.object(run_folder, '_PROCESSORS', pathlib.Path('/nowhere')):
       found = run_folder.manifest_of(make_server())
 
@@ -193,7 +197,7 @@ class ManifestTest(parameterized.TestCase):
 class LockTest(runs.FolderTest):
 
   @cases.parameters(
-      (BlockingIOError(11, 'busy'), ValueError, '`folder` must not be in use'),
+      (BlockingIOError(11, 'busy'), ValueError, '`folder` is in use'),
       # As on a file system without locks.
       (OSError(37, 'No locks available'), OSError, "No locks available: '.*ru"),
   )
@@ -207,7 +211,7 @@ class LockTest(runs.FolderTest):
 
 class ReadCheckpointTest(runs.FolderTest):
 
-  def test_gives_plain_jax_the_result(self):
+  def test_result_can_be_used_in_plain_jax(self):
     first = runs.train(TASK, TX, folder=self.folder)
 
     params, state, report = asynchronous.read_checkpoint(self.folder, TASK, TX)
@@ -218,16 +222,16 @@ class ReadCheckpointTest(runs.FolderTest):
     grads, _ = runs.gradient(params, runs.batch(30))
     TX.update(grads, state.inner_state, params)
 
-  def test_reports_that_there_is_none(self):
-    with self.assertRaisesRegex(FileNotFoundError, 'an intact checkpoint, got'):
+  def test_missing_checkpoint_is_reported(self):
+    with self.assertRaisesRegex(FileNotFoundError, 'no intact checkpoint in'):
       asynchronous.read_checkpoint(self.folder, TASK, TX)
 
-  def test_warns_of_a_learning_rate_that_stays_in_force(self):
+  def test_warns_of_the_learning_rate_of_the_checkpoint(self):
     make = optax.inject_hyperparams(optax.sgd)
     runs.train(TASK, make(0.05), folder=self.folder, num_updates=5)
 
     with self.assertWarnsRegex(
-        UserWarning, '`learning_rate` of the checkpoint, 0.05.* got 0.0'
+        UserWarning, '`learning_rate=0.05.* not `learning_rate=0.0'
     ):
       start = asynchronous.read_checkpoint(self.folder, TASK, make(0.01))
 

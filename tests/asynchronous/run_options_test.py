@@ -1,4 +1,4 @@
-"""Runs that go on in another folder by `start`, are watched, or are stopped."""
+"""Runs that continue in another folder by `start`, are watched, or stopped."""
 
 import dataclasses
 import functools
@@ -12,9 +12,9 @@ import cases
 import runs
 from shard_transforms import asynchronous
 from shard_transforms._src.asynchronous import driver
-from shard_transforms._src.asynchronous import job
+from shard_transforms._src.asynchronous import driver_process
+from shard_transforms._src.asynchronous import journal as journal_lib
 from shard_transforms._src.asynchronous import options as options_lib
-from shard_transforms._src.asynchronous import outcomes
 from shard_transforms._src.asynchronous import run_folder
 from shard_transforms._src.asynchronous import task
 
@@ -24,7 +24,7 @@ MANIFEST_OF = run_folder.manifest_of
 
 
 def change(part):
-  """Makes this another machine, in one part."""
+  """Changes one part of the manifest of this machine."""
   return mock.patch.object(
       run_folder,
       'manifest_of',
@@ -39,20 +39,21 @@ class FolderTest(runs.FolderTest):
     return runs.train(task, tx, **(defaults | options))
 
   def read(self, tx=TX):
-    """Returns the checkpoint as the error says."""
+    """Returns the checkpoint, as the error recommends."""
     return asynchronous.read_checkpoint(self.folder, TASK, tx)
 
-  def test_another_machine_is_refused_and_goes_on_in_another_folder(self):
+  def test_another_machine_is_refused_and_continues_in_another_folder(self):
     part = 'jaxlib'
     first = self.train(num_updates=15)
     files = self.files()
 
     with change(part):
       with self.assertRaisesRegex(
-          ValueError, f'differ: {part} .*new folder .*start=read_checkpoint'
+          ValueError,
+          f'different settings: {part} .*new folder .*start=read_checkpoint',
       ):
         self.train()
-      with self.assertRaisesRegex(ValueError, f'differ: {part} '):
+      with self.assertRaisesRegex(ValueError, f'different settings: {part} '):
         asynchronous.replay(self.folder, TASK, TX)
       result = self.train(folder=self.second, start=self.read())
       again = asynchronous.replay(self.second, TASK, TX)
@@ -61,14 +62,14 @@ class FolderTest(runs.FolderTest):
     runs.assert_same_bits(result, self.train(start=first, folder=None))
     self.assertEqual(self.files(), files)
 
-  def test_another_program_is_refused_and_goes_on_in_another_folder(self):
+  def test_another_program_is_refused_and_continues_in_another_folder(self):
     # They differ in nodes without leaves.
     parts = optax.scale_by_adam(), optax.sgd(0.1), optax.sgd(0.1)
     base, tx = optax.chain(*parts[:2]), optax.chain(*parts)
     first = self.train(tx=base)
 
     with self.assertRaisesRegex(
-        ValueError, 'differ: operations or numbers of the opt.*read_check'
+        ValueError, 'settings: operations or numbers of the opt.*read_check'
     ):
       self.train(tx=tx, num_updates=40)
     read = self.read(tx)
@@ -98,13 +99,13 @@ class FolderTest(runs.FolderTest):
     runs.assert_same_bits(again, first)
 
   def files(self):
-    """Returns the files of the folder and what is in them."""
+    """Returns the contents of the files of the folder, by path."""
     paths = sorted(self.folder.rglob('*.*'))
     return {str(path): path.read_bytes() for path in paths}
 
   def test_damaged_record_is_refused_with_a_way_on(self):
     self.train()
-    self.flip(-5 * outcomes.RECORD.itemsize + 9)
+    self.flip(-5 * journal_lib.RECORD.itemsize + 9)
     files = self.files()
 
     for call in (
@@ -127,7 +128,7 @@ class FolderTest(runs.FolderTest):
     result = self.train(folder=self.second, start=self.read())
     without = self.train(folder=None, start=first)
 
-    self.assertEqual(outcomes.read_records(self.second).start, 20)
+    self.assertEqual(journal_lib.read(self.second).start, 20)
     self.assertEqual(result.report.global_step, 30)
     batches = asynchronous.read_journal(self.second)['batch']
     self.assertEqual(batches.tolist(), list(range(20, 30)))
@@ -143,8 +144,8 @@ class FolderTest(runs.FolderTest):
     runs.assert_same_bits(begin, first)
 
   @cases.parameters(
-      (outcomes, 'create_journal', True),
-      (outcomes, 'create_journal', False),
+      (journal_lib, 'create', True),
+      (journal_lib, 'create', False),
       (np, 'savez', True),
   )
   def test_start_counts_if_it_is_given_after_a_call_that_was_killed(
@@ -159,9 +160,7 @@ class FolderTest(runs.FolderTest):
     result = self.train(**given)
 
     runs.assert_same_bits(result, self.train(folder=None, **given))
-    self.assertEqual(
-        outcomes.read_records(self.folder).start, 20 if has else None
-    )
+    self.assertEqual(journal_lib.read(self.folder).start, 20 if has else None)
     again = asynchronous.replay(self.folder, TASK, TX)
     runs.assert_same_bits(again, result)
     for saved in (self.folder / 'checkpoints').glob('[0-9]*.npz'):
@@ -231,7 +230,7 @@ class FolderTest(runs.FolderTest):
     (saved / '30.npz').replace(saved / 'start.npz')
 
     with self.assertRaisesRegex(
-        ValueError, 'start.npz. must be an intact checkpoint of step 15'
+        ValueError, 'start.npz. is not the checkpoint of step 15'
     ):
       asynchronous.replay(self.folder, TASK, TX)
 
@@ -246,7 +245,9 @@ class FolderTest(runs.FolderTest):
   def test_start_of_another_optimizer_is_refused(self):
     first = self.train(folder=None)
 
-    with self.assertRaisesRegex(ValueError, '`start` must have the leaves'):
+    with self.assertRaisesRegex(
+        ValueError, '`start` does not match `task` and `tx`'
+    ):
       self.train(tx=optax.sgd(0.1), folder=None, start=first)
 
 
@@ -336,7 +337,7 @@ class WatchingTest(runs.FolderTest):
     self.assertEqual(sorted(journal['batch'].tolist()), list(range(33)))
     runs.assert_same_bits(asynchronous.replay(folder, TASK, TX), result)
 
-  def test_stop_is_kept_whatever_later_reports_are_answered(self):
+  def test_stop_stays_in_force_whatever_the_later_answers_are(self):
     answers, commands = ['stop', 'params', None], []
 
     def drive(workers):
@@ -344,7 +345,9 @@ class WatchingTest(runs.FolderTest):
       commands.append((yield asynchronous.Report(2)))
       yield asynchronous.Result(None, None, asynchronous.Report(2))
 
-    job.run(options_lib.Options(TASK, TX), drive, lambda r: answers.pop(0))
+    driver_process.run(
+        options_lib.Options(TASK, TX), drive, lambda r: answers.pop(0)
+    )
 
     self.assertEqual(commands, ['stop', 'stop'])
 

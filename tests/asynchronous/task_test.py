@@ -1,4 +1,4 @@
-"""`Task`: its functions, failures that workers report, and checksums."""
+"""`Task`: its functions, the failures that workers report, and checksums."""
 
 from absl.testing import parameterized
 import jax.numpy as jnp
@@ -24,27 +24,38 @@ class TaskTest(parameterized.TestCase):
       asynchronous.Task(**(functions | change))
 
   @cases.parameters(
-      (lambda: {}['w'], RuntimeError, "`init` of `task` .* KeyError: 'w"),
-      # Models have no other state.
+      (lambda: {}['w'], RuntimeError, "`init` of the task raised KeyError: 'w"),
+      # Models have parameters only.
       (
           lambda: {'count': np.int32(0)},
           TypeError,
-          r"got int32 at \['count'\]. Models",
+          r"dtype int32 at \['count'\]. Return",
       ),
   )
-  def test_refuses_what_init_does(self, init, error, message):
+  def test_refuses_failures_and_wrong_results_of_init(
+      self, init, error, message
+  ):
     with self.assertRaisesRegex(error, message):
       task_lib.init_params(asynchronous.Task(init, max, max))
 
   @cases.parameters(
-      (lambda p, b: p, 'must return the gradient, a dict of metrics, got'),
-      (lambda p, b: ([p], {}), 'must have the tree, .* got None instead'),
-      (lambda p, b: ((p, None), {}), 'must have the tree, .* got None instead'),
+      (lambda p, b: p, r'not a tuple \(gradient, metrics\)'),
+      (
+          lambda p, b: ([p], {}),
+          'a gradient without the tree, .* got nothing instead',
+      ),
+      (
+          lambda p, b: ((p, None), {}),
+          'a gradient without the tree, .* got nothing instead',
+      ),
       (lambda p, b: (p[:1], {}), r'float32\[1\] instead of float32\[3\]'),
       (lambda p, b: (p.astype(jnp.int32), {}), r'int32\[3\] instead'),
-      (lambda p, b: (p, {'loss': p}), 'must be a dict of scalars'),
-      (lambda p, b: (p, 3), 'must be a dict of scalars'),
-      (lambda p, b: (p, {'loss': 'low'}), 'must be a dict of scalars'),
+      (lambda p, b: (p, {'loss': p}), 'metrics that are not a dict of scalars'),
+      (lambda p, b: (p, 3), 'metrics that are not a dict of scalars'),
+      (
+          lambda p, b: (p, {'loss': 'low'}),
+          'metrics that are not a dict of scalars',
+      ),
   )
   def test_wrong_gradient_is_a_failure(self, gradient, message):
     task = asynchronous.Task(max, gradient, lambda number: number)
@@ -61,7 +72,7 @@ class TaskTest(parameterized.TestCase):
 
     self.assertEqual(
         reply.failure,
-        '`batch` of `task` must work, got OSError: no such shard of the data',
+        '`batch` of the task raised OSError: no such shard of the data',
     )
     self.assertIn('runs.py', reply.trace)
 
@@ -69,7 +80,7 @@ class TaskTest(parameterized.TestCase):
 class ChecksumTest(parameterized.TestCase):
 
   @cases.parameters(np.float32, np.float16, np.int8, np.complex64)
-  def test_sees_each_bit(self, dtype):
+  def test_depends_on_each_bit(self, dtype):
     x = np.arange(1, 12).astype(dtype)
     before = task_lib.checksum({'x': x})
     data = x.view(np.uint8)
@@ -80,16 +91,16 @@ class ChecksumTest(parameterized.TestCase):
       data[i // 8] ^= 1 << i % 8
     self.assertEqual(task_lib.checksum({'x': x}), before)
 
-  # The last has rows of words alone, and an even number of them.
+  # The last case has full rows of words only, and an even number of rows.
   @cases.parameters((np.float32, 4), (np.float32, 100_000), (np.float64, 4084))
-  def test_sees_that_all_signs_change(self, dtype, size):
-    # Equally many of each sign: sums of words stay the same.
+  def test_depends_on_the_signs(self, dtype, size):
+    # As many positive as negative values, so that sums of words do not change.
     x = np.tile([1.5, 2.5, -1.5, -2.5], size // 4).astype(dtype)
 
     for other in -x, np.where(np.arange(size) % 2, x, -x), x[::-1]:
       self.assertNotEqual(task_lib.checksum(x), task_lib.checksum(other))
 
-  def test_sees_leaves_that_change_places(self):
+  def test_depends_on_the_order_of_leaves(self):
     a, b = np.arange(3.0), np.arange(3.0) + 1
 
     self.assertNotEqual(task_lib.checksum([a, b]), task_lib.checksum([b, a]))

@@ -35,7 +35,7 @@ class TrainTest(runs.FolderTest):
     runs.assert_same_bits(found, runs.plain_loop(optax.adam(0.1), 30))
     self.assertEqual(result.report.mean_age, 0)
 
-  def test_without_a_bound_ages_are_those_of_the_workers(self):
+  def test_without_a_bound_ages_depend_on_the_number_of_workers(self):
     train(TASK, optax.sgd(0.01), staleness=None, folder=self.folder)
 
     journal = asynchronous.read_journal(self.folder)
@@ -106,8 +106,8 @@ class BadInputTest(parameterized.TestCase):
       ({'time_limit': 0}, ValueError, '`time_limit` must be positive'),
       ({'time_limit': 'x'}, TypeError, '`time_limit` must be a real number'),
       ({'save_every': 0}, ValueError, '`save_every` must be at least 1'),
-      ({'cluster': 'auto'}, ValueError, "'auto' in Ray, write '127.0.0.1:6"),
-      ({'cluster': 'ray://there:10001'}, ValueError, "write 'host:6379'"),
+      ({'cluster': 'auto'}, ValueError, "'auto' in Ray.*, pass '127.0.0.1:6"),
+      ({'cluster': 'ray://there:10001'}, ValueError, "pass 'host:6379'"),
       ({'on_progress': 3}, TypeError, '`on_progress` must be a function'),
       ({'cluster': 'nowhere'}, ValueError, "`cluster` must be None, 'local'"),
       ({'cluster': 7}, ValueError, "`cluster` must be None, 'local'"),

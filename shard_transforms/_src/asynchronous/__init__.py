@@ -1,4 +1,4 @@
-"""Floor 5: asynchronous training, on workers that are processes of their own.
+"""Floor 5: asynchronous training, with workers in separate processes.
 
 Imports the floors below. Only `ray_cluster` and `ray_workers` import Ray.
 """

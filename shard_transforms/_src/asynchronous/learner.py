@@ -1,4 +1,4 @@
-"""`Learner`: an update that a user makes of what workers contribute."""
+"""`Learner`, a user-defined update from the contributions of workers."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -12,29 +12,30 @@ from shard_transforms._src.asynchronous import task
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """Makes updates of contributions that need not be gradients.
+  """Makes updates from contributions that need not be gradients.
 
-  It takes the place of an Optax optimizer in `train`, `replay` and
-  `read_checkpoint`. Workers then return any tree of arrays as the gradient of
-  their `Task`: rollouts, differences of parameters, statistics. A metric named
-  `weight` has no effect: put weights into the contributions.
+  A `Learner` replaces the Optax optimizer in `train`, `replay` and
+  `read_checkpoint`. The `gradient` of the `Task` may then return any tree of
+  arrays, such as rollouts, differences of parameters, or statistics. A metric
+  named `weight` has no effect: put weights into the contributions.
 
   Args:
-    init: Takes the parameters, and returns the state, a tree of arrays.
-    update: Takes the parameters, the state, the contributions of an update and
-      their ages in updates, int32 [number of contributions]. It returns the
-      parameters and the state, in the same trees, shapes and dtypes. It is
-      compiled with `jax.jit`, for each number and each shape of contributions.
+    init: Takes the parameters and returns the state, a tree of arrays.
+    update: Takes the parameters, the state, the contributions of an update, and
+      their ages in updates, int32 [number of contributions]. Returns the new
+      parameters and the new state, with the same trees, shapes and dtypes. It
+      is compiled with `jax.jit` for each number and each shape of
+      contributions.
 
   Raises:
-    TypeError: If one of them is not a function.
+    TypeError: If an argument is not a function.
 
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from shard_transforms import asynchronous
     >>> def update(params, state, contributions, ages):
-    ...   # The mean of those samples that are at most one update old.
+    ...   # The mean of the samples that are at most one update old.
     ...   samples = jnp.stack([x['sample'] for x in contributions])
     ...   return jnp.average(samples, weights=ages <= 1), state + 1
     >>> learner = asynchronous.Learner(lambda params: jnp.int32(0), update)

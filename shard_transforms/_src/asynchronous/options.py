@@ -1,4 +1,4 @@
-"""The arguments of a run, checked."""
+"""Validation of the arguments of a run."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -13,36 +13,36 @@ from typing import Any
 import optax
 
 from shard_transforms._src.asynchronous import learner
-from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import report
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import arguments
 
 _COUNTS = 'num_updates', 'num_workers', 'merge', 'group', 'save_every'
-_KINDS = {
+_TYPES = {
     'task': (task_lib.Task, 'a `Task`'),
     'tx': (
         optax.GradientTransformation | learner.Learner,
         'an `optax.GradientTransformation` or a `Learner`',
     ),
     'resources': (Mapping | None, 'a dict'),
-    'start': (outcomes.Result | None, 'a `Result`'),
+    'start': (report.Result | None, 'a `Result`'),
     'on_progress': ((Callable, type(None)), 'a function'),
 }
 
 
 @dataclasses.dataclass
 class Options:
-  """Arguments of `train`, which it checks.
+  """The arguments of `train`, validated.
 
-  `staleness` and `grace` are infinite for `None`. So is `time_limit` where
-  `cluster` is `None`: workers that take turns do not hang. `folder` is an
-  absolute path.
+  `staleness` and `grace` become infinite if they are `None`. `time_limit`
+  becomes infinite if `cluster` is `None`, because workers of this process do
+  not hang. `folder` becomes an absolute path.
 
   Raises:
-    ImportError: If one of them needs Ray, and it is not installed.
-    OSError: If one of them needs a POSIX system, and this one is not.
-    TypeError: If one of them is of the wrong kind.
-    ValueError: If one of them has a wrong value.
+    ImportError: If an argument needs Ray, and Ray is not installed.
+    OSError: If an argument needs a POSIX system, and this is another system.
+    TypeError: If an argument has the wrong type.
+    ValueError: If an argument has a wrong value.
   """
 
   task: task_lib.Task
@@ -58,11 +58,11 @@ class Options:
   cluster: str | None = None
   folder: Any = None
   save_every: int = 100
-  start: outcomes.Result | None = None
+  start: report.Result | None = None
   resources: Mapping[str, Any] | None = None
 
   def __post_init__(self):
-    check_kinds(**vars(self))
+    check_types(**vars(self))
     if isinstance(self.tx, learner.Learner):
       self.task = task_lib.AnyTreeTask(**vars(self.task))
     for name in _COUNTS:
@@ -73,19 +73,20 @@ class Options:
     self.staleness = math.inf if self.staleness is None else self.staleness
     if self.merge % self.group:
       raise ValueError(
-          f'`merge` must be a multiple of `group`, got {self.merge}.'
+          f'`merge` must be a multiple of `group`, got `merge={self.merge}` and'
+          f' `group={self.group}`.'
       )
     if self.group > 1 and self.task.init_worker is not None:
       raise ValueError(
-          f'`group` must be 1 with an `init_worker`, got {self.group}. Return'
-          ' what belongs together as one contribution.'
+          f'`group={self.group}` cannot be combined with `init_worker`. Let'
+          ' `gradient` return everything that belongs together.'
       )
     if self.grace is not None:
       arguments.as_positive('grace', self.grace)
     self.grace = math.inf if self.grace is None else self.grace
     arguments.as_positive('time_limit', self.time_limit)
     if self.folder is not None:
-      self.folder = absolute(self.folder)
+      self.folder = pathlib.Path(self.folder).expanduser().absolute()
       require_posix('`folder`')
     if self.cluster is None:
       self.time_limit = math.inf
@@ -96,27 +97,22 @@ class Options:
     ):
       raise ValueError(
           "`cluster` must be None, 'local' or an address 'host:port', got"
-          f" {self.cluster!r}. For a cluster that runs on this host, 'auto' in"
-          " Ray, write '127.0.0.1:6379'. In place of 'ray://host:10001', start"
-          " this program on a node, and write 'host:6379'."
+          f" {self.cluster!r}. For a cluster on this host ('auto' in Ray), pass"
+          " '127.0.0.1:6379'. Instead of passing 'ray://host:10001', run this"
+          " program on a node of the cluster and pass 'host:6379'."
       )
-    require_ray(f'`cluster` {self.cluster!r}')
+    require_ray(f'`cluster={self.cluster!r}`')
 
 
-def check_kinds(**given: Any) -> None:
-  """Checks that arguments are of their kinds.
+def check_types(**options: Any) -> None:
+  """Checks the types of arguments.
 
   Raises:
-    TypeError: If one of them is not.
+    TypeError: If an argument has the wrong type.
   """
-  for name, (kind, words) in _KINDS.items():
-    if name in given and not isinstance(given[name], kind):
-      raise TypeError(f'`{name}` must be {words}, got {given[name]!r}.')
-
-
-def absolute(folder: Any) -> pathlib.Path:
-  """Returns the absolute path of a folder, with `~` expanded."""
-  return pathlib.Path(folder).expanduser().absolute()
+  for name, (expected, description) in _TYPES.items():
+    if name in options and not isinstance(options[name], expected):
+      raise TypeError(f'`{name}` must be {description}, got {options[name]!r}.')
 
 
 def require_posix(user: str) -> None:
@@ -127,13 +123,14 @@ def require_posix(user: str) -> None:
   """
   if importlib.util.find_spec('fcntl') is None:
     raise OSError(
-        f'{user} must be used on a POSIX system such as Linux or macOS, got'
-        f' {sys.platform!r}. Train with `cluster=None` and without a `folder`.'
+        f'{user} needs a POSIX system such as Linux or macOS, but this system'
+        f' is {sys.platform!r}. Train with `cluster=None` and without a'
+        ' `folder`.'
     )
 
 
 def require_ray(user: str) -> None:
-  """Checks that an argument can start or join Ray.
+  """Checks that this system can start or join Ray.
 
   Raises:
     ImportError: If Ray is not installed.
@@ -142,6 +139,6 @@ def require_ray(user: str) -> None:
   require_posix(user)
   if importlib.util.find_spec('ray') is None:
     raise ImportError(
-        f"{user} must have the library 'ray', which is not installed. Run `pip"
-        " install 'shard_transforms[ray]'`."
+        f'{user} needs Ray, which is not installed. Run `pip install'
+        " 'shard_transforms[ray]'`."
     )

@@ -21,13 +21,13 @@ from shard_transforms._src.transforms import tower_reduce
 
 
 class Contribution(NamedTuple):
-  """What a worker contributes to an update.
+  """The contribution of a worker to an update.
 
   Attributes:
-    tree: The gradient.
-    local_step: The global step of the parameters that the worker had.
-    metrics: Its metrics. Its `weight` says how much the contribution counts.
-    read: These parameters, if the optimizer uses them.
+    tree: The gradient, or the tree that `gradient` returned for a `Learner`.
+    local_step: The global step of the parameters that the worker used.
+    metrics: The metrics. A metric `weight` is the weight of the contribution.
+    read: The parameters that the worker used, if the optimizer needs them.
   """
 
   tree: Any
@@ -39,16 +39,16 @@ class Contribution(NamedTuple):
 class ParameterServer:
   """Holds the parameters and the state of `drop_stale(staleness, tx)`.
 
-  `drop_stale` decides on each contribution, without the gradient. So `tx` runs
-  without its gate, but has its state to rounding. The global step is a Python
-  integer, which the compiled step does not have.
+  `drop_stale` decides on each contribution without the gradient. `tx` then runs
+  outside of the gate, and its state is the same to rounding. The global step is
+  a Python integer, so that the compiled step does not depend on it.
 
   Attributes:
     global_step: The number of updates.
-    worker_states: The states that workers keep, by their numbers.
-    fingerprint: A hash of the operations and the numbers of the optimizer,
-      which depends on the shapes and dtypes of the parameters, too. Of a
-      `Learner`, it has the initial state alone.
+    worker_states: The states of the workers, by worker number.
+    fingerprint: A hash of the lowered optimizer and its initial state, which
+      also depends on the shapes and dtypes of the parameters. For a `Learner`,
+      only the initial state is hashed.
   """
 
   def __init__(
@@ -59,8 +59,8 @@ class ParameterServer:
     Args:
       tx: The optimizer, or a `Learner`.
       params: The parameters.
-      staleness: As for `drop_stale`; infinite for any age.
-      merge: How many contributions make an update.
+      staleness: The argument of `drop_stale`, or infinity.
+      merge: The number of contributions that make an update.
 
     Raises:
       ValueError: If the optimizer cannot merge contributions.
@@ -73,12 +73,14 @@ class ParameterServer:
     step = functools.partial(_learn if self._is_learner else _step, tx)
     self._step = jax.jit(step, donate_argnums=(0, 1))
     trees = jax.eval_shape(lambda: (self._params, self._opt_state))
-    program = (False, '') if self._is_learner else _read_program(step, *trees)
-    self._needs_read_params, text = program
+    analysis = (False, '') if self._is_learner else _analyze(step, *trees)
+    self._needs_read_params, text = analysis
     if self._needs_read_params and merge > 1:
       raise ValueError(
-          '`merge` must be 1 with an optimizer that uses `read_params`, got'
-          f' {merge}. A `Learner` can take parameters that workers contribute.'
+          f'`merge={merge}` cannot be combined with an optimizer that uses'
+          ' `read_params`, such as `compensate_delay`, because the gradients of'
+          ' an update were computed at different parameters. Use `merge=1`, or'
+          ' a `Learner` whose workers contribute their parameters.'
       )
     self.fingerprint = self._hash(text)
 
@@ -96,16 +98,16 @@ class ParameterServer:
     return with_leaves(state, [np.array(x) for x in leaves_of(state)])
 
   def trees(self) -> dict[str, Any]:
-    """Returns copies of everything: the arguments of `restore`."""
+    """Returns copies of all trees, as keyword arguments of `restore`."""
     workers = dict(self.worker_states)
     return {'params': self.params, 'state': self.state, 'workers': workers}
 
   def restore(
       self, params: Any, state: Any, workers: Mapping[int, Any]
   ) -> None:
-    """Restores everything, which is as `trees` returns it."""
+    """Restores the trees that `trees` has returned."""
     self.worker_states = dict(workers)
-    # Python scalars would be weakly typed, and restored ones are not.
+    # Python scalars would stay weakly typed until they are restored.
     self._params, self._opt_state = jax.tree.map(
         lambda x: jnp.array(x, jnp.result_type(x)), (params, state.inner_state)
     )
@@ -114,20 +116,22 @@ class ParameterServer:
     self.global_step = int(state.global_step)
 
   def publish(self) -> tuple[Any, Any]:
-    """Returns the parameters in read-only NumPy arrays, and an argument.
+    """Returns the parameters for workers, and those for `Contribution.read`.
 
-    On CPU these are views: JAX does not donate memory that is in view. The
-    second is the argument `read` of `accept`, for gradients computed at these
-    parameters.
+    The parameters are read-only NumPy arrays. On CPUs they are views, whose
+    memory JAX does not donate. The second result is `None` if the optimizer
+    does not use `read_params`.
     """
     params = jax.tree.map(np.asarray, self._params)
     return params, params if self._needs_read_params else None
 
   def is_fresh(self, local_step: int) -> bool:
-    """Returns whether `drop_stale` accepts a contribution, and counts if not.
+    """Returns whether `drop_stale` accepts a contribution.
+
+    A contribution that is not accepted is counted in the state.
 
     Args:
-      local_step: The global step of the parameters that the worker had.
+      local_step: The global step of the parameters that the worker used.
     """
     if self._gate is None:
       return True
@@ -137,15 +141,16 @@ class ParameterServer:
     return int(self._counts.global_step) > self.global_step
 
   def update(self, window: Sequence[Contribution]) -> None:
-    """Makes an update of contributions."""
-    trees, steps, metrics, read = zip(*window, strict=True)
-    weights, steps = None, np.array(steps, np.int32)
+    """Makes an update from contributions."""
+    trees, local_steps, metrics, read = zip(*window, strict=True)
+    weights, steps = None, np.array(local_steps, np.int32)
     if self._is_learner:
       steps = np.int32(self.global_step) - steps
     if any('weight' in x for x in metrics):
       weights = np.array([x.get('weight', 1) for x in metrics], np.float32)
-    given = self._params, self._opt_state, trees, steps, weights, read[0]
-    self._params, self._opt_state = self._step(*given)
+    self._params, self._opt_state = self._step(
+        self._params, self._opt_state, trees, steps, weights, read[0]
+    )
     self.global_step += 1
 
   def count_dropped(self, number: int) -> None:
@@ -156,46 +161,46 @@ class ParameterServer:
     )
 
   def _hash(self, text):
-    """Returns a hash of the optimizer; `text` is its program."""
-    found = hashlib.sha256(text.encode())
+    """Returns a hash of the text of the lowered step, and of the state."""
+    sha = hashlib.sha256(text.encode())
     for x in leaves_of(self.state):
-      found.update(np.asarray(x).tobytes())
-    return found.hexdigest()[:16]
+      sha.update(np.asarray(x).tobytes())
+    return sha.hexdigest()[:16]
 
 
-def check_layout(found: Mapping[str, str], like: Any, what: str) -> None:
+def check_layout(layout: Mapping[str, str], like: Any, owner: str) -> None:
   """Checks that leaves have the names, dtypes and shapes of a tree.
 
   Args:
-    found: The layout of the leaves.
+    layout: The layout of the leaves.
     like: The tree.
-    what: What the leaves are of, for the error.
+    owner: The subject of the error message.
 
   Raises:
-    ValueError: If they do not; it names the first that differs.
+    ValueError: If the layouts differ; the error names the first difference.
   """
-  if difference := task_lib.differing(found, like):
+  if difference := task_lib.layout_mismatch(layout, like):
     raise ValueError(
-        f'{what} must have the leaves of `task` and `tx`, {difference} Take'
-        ' the optimizer that wrote it; docs/asynchronous.md says how'
-        ' to go on with another one.'
+        f'{owner} does not match `task` and `tx`: {difference}. Pass the'
+        ' optimizer that wrote it. docs/asynchronous.md shows how to continue'
+        ' with another optimizer.'
     )
 
 
 def leaves_of(tree: Any) -> list[Any]:
-  """Returns the leaves of a tree; of random keys, their data."""
+  """Returns the leaves of a tree, with the data of random keys."""
   leaves = jax.tree.leaves(tree)
   return [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
 
 
 def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
-  """Returns a tree with other leaves, which are as `leaves_of` returns them."""
-  olds, structure = jax.tree.flatten(tree)
+  """Returns a tree with its leaves replaced; the inverse of `leaves_of`."""
+  old_leaves, structure = jax.tree.flatten(tree)
   return structure.unflatten(
       jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
       if _is_key(old)
       else new
-      for old, new in zip(olds, leaves, strict=True)
+      for old, new in zip(old_leaves, leaves, strict=True)
   )
 
 
@@ -203,11 +208,11 @@ def _is_key(x):
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _read_program(step, params, state):
-  """Returns whether a step of Optax uses `read_params`, and its program."""
+def _analyze(step, params, state):
+  """Returns whether an Optax step uses `read_params`, and its lowered text."""
   steps = np.zeros(1, np.int32)
   traced = jax.jit(step).trace(params, state, (params,), steps, None, params)
-  # Gates forward every argument, so a signature proves nothing.
+  # Gates forward every argument, so that signatures are not enough.
   marks = [weight_flow.UPDATES] * len(jax.tree.leaves(params))
   marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
   _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
@@ -215,10 +220,10 @@ def _read_program(step, params, state):
 
 
 def _learn(tx, params, state, contributions, ages, weights, read_params):
-  """Returns the next parameters, and the next state of a `Learner`.
+  """Returns the next parameters and the next state of a `Learner`.
 
   Raises:
-    TypeError: If its update returns others.
+    TypeError: If `update` returns other trees, shapes or dtypes.
   """
   del weights, read_params
   result = tx.update(params, state, contributions, ages)
@@ -227,20 +232,21 @@ def _learn(tx, params, state, contributions, ages, weights, read_params):
     result = jax.tree.map(_strongly_typed, result, expected)
   if difference := task_lib.mismatch(result, expected):
     raise TypeError(
-        '`update` of `Learner` must return parameters and a state in the tree,'
-        f' shapes and dtypes that it gets, {difference}'
+        '`update` of `Learner` returned parameters or a state of another type'
+        f' than it received: {difference}. Return the same trees, shapes and'
+        ' dtypes.'
     )
   return result
 
 
 def _strongly_typed(x, like):
-  """Returns an array; a weakly typed one takes its dtype from another array."""
+  """Converts a weakly typed array to the dtype of another array."""
   is_weak = jax.typeof(x).weak_type
   return jnp.asarray(x, jnp.result_type(x, like) if is_weak else x.dtype)
 
 
 def _step(tx, params, state, grads, local_steps, weights, read_params):
-  """Returns the next parameters, and the next state of the optimizer."""
+  """Returns the next parameters and the next state of an optimizer."""
   towers = tower_reduce.tower_reduce(len(grads), tx)
   window: Any = towers.init(params)
   window, updates = window._replace(inner_state=state), params

@@ -1,4 +1,4 @@
-"""The process of the driver: starts or joins Ray, and drives workers."""
+"""The child process of the driver, which starts or joins Ray."""
 
 from collections.abc import Iterator
 import contextlib
@@ -13,25 +13,25 @@ import cloudpickle
 import ray
 from ray import exceptions
 
-from shard_transforms._src.asynchronous import job as job_lib
-from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import driver_process
 from shard_transforms._src.asynchronous import ray_workers
+from shard_transforms._src.asynchronous import report
 
 # Seconds for a host of a cluster to answer.
 _CONNECT_TIMEOUT = 20.0
 
 
 def main() -> None:
-  """Does the job that arrives over the connection of another process.
+  """Runs the job that arrives over a connection from the parent process.
 
-  The argument is the file descriptor of the connection.
+  The command-line argument is the file descriptor of the connection.
   """
   with (
       connection.Connection(int(sys.argv[1])) as parent,
       # The parent process may end before its job.
       contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
   ):
-    # Safe to unpickle: only the parent process has the other end.
+    # Safe to unpickle, because only the parent process has the other end.
     job = pickle.loads(parent.recv_bytes())
     try:
       with _ray(job):
@@ -42,15 +42,15 @@ def main() -> None:
 
 
 def _send(parent: connection.Connection, message: Any) -> None:
-  # The state of an optimizer may be of a class of the main program.
+  # The main program may define the class of an optimizer state.
   parent.send_bytes(cloudpickle.dumps(message, protocol=5))
 
 
-def _drive(job: job_lib.Job, parent: connection.Connection) -> None:
-  """Sends reports, and finally the result, an error, or why Ray has failed."""
+def _drive(job: driver_process.Job, parent: connection.Connection) -> None:
+  """Sends reports, and finally the result, an error, or a failure of Ray."""
   try:
     computers, reference = ray_workers.start(job)
-    # The devices are the workers'.
+    # Leave the accelerators to the workers.
     ray_workers.configure({**job.config, 'jax_platforms': 'cpu'})
     pickle.loads(job.task)
     drive = pickle.loads(job.drive)
@@ -59,22 +59,20 @@ def _drive(job: job_lib.Job, parent: connection.Connection) -> None:
     del reference
   except exceptions.RuntimeEnvSetupError as error:
     reason = str(error).strip().splitlines()[-1]
-    _send(parent, f'Ray cannot set up the `runtime_env` of a worker, {reason}')
+    _send(parent, f'Ray cannot set up the `runtime_env` of a worker: {reason}')
   except exceptions.RayError as error:
     _send(parent, ray_workers.line(error))
   except Exception as error:  # Raised again by the caller of `train`.
-    _send(parent, job_lib.portable(error))
+    _send(parent, driver_process.portable(error))
 
 
-def _converse(
-    parent: connection.Connection, messages: job_lib.Messages
-) -> None:
-  """Sends reports, each once the one before is answered, and the result.
+def _converse(parent: connection.Connection, messages: report.Messages) -> None:
+  """Sends the result, and a report whenever the previous one is answered.
 
-  So a slow `on_progress` does not stop the run.
+  A slow `on_progress` therefore does not stop the run.
   """
   message, is_answered = next(messages), True
-  while isinstance(message, outcomes.Report):
+  while isinstance(message, report.Report):
     command = None
     if not is_answered and parent.poll():
       command, is_answered = pickle.loads(parent.recv_bytes()), True
@@ -87,7 +85,7 @@ def _converse(
 
 
 @contextlib.contextmanager
-def _ray(job: job_lib.Job) -> Iterator[None]:
+def _ray(job: driver_process.Job) -> Iterator[None]:
   """Starts or joins Ray.
 
   Raises:
@@ -96,25 +94,23 @@ def _ray(job: job_lib.Job) -> Iterator[None]:
   options: dict[str, Any] = {}
   try:
     if job.cluster == 'local':
-      # Workers that wait use no core: there may be more workers than cores.
-      num_cpus = job.resources.get('num_cpus', 1)
+      # There may be more workers than cores: waiting workers are idle.
+      num_cpus = int(job.num_workers * job.resources.get('num_cpus', 1)) + 1
       options = {
-          'num_cpus': max(
-              int(job.num_workers * num_cpus) + 1, os.cpu_count() or 1
-          ),
+          'num_cpus': max(num_cpus, os.cpu_count() or 1),
           'include_dashboard': False,
-          # Ray lets everybody write there, and nobody else into the folder.
+          # Ray makes it writable for everyone, but its parent is private.
           '_temp_dir': f'{job.folder}/ray',
       }
     else:
-      # Where nothing listens, Ray would try for minutes.
+      # If nothing listens there, Ray would retry for minutes.
       host, _, port = job.cluster.rpartition(':')
       socket.create_connection((host, int(port)), _CONNECT_TIMEOUT).close()
     ray.init(job.cluster, configure_logging=False, **options)
-  except Exception as error:  # Ray raises errors of many kinds.
+  except Exception as error:  # Ray raises errors of many types.
     raise ConnectionError(
-        f'`cluster` must be reached, got {job.cluster!r}:'
-        f' {ray_workers.line(error)}'
+        f'Ray could not be reached with `cluster={job.cluster!r}`. Check the'
+        f' address. Reason: {ray_workers.line(error)}'
     ) from error
   try:
     yield

@@ -1,4 +1,4 @@
-"""Workers that are actors of Ray."""
+"""Workers as Ray actors."""
 
 from collections.abc import Mapping
 import functools
@@ -11,11 +11,11 @@ import jax
 import ray
 from ray import exceptions
 
-from shard_transforms._src.asynchronous import job as job_lib
+from shard_transforms._src.asynchronous import driver_process
 from shard_transforms._src.asynchronous import task as task_lib
 
-# Parameters of up to this many bytes are sent with each call; larger ones go
-# through the object store.
+# Parameters up to this size in bytes are sent with each call. Larger parameters
+# go through the object store.
 _SMALL = 100_000
 # Seconds to fetch a gradient.
 _FETCH_TIMEOUT = 60.0
@@ -30,30 +30,30 @@ class _Computer:
     self._node: dict[str, str] = {}
     try:
       configure(config)
-      # Safe to unpickle: it is from the process that started this run.
+      # Safe to unpickle, because the process that started this run sent it.
       self._task = pickle.loads(task)
       self._node = versions()
-    except Exception as error:  # Whatever the modules of the task raise.
+    except Exception as error:  # The modules of the task may raise anything.
       self._problem = f'{type(error).__name__}: {error}'
 
   # After a restart, Ray calls it again.
   @ray.method(max_task_retries=-1)
   def describe(self) -> tuple[dict[str, str], str]:
-    """Returns `versions`, and the error if the task cannot be imported."""
+    """Returns `versions`, and the error if importing the task failed."""
     return self._node, self._problem
 
   @ray.method(num_returns=2)
   def gradient(
       self, params: Any, batch: int, state: Any
   ) -> tuple[task_lib.Reply, Any]:
-    """Returns the reply of the worker; its gradient and its state."""
+    """Returns the reply of the worker, and its gradient and next state."""
     return task_lib.evaluate(self._task, params, batch, state)
 
 
-def start(job: job_lib.Job) -> tuple[list[Any], Any]:
+def start(job: driver_process.Job) -> tuple[list[Any], Any]:
   """Returns the actors of a job, and a reference to their task.
 
-  Ray restarts actors that die, as long as the reference exists.
+  Ray restarts dead actors as long as the reference exists.
   """
   computer: Any = ray.remote(_Computer)
   options = {'max_restarts': -1, **job.resources}
@@ -65,16 +65,16 @@ def start(job: job_lib.Job) -> tuple[list[Any], Any]:
 
 
 class RayWorkers:
-  """Actors of Ray as `Workers`."""
+  """Ray actors as `Workers`."""
 
   def __init__(self, computers: list[Any], node: Mapping[str, str]):
-    """Takes the actors, and what `describe` must return on their nodes."""
+    """Takes the actors, and the versions that their nodes must have."""
     self._computers = computers
     self._node = node
     self._ready: set[int] = set()
     # The worker and its gradient, by the reference to the reply.
     self._in_flight: dict[Any, tuple[int, Any]] = {}
-    # Workers that are starting, by the reference to what describes them.
+    # Workers that are starting, by the reference to the result of `describe`.
     self._starting: dict[Any, int] = {}
     for worker in range(len(computers)):
       self._start(worker)
@@ -87,8 +87,9 @@ class RayWorkers:
     return params if size <= _SMALL else ray.put(params)
 
   def start(self, worker: int, published: Any, batch: int, state: Any) -> None:
-    given = published, batch, self.publish(state)
-    reply, result = self._computers[worker].gradient.remote(*given)
+    reply, result = self._computers[worker].gradient.remote(
+        published, batch, self.publish(state)
+    )
     self._in_flight[reply] = worker, result
 
   def wait(self, seconds: float) -> list[task_lib.Event]:
@@ -100,11 +101,11 @@ class RayWorkers:
         versions.
     """
     events = []
-    # Not for gradients: fetching one from a lost host would block.
+    # Waits for replies only: a gradient on a lost host would block.
     refs = [*self._in_flight, *self._starting]
     for ref in ray.wait(refs, timeout=seconds)[0]:
       if ref in self._starting:
-        self._welcome(ref)
+        self._admit(ref)
       else:
         events.append(self._take(ref))
     return events
@@ -117,25 +118,26 @@ class RayWorkers:
     self._start(worker)
 
   def _start(self, worker):
-    """Waits for a worker that has been started or restarted."""
+    """Awaits a worker that is starting or restarting."""
     self._ready.discard(worker)
     self._starting[self._computers[worker].describe.remote()] = worker
 
-  def _welcome(self, ref):
+  def _admit(self, ref):
     """Checks a worker that has started."""
     worker = self._starting.pop(ref)
     node, problem = ray.get(ref)
     if problem:
       raise ValueError(
-          '`task` must be made of functions that workers can import, got'
-          f' {problem} on worker {worker}. Define them in the main program, or'
-          ' in a module that is installed on all nodes.'
+          f'Worker {worker} cannot import the functions of `task`: {problem}.'
+          ' Define the functions in the main program, or in a module that is'
+          ' installed on all nodes.'
       )
     for name in sorted(node.keys() | self._node.keys()):
       if node.get(name) != self._node.get(name):
         raise ValueError(
-            f'`cluster` must have the same versions on all nodes, got {name}'
-            f' {node.get(name)} on worker {worker}, not {self._node.get(name)}.'
+            f'Worker {worker} has {name} {node.get(name)}, but the driver has'
+            f' {name} {self._node.get(name)}. Install the same versions on all'
+            ' nodes of the cluster.'
         )
     self._ready.add(worker)
 
@@ -151,7 +153,7 @@ class RayWorkers:
 
 
 def _fetch(ref):
-  """Returns a gradient, or `None` if it is lost."""
+  """Returns a gradient, or `None` if the gradient is lost."""
   try:
     return ray.get(ref, timeout=_FETCH_TIMEOUT)
   except exceptions.RayError:
@@ -174,5 +176,5 @@ def configure(config: Mapping[str, Any]) -> None:
 
 
 def line(error: Exception) -> str:
-  """Returns an error in one line."""
+  """Returns the first line of an error, with its type."""
   return f'{type(error).__name__}: {error}'.splitlines()[0]

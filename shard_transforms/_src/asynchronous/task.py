@@ -1,4 +1,4 @@
-"""What workers compute, `Task`, and the interface of workers that do."""
+"""`Task`, the functions that workers call, and the interface of workers."""
 
 import collections
 from collections.abc import Callable
@@ -14,11 +14,11 @@ import numpy as np
 
 from shard_transforms._src.base import leaves as leaves_lib
 
-# A checksum sums 64-bit words in this many columns. The number is prime: equal
-# words at regular distances would otherwise meet in one column.
+# A checksum adds up 64-bit words in this many columns. The number is prime, so
+# that equal words at regular distances do not all fall into one column.
 _NUM_COLUMNS = 1021
-# The bytes before the first word. Without them, the sign of a float64 would be
-# the highest bit of a word, and two flipped signs would cancel in a sum.
+# The number of bytes before the first word. At offset 0, the sign of a float64
+# would be the highest bit of a word, and two flipped signs would cancel.
 _OFFSET = 4
 
 
@@ -26,13 +26,13 @@ def check_functions(owner: Any) -> None:
   """Checks that all fields of a dataclass are functions.
 
   Raises:
-    TypeError: If one of them is not; `init_worker` may be `None`.
+    TypeError: If a field is not a function; `init_worker` may be `None`.
   """
   for name, value in vars(owner).items():
     if not callable(value) and (name, value) != ('init_worker', None):
-      kind = type(owner).__name__
       raise TypeError(
-          f'`{name}` of `{kind}` must be a function, got {value!r}.'
+          f'`{name}` of `{type(owner).__name__}` must be a function, got'
+          f' {value!r}.'
       )
 
 
@@ -40,30 +40,31 @@ def check_functions(owner: Any) -> None:
 class Task:
   """A training task: the functions that workers call.
 
-  Workers are other processes. They import the modules of these functions.
-  Functions that are defined in the main program are copied to them.
+  Workers are separate processes, which import the modules of these functions.
+  Functions that are defined in the main program are copied to the workers.
 
   Args:
-    init: Takes nothing and returns the parameters, a tree of arrays.
-    gradient: Takes the parameters and a batch, and returns the gradient, in the
-      tree, shapes and dtypes of the parameters, and a dict of scalar metrics.
-      Compile it with `jax.jit`.
+    init: Takes no arguments and returns the parameters, a tree of
+      floating-point arrays.
+    gradient: Takes the parameters and a batch, and returns the gradient, with
+      the tree, shapes and dtypes of the parameters, and a dict of scalar
+      metrics. Compile it with `jax.jit`.
     batch: Takes the number of a batch, 0, 1, 2, ..., and returns the batch.
-    init_worker: Takes parameters, and returns the state with which a worker
-      starts, a tree of arrays; `None` if workers keep none. `gradient` then
-      takes the state of its worker as third argument, and returns the next one,
-      in the same tree, shapes and dtypes, as third result. The state moves on
-      with each accepted gradient, and outlives the process of the worker. Of
-      random keys, keep the data (`jax.random.key_data`).
+    init_worker: Takes the parameters and returns the initial state of a worker,
+      a tree of arrays; `None` if workers are stateless. With it, `gradient`
+      takes the state of its worker as third argument, and returns the next
+      state, with the same tree, shapes and dtypes, as third result. The state
+      advances with each accepted gradient and outlives the process of the
+      worker. To keep a random key, store its `jax.random.key_data`.
 
-  With a `Learner`, `gradient` may return any tree in place of a gradient.
+  With a `Learner`, `gradient` may return any tree of arrays.
 
-  All functions must be pure: another worker may compute the same batch again,
-  and `replay` does. Derive random keys from the number of the batch, as in
+  All functions must be pure, because a batch may be computed again by another
+  worker or by `replay`. Derive random keys from the number of the batch, as in
   `jax.random.fold_in(jax.random.key(seed), number)`.
 
   Raises:
-    TypeError: If one of them is not a function.
+    TypeError: If an argument is not a function.
 
   Examples:
     >>> import jax
@@ -86,7 +87,7 @@ class Task:
 
 
 class AnyTreeTask(Task):
-  """A task whose gradients may be of any tree."""
+  """A task whose gradients may be any tree of arrays."""
 
 
 class Reply(NamedTuple):
@@ -95,8 +96,8 @@ class Reply(NamedTuple):
   Attributes:
     metrics: The metrics of the batch.
     checksum: The checksum of the gradient, its weight, and the next state.
-    failure: What is wrong with a function of the task, if anything.
-    trace: The traceback of the error that it raised, to be read by the user.
+    failure: A sentence about a function of the task that failed, or empty.
+    trace: The traceback of the exception that the function raised, or empty.
   """
 
   metrics: Mapping[str, float] = {}
@@ -110,82 +111,88 @@ def init_params(task: Task) -> Any:
 
   Raises:
     RuntimeError: If `init` fails.
-    TypeError: If a parameter is no floating-point number.
+    TypeError: If a parameter is not a floating-point array.
   """
-  params = _called(task, 'init')
+  params = _call(task, 'init')
   for path, x in jax.tree.leaves_with_path(params):
     if not jnp.issubdtype(x.dtype, jnp.inexact):
       raise TypeError(
-          '`init` of `task` must return floating-point parameters, got'
-          f' {x.dtype} at {leaves_lib.name_of(path)}. Models must have no other'
-          ' state: keep constants in `gradient`.'
+          f'`init` of the task returned a parameter of dtype {x.dtype} at'
+          f' {leaves_lib.name_of(path)}. Return floating-point parameters only,'
+          ' and keep constants in `gradient`.'
       )
   return params
 
 
 def layout(tree: Any) -> dict[str, str]:
-  """Returns dtypes and shapes of leaves, by their names."""
+  """Returns the dtype and shape of each leaf, by the name of the leaf."""
   return {
       leaves_lib.name_of(path): f'{x.dtype}{list(x.shape)}'
       for path, x in jax.tree.leaves_with_path(tree)
   }
 
 
-def differing(found: Mapping[str, str], like: Any) -> str:
-  """Returns where a layout differs from that of a tree, or nothing."""
-  due = layout(like)
-  for name in (*due, *found):
-    if found.get(name) != due.get(name):
-      return f'got {found.get(name)} instead of {due.get(name)} at {name}.'
+def layout_mismatch(actual: Mapping[str, str], like: Any) -> str:
+  """Returns the first difference of a layout from that of a tree, or ''."""
+  expected = layout(like)
+  for name in (*expected, *actual):
+    pair = [x.get(name, 'nothing') for x in (actual, expected)]
+    if pair[0] != pair[1]:
+      return f'got {pair[0]} instead of {pair[1]} at {name}'
   return ''
 
 
 def mismatch(tree: Any, like: Any) -> str:
-  """Returns how a tree of arrays differs from another, or an empty string."""
+  """Returns the first difference between two trees of arrays, or ''."""
+  difference = layout_mismatch(layout(tree), like)
   structure, expected = jax.tree.structure(tree), jax.tree.structure(like)
-  difference = differing(layout(tree), like)
   if not difference and structure != expected:
-    difference = f'got {structure} instead of {expected}.'
+    return f'got {structure} instead of {expected}'
   return difference
 
 
 def worker_state(task: Task, params: Any) -> Any:
-  """Returns the state with which a worker starts, in NumPy arrays, or `None`.
+  """Returns the initial state of a worker as NumPy arrays, or `None`.
 
   Raises:
     RuntimeError: If `init_worker` fails.
   """
-  return task.init_worker and _called(task, 'init_worker', params)
+  return task.init_worker and _call(task, 'init_worker', params)
 
 
-def _called(task, function, *arguments):
-  """Returns what a function of a task returns, in NumPy arrays.
+def _call(task, function, *arguments):
+  """Calls a function of a task, and returns its result as NumPy arrays.
 
   Raises:
-    RuntimeError: If it fails.
+    RuntimeError: If the function fails.
   """
   try:
     return jax.tree.map(np.asarray, getattr(task, function)(*arguments))
-  except Exception as error:  # Whatever a user's function raises.
-    name = f'{type(error).__name__}: {error}'
-    raise RuntimeError(
-        f'`{function}` of `task` must work, got {name}'
-    ) from error
+  except Exception as error:  # A user's function may raise anything.
+    raise RuntimeError(_failure(function, error)) from error
+
+
+def _failure(function, error):
+  name = type(error).__name__
+  return f'`{function}` of the task raised {name}: {error}'
 
 
 def evaluate(
     task: Task, params: Any, number: int, state: Any = None
 ) -> tuple[Reply, Any]:
-  """Returns the reply of a worker; its gradient and its state on the host.
+  """Computes a batch.
 
   Args:
     task: The task.
-    params: The parameters, on the host.
+    params: The parameters, as NumPy arrays.
     number: The number of the batch.
-    state: The state that the worker keeps; `None` at its start.
+    state: The state of the worker; `None` before its first gradient.
+
+  Returns:
+    The reply of the worker, and its gradient and next state as NumPy arrays.
   """
   function = 'batch'
-  # On CPU, this is a view of shared memory, not a copy.
+  # On CPUs, the result is a view of shared memory, not a copy.
   params = jax.device_put(params)
   try:
     batch = task.batch(number)
@@ -196,24 +203,21 @@ def evaluate(
     results = task.gradient(params, batch, *states)
     like = None if isinstance(task, AnyTreeTask) else params
     if problem := _problem(results, (like, None, *states)):
-      problem = f'`gradient` of `task` must work, got {problem}'
-      return Reply(failure=problem), None
+      return Reply(failure=f'`gradient` of the task returned {problem}'), None
     grads, metrics, *states = results
     result = jax.tree.map(np.asarray, (grads, *(states or [None])))
     metrics = {str(name): float(x) for name, x in metrics.items()}
     return Reply(metrics, checksum((result, metrics.get('weight', ())))), result
-  except Exception as error:  # Whatever a user's function raises.
-    name = f'{type(error).__name__}: {error}'
-    failure = f'`{function}` of `task` must work, got {name}'
+  except Exception as error:  # A user's function may raise anything.
     trace = ''.join(traceback.format_exception(error))
-    return Reply(failure=failure, trace=trace), None
+    return Reply(failure=_failure(function, error), trace=trace), None
 
 
 def checksum(tree: Any) -> int:
   """Returns a 32-bit checksum of a tree of NumPy arrays.
 
-  Any changed bit changes the checksum. It reads the memory once: it sums
-  columns of words, and the sums go through a cyclic redundancy check.
+  Any changed bit changes the checksum. The memory is read once: columns of
+  words are added up, and the sums go through a cyclic redundancy check.
   """
   total = 0
   for leaf in jax.tree.leaves(tree):
@@ -228,48 +232,47 @@ def checksum(tree: Any) -> int:
 
 
 def _problem(results, likes):
-  """Returns why results are no gradient, metrics and state, or nothing.
+  """Describes the first error in the results of `gradient`, if there is one.
 
   Args:
     results: The results.
-    likes: Trees of the same structures, shapes and dtypes; `None` for any.
+    likes: For the gradient, the metrics and the state, a tree of the required
+      structure, shapes and dtypes; `None` for any tree.
   """
   if not isinstance(results, tuple) or len(results) != len(likes):
-    also = ' and the next state' * (len(likes) - 2)
-    found = type(results).__name__
-    return f'it must return the gradient, a dict of metrics{also}, got {found}.'
-  names = 'gradient', 'metrics', 'state'
-  for name, result, like in zip(names, results, likes, strict=False):
+    state = ', state' * (len(likes) - 2)
+    return f'a {type(results).__name__}, not a tuple (gradient, metrics{state})'
+  sources = {'gradient': 'parameters', 'metrics': '', 'state': 'current state'}
+  for name, result, like in zip(sources, results, likes, strict=False):
     if like is None:
       continue
     if difference := mismatch(jax.tree.map(np.asarray, result), like):
-      like = 'parameters' if name == 'gradient' else 'state that it gets'
       return (
-          f'its {name} must have the tree, shapes and dtypes of the {like},'
-          f' {difference}'
+          f'a {name} without the tree, shapes and dtypes of the'
+          f' {sources[name]}: {difference}'
       )
   metrics = results[1]
   if isinstance(metrics, Mapping) and all(map(_is_number, metrics.values())):
     return ''
-  return f'its metrics must be a dict of scalars, got {metrics!r}.'
+  return f'metrics that are not a dict of scalars: {metrics!r}'
 
 
 def _is_number(x):
   x = np.asarray(x)
-  # Booleans, integers and floating-point numbers, of which `bfloat16` is one.
+  # NumPy does not count `bfloat16` among the floating-point dtypes.
   is_real = x.dtype.kind in 'biuf' or x.dtype == jnp.bfloat16
   return is_real and x.shape == ()
 
 
 class Event(NamedTuple):
-  """A gradient has been computed, or is lost.
+  """The end of a computation: a gradient, or the loss of the worker.
 
   Attributes:
     worker: The number of the worker.
     reply: The reply of the worker; `None` if it died or hung.
     fetch: Returns the gradient and the state of the worker, or `None` if they
       have been lost since.
-    reason: Why the worker died.
+    reason: The cause of the death of the worker, if there is one.
   """
 
   worker: int
@@ -282,27 +285,28 @@ class Workers(Protocol):
   """Workers, numbered from 0, each of which computes one gradient at a time."""
 
   def ready(self) -> set[int]:
-    """Returns the numbers of the workers that are up, idle or not."""
+    """Returns the numbers of the workers that are running, idle or busy."""
     ...
 
   def publish(self, params: Any) -> Any:
-    """Returns the parameters in the form for `start`; they must not change."""
+    """Returns the parameters as `start` takes them; they must not change."""
 
   def start(self, worker: int, published: Any, batch: int, state: Any) -> None:
-    """Starts a worker on the gradient at a batch, with the state it keeps."""
+    """Starts a worker on a batch, with the parameters and its state."""
 
   def wait(self, seconds: float) -> list[Event]:
     """Waits for events up to a time limit, and returns them."""
     ...
 
   def replace(self, worker: int) -> None:
-    """Replaces a worker; no event reports the gradient that is lost."""
+    """Replaces a worker; no event reports the loss of its gradient."""
 
 
 class LocalWorkers:
-  """Workers of this process, which compute in turn, first in, first out.
+  """Workers of this process, which compute one after the other.
 
-  So the gradients of n workers are n - 1 steps old, where staleness allows it.
+  The first to start is the first to finish. The gradients of n workers are
+  therefore n - 1 steps old, if the staleness allows it.
   """
 
   def __init__(self, task: Task, num_workers: int):
@@ -328,4 +332,4 @@ class LocalWorkers:
     return [Event(worker, reply, lambda: result)]
 
   def replace(self, worker: int) -> None:
-    """Is never called: no worker of this process hangs."""
+    """Does nothing: workers of this process do not hang."""

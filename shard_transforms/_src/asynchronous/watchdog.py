@@ -1,6 +1,6 @@
-"""Ends all processes of a run with the process that started it.
+"""Kills all processes of a run when the process that started it ends.
 
-This file is run by itself, so it imports nothing but Python's library.
+This file is run as a script, and only imports the standard library.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ import sys
 import time
 
 _BETWEEN_CHECKS = 0.05
-# A process that hangs in the kernel survives SIGKILL, and is left after 10 s.
+# A process that hangs in the kernel survives SIGKILL; give up after 10 s.
 _MAX_CHECKS = 200
 _PROCESSES = pathlib.Path('/proc')
 
 
 def main() -> None:
-  """Starts a program, and ends it if the parent process ends or says so.
+  """Runs a program, and kills it if the parent process ends or sends SIGTERM.
 
-  The arguments are the number of the parent process, a mark that the
-  environments of all processes of the run contain, a folder to be made and
-  deleted, a file descriptor for the program, and the program.
+  The command-line arguments are the id of the parent process, a mark in the
+  environments of all processes of the run, a folder to create and delete, a
+  file descriptor for the program, and the program with its arguments.
   """
   parent, mark, folder, descriptor, *program = sys.argv[1:]
   signal.signal(signal.SIGTERM, lambda *args: sys.exit())
@@ -34,8 +34,8 @@ def main() -> None:
         program, pass_fds=[int(descriptor)], start_new_session=True
     )
     os.close(int(descriptor))
-    # The end of a pipe would not be enough: a process that the parent has
-    # forked keeps it open.
+    # The end of a pipe would not be enough, because any process that the parent
+    # has forked keeps the pipe open.
     while os.getppid() == int(parent) and child.poll() is None:
       time.sleep(_BETWEEN_CHECKS)
   finally:
@@ -56,7 +56,7 @@ def sweep(mark: str, folder: str) -> None:
 
 
 def _kill(path, mark):
-  """Kills a process that has a mark; returns whether it had."""
+  """Kills a process with the mark; returns whether the process had it."""
   with contextlib.suppress(OSError):
     is_marked = mark.encode() in (path / 'environ').read_bytes()
     if is_marked and int(path.name) != os.getpid():

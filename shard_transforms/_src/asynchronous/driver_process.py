@@ -1,11 +1,10 @@
-"""Drives workers in this process, or in a child process that runs Ray.
+"""Runs the driver in this process, or in a child process that runs Ray.
 
-So this process does not import Ray. If the child dies, another one goes on. No
-process of a run outlives this one: a watchdog ends them all.
+This process does not import Ray. If the child dies, another child takes its
+place. No process of a run outlives this one, because a watchdog kills them all.
 """
 
 from collections.abc import Callable
-from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
@@ -23,24 +22,21 @@ from typing import Any, NamedTuple
 import jax
 
 from shard_transforms._src.asynchronous import options as options_lib
-from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import report as report_lib
 from shard_transforms._src.asynchronous import task
 from shard_transforms._src.asynchronous import watchdog
 
-# Reports, and finally the result; the answers are those of `on_progress`.
-Messages = Generator[outcomes.Report | outcomes.Result, outcomes.Command, None]
-
 _CHILD = 'shard_transforms._src.asynchronous.ray_cluster'
-# How often a child that dies without an update is followed by another.
+# The number of children that are replaced without an update in between.
 _MAX_DEATHS = 3
-_UNKNOWN_REASON = 'see its messages on the standard error.'
-# Seconds: to start or join Ray, and to end it.
+_UNKNOWN_REASON = 'unknown; see the messages on standard error.'
+# Seconds to start or join Ray, and seconds to stop it.
 _START_TIMEOUT = 120
 _END_TIMEOUT = 10
-# Ray puts sockets there. Their paths must be shorter than 108 bytes.
+# Ray creates sockets there, whose paths must be shorter than 108 bytes.
 _LONGEST_FOLDER = 40
 
-# Settings of JAX that change results.
+# Settings of JAX that affect results.
 _CONFIG = (
     'jax_compilation_cache_dir',
     'jax_default_matmul_precision',
@@ -53,23 +49,23 @@ _CONFIG = (
     'jax_threefry_partitionable',
 )
 
-# Errors are raised as the nearest of these that they derive from, and otherwise
-# as `RuntimeError`.
+# An error is raised as the nearest of these base classes, and otherwise as a
+# `RuntimeError`.
 _ERRORS = FileNotFoundError, OSError, RuntimeError, TypeError, ValueError
 
 
 class Job(NamedTuple):
-  """What the child does.
+  """The job of a child process.
 
   Attributes:
-    drive: Takes the workers; yields reports, and finally the result. It is
-      pickled on its own, because unpickling it may fail.
-    task: What the workers compute; pickled, too.
+    drive: Takes the workers; yields reports, and finally the result. The
+      function is pickled separately, because unpickling it may fail.
+    task: The task of the workers, also pickled.
     num_workers: The number of workers.
-    cluster: As for `train`.
-    resources: The options of the actor of a worker.
+    cluster: The argument of `train`.
+    resources: The options of the Ray actor of a worker.
     config: Settings of JAX.
-    folder: A folder of the child for temporary files, for nobody else.
+    folder: A private folder of the child for temporary files.
   """
 
   drive: bytes
@@ -83,34 +79,34 @@ class Job(NamedTuple):
 
 def run(
     options: options_lib.Options,
-    drive: Callable[[Any], Messages],
-    on_progress: Callable[[outcomes.Report], Any] | None = None,
-) -> outcomes.Result:
-  """Drives workers, in this process or by Ray, and returns the result.
+    drive: Callable[[Any], report_lib.Messages],
+    on_progress: Callable[[report_lib.Report], Any] | None = None,
+) -> report_lib.Result:
+  """Drives workers, in this process or on Ray, and returns the result.
 
   Args:
     options: The arguments of the run.
     drive: Takes the workers; yields reports, and finally the result. The answer
-      to a report is what `on_progress` returns.
-    on_progress: As for `train`.
+      to a report is the value that `on_progress` returned.
+    on_progress: The argument of `train`.
 
   Raises:
     ConnectionError: If the cluster cannot be reached.
     TypeError: If the task, the optimizer or the resources cannot be sent to
       another process.
-    ValueError: If `on_progress` returns something else.
-    Exception: What `drive` raises.
+    ValueError: If `on_progress` returns an unknown command.
+    Exception: Any error that `drive` raises.
   """
   if options.cluster is None:
     workers = task.LocalWorkers(options.task, options.num_workers)
     messages = drive(workers)
   else:
     messages = _messages(options, drive)
-  command: outcomes.Command = None
+  command: report_lib.Command = None
   with contextlib.closing(messages):
     while True:
       message: Any = messages.send(command)
-      is_last = isinstance(message, outcomes.Result)
+      is_last = isinstance(message, report_lib.Result)
       report: Any = message.report if is_last else message
       answer = None if on_progress is None else on_progress(report)
       if answer not in (None, 'params', 'stop'):
@@ -118,7 +114,7 @@ def run(
             "`on_progress` must return None, 'params' or 'stop', got"
             f' {answer!r}.'
         )
-      # Another driver may take the place of one that died before it stopped.
+      # A driver that dies before it stops is replaced by another one.
       command = command if command == 'stop' else answer
       if is_last:
         return message
@@ -126,53 +122,63 @@ def run(
 
 def portable(error: Exception) -> Exception:
   """Returns an error that every process can unpickle."""
-  kinds = [kind for kind in type(error).__mro__ if kind in _ERRORS]
-  return (kinds or [RuntimeError])[0](str(error))
+  bases = [base for base in type(error).__mro__ if base in _ERRORS]
+  return (bases or [RuntimeError])[0](str(error))
 
 
 def _messages(
-    options: options_lib.Options, drive: Callable[[Any], Messages]
-) -> Messages:
+    options: options_lib.Options, drive: Callable[[Any], report_lib.Messages]
+) -> report_lib.Messages:
   """Drives workers in a child process; yields reports, and then the result.
 
-  If the child dies, another one goes on, where there is a folder.
+  If the child dies and there is a folder, another child takes its place.
 
   Raises:
     ConnectionError: If the cluster cannot be reached.
-    RuntimeError: If the child dies, and no other can go on.
-    Exception: What `drive` raises.
+    RuntimeError: If the child dies, and no other child can take its place.
+    Exception: Any error that `drive` raises.
   """
-  config = {name: getattr(jax.config, name) for name in _CONFIG}
-  settings = dict(options.resources or {'num_cpus': 1}), config
   cluster: Any = options.cluster
-  pickles = _pickled(drive), _pickled(options.task)
-  step = deaths = 0
+  job = Job(
+      drive=_pickled(drive),
+      task=_pickled(options.task),
+      num_workers=options.num_workers,
+      cluster=cluster,
+      resources=dict(options.resources or {'num_cpus': 1}),
+      config={name: getattr(jax.config, name) for name in _CONFIG},
+      folder='',
+  )
+  latest_step = deaths = 0
   reason = _UNKNOWN_REASON
   while deaths <= (_MAX_DEATHS if options.folder is not None else 0):
-    # What is left of the folder of a dead child is in nobody's way.
-    job = Job(*pickles, options.num_workers, cluster, *settings, _folder())
+    # A new folder, because a dead child may have left files in its own.
+    job = job._replace(folder=_folder())
     pickled = _pickled(job)
     with _child(job) as child:
       _send(child, pickled)
       if not child.poll(_START_TIMEOUT):
         raise ConnectionError(
-            f'`cluster` must be reached in {_START_TIMEOUT} s, got {cluster!r}.'
+            f'Ray did not answer within {_START_TIMEOUT} s with'
+            f' `cluster={cluster!r}`. Check the address, and that the machine'
+            ' is not overloaded.'
         )
       while (message := _receive(child)) is not None:
         if isinstance(message, Exception):
           raise message
         if isinstance(message, str):
-          # Empty when Ray has started; later, why it has failed.
+          # Empty when Ray has started; later, the cause of its failure.
           reason = message or _UNKNOWN_REASON
           continue
-        if isinstance(message, outcomes.Report) and message.global_step > step:
-          step, deaths = message.global_step, 0
+        step = getattr(message, 'global_step', 0)  # A result has none.
+        if step > latest_step:
+          latest_step, deaths = step, 0
         command = yield message
         _send(child, pickle.dumps(command))
     deaths += 1
+  remedy = ' Pass a `folder`, so that another driver can take its place.'
   raise RuntimeError(
-      'The driver must live, or have a `folder` to resume from, got one that'
-      f' has died {deaths} times without an update in between: {reason}'
+      f'The driver has died {deaths} times without an update in between.'
+      f'{remedy if options.folder is None else ""} Reason: {reason}'
   )
 
 
@@ -185,32 +191,33 @@ def _send(child, pickled):
 def _receive(child):
   """Returns the next message of the child, or `None` if it has died."""
   try:
-    # Safe to unpickle: only our own child has the other end.
+    # Safe to unpickle, because only our own child has the other end.
     return pickle.loads(child.recv_bytes())
-  except (EOFError, OSError):  # It may die in the middle of a message.
+  except (EOFError, OSError):  # The child may die in the middle of a message.
     return None
 
 
 def _pickled(sent):
-  """Returns what is sent to another process in bytes.
+  """Returns the pickle of an object that is sent to another process.
 
   Raises:
-    TypeError: If a function of the user cannot be sent.
+    TypeError: If the object cannot be pickled.
   """
-  # In the extra `ray`, as Ray is.
+  # Part of the extra `ray`, like Ray itself.
   import cloudpickle
 
   try:
     return cloudpickle.dumps(sent)
   except Exception as error:  # Pickling runs the user's code.
     raise TypeError(
-        '`task`, `tx` and other arguments must be such that they can be sent to'
-        f' other processes, got {type(error).__name__}: {error}'
+        'An argument such as `task` or `tx` cannot be pickled and sent to other'
+        f' processes: {type(error).__name__}: {error}. Use functions without'
+        ' open files, locks or connections.'
     ) from error
 
 
 def _folder():
-  """Returns the name of a temporary folder, which is short."""
+  """Returns a short name for a temporary folder."""
   parent = tempfile.gettempdir()
   if len(parent) > _LONGEST_FOLDER:
     parent = '/tmp'
@@ -219,7 +226,7 @@ def _folder():
 
 @contextlib.contextmanager
 def _child(job: Job) -> Iterator[connection.Connection]:
-  """Yields a connection to a child; ends all processes of its run with it."""
+  """Yields a connection to a child; finally kills all processes of its run."""
   mark = secrets.token_hex(16)
   ours, theirs = multiprocessing.Pipe()
   program = sys.executable, '-m', _CHILD
@@ -233,7 +240,7 @@ def _child(job: Job) -> Iterator[connection.Connection]:
           stdout=sys.__stderr__,
           pass_fds=[theirs.fileno()],
           env={**_environment(job.cluster), 'SHARD_TRANSFORMS_RUN': mark},
-          # So Ctrl-C reaches this process alone.
+          # Otherwise, Ctrl-C would also reach the child.
           start_new_session=True,
       )
     try:
@@ -256,14 +263,14 @@ def _environment(cluster):
   environment['RAY_ENABLE_AUTO_CONNECT'] = '0'
   if cluster == 'local':
     environment |= {
-        # Makes everything listen on loopback alone.
+        # Makes everything listen on loopback only.
         'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER': '0',
         # Without a token, Ray would write one to the home folder.
         'RAY_AUTH_MODE': 'token',
         'RAY_AUTH_TOKEN': secrets.token_hex(32),
-        # Otherwise, Ray's agents overwrite what the watchdog looks for.
+        # Otherwise, Ray's agents overwrite the mark that the watchdog needs.
         'SPT_NOENV': '1',
-        # Frees gradients and parameters at once, not in batches of 100.
+        # Frees gradients and parameters immediately, not in batches of 100.
         'RAY_free_objects_batch_size': '1',
         # On a busy machine, the 30 s that Ray waits are too short.
         'RAY_raylet_start_wait_time_s': str(_START_TIMEOUT),

@@ -1,4 +1,4 @@
-"""The driver's process: its reports, its death, its errors and its files."""
+"""The process of the driver: its reports, its death, its errors and files."""
 
 import multiprocessing
 import os
@@ -15,21 +15,21 @@ import optax
 
 import cases
 import runs
-from shard_transforms._src.asynchronous import job
-from shard_transforms._src.asynchronous import outcomes
+from shard_transforms._src.asynchronous import driver_process
 from shard_transforms._src.asynchronous import ray_cluster
+from shard_transforms._src.asynchronous import report as report_lib
 from shard_transforms._src.asynchronous import watchdog
 
 
 class ConverseTest(parameterized.TestCase):
-  """The driver tells its progress to a caller that takes its time."""
+  """The driver reports its progress to a slow caller."""
 
   def converse(self, answers, *, num_reports=4):
     """Returns the steps that the caller gets, and the commands of the driver.
 
     Args:
-      answers: Those of the caller, by how many reports the driver has made.
-      num_reports: How many reports the driver makes.
+      answers: The answers of the caller, by the number of reports so far.
+      num_reports: The number of reports of the driver.
     """
     ours, theirs = multiprocessing.Pipe()
     commands = []
@@ -38,8 +38,8 @@ class ConverseTest(parameterized.TestCase):
       for step in range(1, num_reports + 1):
         if step - 1 in answers:
           ours.send_bytes(pickle.dumps(answers[step - 1]))
-        commands.append((yield outcomes.Report(step)))
-      yield outcomes.Result(None, None, outcomes.Report(num_reports + 1))
+        commands.append((yield report_lib.Report(step)))
+      yield report_lib.Result(None, None, report_lib.Report(num_reports + 1))
 
     with ours, theirs:
       ray_cluster._converse(theirs, drive())
@@ -59,7 +59,7 @@ class ConverseTest(parameterized.TestCase):
   def test_next_report_waits_for_the_answer(self, answers, steps, commands):
     self.assertEqual(self.converse(answers), (steps, commands))
 
-  def test_state_may_be_of_a_class_of_the_main_program(self):
+  def test_class_of_a_state_may_be_defined_in_the_main_program(self):
     class State(NamedTuple):
       count: int
 
@@ -97,10 +97,10 @@ class JobTest(runs.FolderTest):
       return process
 
     with (
-        mock.patch.object(job, '_CHILD', 'no_such_module'),
-        mock.patch.object(job.subprocess, 'Popen', start_and_wait),
+        mock.patch.object(driver_process, '_CHILD', 'no_such_module'),
+        mock.patch.object(driver_process.subprocess, 'Popen', start_and_wait),
         self.assertRaisesRegex(
-            RuntimeError, f'got one that has died {num_deaths} times'
+            RuntimeError, f'The driver has died {num_deaths} times'
         ),
     ):
       runs.train(
@@ -110,7 +110,7 @@ class JobTest(runs.FolderTest):
           folder=self.folder if has_folder else None,
       )
 
-    # What is left of one is in nobody's way.
+    # Files of a dead child cannot collide with those of the next one.
     self.assertLen(set(temporary), num_deaths)
 
   def test_child_that_never_answers_is_reported_and_ended(self):
@@ -118,11 +118,11 @@ class JobTest(runs.FolderTest):
     (self.folder / 'silent.py').write_text('import time; time.sleep(1000)')
 
     with (
-        mock.patch.object(job, '_CHILD', 'silent'),
+        mock.patch.object(driver_process, '_CHILD', 'silent'),
         mock.patch.object(sys, 'path', [*sys.path, str(self.folder)]),
-        mock.patch.object(job, '_START_TIMEOUT', 0.1),
-        mock.patch.object(job, '_END_TIMEOUT', 0.1),
-        self.assertRaisesRegex(ConnectionError, '`cluster` must be reached'),
+        mock.patch.object(driver_process, '_START_TIMEOUT', 0.1),
+        mock.patch.object(driver_process, '_END_TIMEOUT', 0.1),
+        self.assertRaisesRegex(ConnectionError, 'did not answer within'),
     ):
       runs.train(runs.TASK, optax.sgd(0.1), cluster='local')
 
@@ -132,8 +132,8 @@ class JobTest(runs.FolderTest):
       (UnicodeError, ValueError),
       (ZeroDivisionError, RuntimeError),
   )
-  def test_errors_are_reported_as_what_they_derive_from(self, error, kind):
-    found = job.portable(error('x'))
+  def test_errors_are_reported_as_their_builtin_base_class(self, error, kind):
+    found = driver_process.portable(error('x'))
 
     self.assertEqual((type(found), str(found)), (kind, 'x'))
 
@@ -143,8 +143,8 @@ class JobTest(runs.FolderTest):
       os.write(theirs.fileno(), struct.pack('!i', 100) + b'a part')
       theirs.close()
 
-      self.assertIsNone(job._receive(ours))
+      self.assertIsNone(driver_process._receive(ours))
 
   def test_long_names_of_temporary_folders_are_avoided(self):
     with mock.patch.object(tempfile, 'tempdir', '/' + 'x' * 60):
-      self.assertLess(len(job._folder()), 50)
+      self.assertLess(len(driver_process._folder()), 50)
