@@ -1,13 +1,13 @@
 """Trains a classifier of handwritten digits asynchronously.
 
-In four ways: (a) each gradient counts, however old it is, (b) those that are
-too old are dropped, (c) as many gradients as there are workers are merged into
-an update, and none becomes too old, (d) old gradients count less. The workers
-are processes of Ray. Each run writes a journal, from which (c) is replayed and
-must end with the same bits. With `--kill`, a worker and the process that holds
-the parameters are killed during (c). The test accuracy is measured on the way:
-`--stop_at` ends a run that has reached it, and `--logdir` writes losses and
-accuracies for TensorBoard.
+There are four modes: (a) each gradient counts at any age, (b) gradients that
+are too old are dropped, (c) each update merges as many gradients as there are
+workers, and no gradient becomes too old, (d) old gradients count less. The
+workers are Ray processes. Each run writes a journal, from which (c) is replayed
+and must end with the same bits. With `--kill`, a worker and the process that
+holds the parameters are killed during (c). The test accuracy is measured during
+training: `--stop_at` ends a run that has reached it, and `--logdir` writes
+losses and accuracies for TensorBoard.
 """
 
 from collections.abc import Callable
@@ -58,8 +58,8 @@ _WORKERS = flags.DEFINE_integer(
 _UPDATES = flags.DEFINE_integer(
     'updates',
     UPDATES,
-    'Number of updates of each way; with fewer than by default, the accuracy is'
-    ' not checked.',
+    'Number of updates of each mode; with fewer updates than the default, the'
+    ' accuracy is not checked.',
     lower_bound=1,
 )
 _STALENESS = flags.DEFINE_integer(
@@ -71,8 +71,8 @@ _STALENESS = flags.DEFINE_integer(
 _WAIT = flags.DEFINE_float(
     'wait',
     20,
-    'Mean time in milliseconds for which a gradient waits, between none and'
-    ' twice as long, as if it were that much work: so ages differ.',
+    'Mean time in milliseconds that a gradient sleeps, uniformly distributed'
+    ' from zero to twice the mean, to simulate more work of varying length.',
     lower_bound=0,
 )
 _CLUSTER = flags.DEFINE_string(
@@ -80,11 +80,13 @@ _CLUSTER = flags.DEFINE_string(
     'local',
     "Where the workers are: 'local' starts Ray on this machine, 'host:port'"
     ' joins a cluster, on whose nodes the module `digits` can be imported, and'
-    " 'none' computes in this process, one after the other.",
+    " 'none' computes in this process, one gradient after the other.",
 )
-_WAYS = flags.DEFINE_string('ways', 'abcd', 'Which ways to go; always (c).')
+_WAYS = flags.DEFINE_string(
+    'ways', 'abcd', 'The modes to run, which must include (c).'
+)
 _KILL = flags.DEFINE_boolean(
-    'kill', False, 'Whether to kill a worker and the driver of (c) on the way.'
+    'kill', False, 'Whether to kill a worker and the driver during (c).'
 )
 _STOP_AT = flags.DEFINE_float(
     'stop_at', None, 'The test accuracy at which a run ends early.'
@@ -116,14 +118,14 @@ def _are_ways(value):
 def _can_be_killed(values):
   if values['kill'] and values['cluster'] != 'local':
     raise flags.ValidationError(
-        '`--kill` must go with `--cluster=local`: only there are the processes'
-        ' of this program.'
+        '`--kill` needs `--cluster=local`, where the processes belong to this'
+        ' program.'
     )
   return True
 
 
 class Way(NamedTuple):
-  """One of the four ways."""
+  """One of the four modes."""
 
   name: str
   tx: optax.GradientTransformation
@@ -131,14 +133,14 @@ class Way(NamedTuple):
 
 
 class Run(NamedTuple):
-  """The results of one of the ways.
+  """The results of one of the modes.
 
   Attributes:
-    name: The name of the way.
-    result: What `train` returns.
-    journal: What became of each gradient.
+    name: The name of the mode.
+    result: The result of `asynchronous.train`.
+    journal: The journal of the run.
     losses: The numbers of some updates, and losses of their batches [2, n].
-    rate: Updates a second.
+    rate: Updates per second.
   """
 
   name: str
@@ -149,7 +151,7 @@ class Run(NamedTuple):
 
 
 def make_ways() -> list[Way]:
-  """Returns the ways (a), (b), (c) and (d), or some of them."""
+  """Returns the modes that `--ways` selects."""
   bound = _STALENESS.value
   # Momentum suffers from stale gradients.
   tx = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
@@ -166,13 +168,13 @@ def make_ways() -> list[Way]:
 
 
 def letter(way: Way | Run) -> str:
-  """Returns the letter of a way, or of a run of it."""
+  """Returns the letter of a mode or of a run."""
   return way.name[1]
 
 
 def make_task(seed: int, batch_size: int, wait: float) -> asynchronous.Task:
-  """Returns the task of the workers, which waits so many seconds on average."""
-  # From values and not from flags, which workers do not parse.
+  """Returns a task whose gradients sleep for `wait` seconds on average."""
+  # Takes values instead of flags, because workers do not parse flags.
   return asynchronous.Task(
       init=functools.partial(digits.init_params, seed),
       gradient=gradient,
@@ -183,7 +185,7 @@ def make_task(seed: int, batch_size: int, wait: float) -> asynchronous.Task:
 def make_batch(
     seed: int, batch_size: int, wait: float, number: int
 ) -> tuple[float, list[np.ndarray]]:
-  """Returns how long to wait, and images and labels; the same each time."""
+  """Returns the seconds to sleep, images and labels of a batch number."""
   rng = np.random.default_rng([seed, number])
   data, _ = digits.load_data(seed)
   chosen = rng.choice(len(data[0]), batch_size, replace=False)
@@ -204,7 +206,7 @@ value_and_grad = jax.jit(jax.value_and_grad(digits.loss_fn))
 
 
 class Progress:
-  """Shows how a run goes, and keeps its losses."""
+  """Shows the progress of a run, and collects its losses."""
 
   def __init__(self, bar: tqdm.tqdm):
     self._bar = bar
@@ -219,7 +221,7 @@ class Progress:
       self._start = time.monotonic()
       self._first_step = report.global_step
       self._bar.unpause()
-    # After a kill, there are fewer again for a while.
+    # After a kill, the global step is lower for a while.
     self._bar.update(report.global_step - self._bar.n)
     self._bar.set_postfix_str(
         f'dropped {report.num_dropped}, mean age {report.mean_age:.1f}'
@@ -227,7 +229,7 @@ class Progress:
     self._losses[report.global_step] = report.metrics['loss']
 
   def rate(self) -> float:
-    """Returns the updates a second, from the first to the last."""
+    """Returns the updates per second, from the first to the last update."""
     return (self._bar.n - self._first_step) / max(self._seconds(), 1e-3)
 
   def losses(self) -> np.ndarray:
@@ -239,7 +241,7 @@ class Progress:
 
 
 class Evaluation:
-  """Measures the test accuracy on the way, and ends a run that is good."""
+  """Measures the test accuracy during a run, and may end the run."""
 
   def __init__(self, name: str):
     self._test_data = digits.load_data(_SEED.value)[1]
@@ -288,21 +290,21 @@ class Killer:
       )
 
   def is_done(self) -> bool:
-    """Returns whether there is nothing left to kill."""
+    """Returns whether both processes have been killed."""
     return not self._due
 
 
 def find_processes(name: str) -> list[psutil.Process]:
   """Returns the processes below this one that run an actor or a module."""
-  found = []
+  processes = []
   for process in psutil.Process().children(recursive=True):
     try:
       command = process.cmdline()
       if command and (command[0].startswith(name) or name in command[2:3]):
-        found.append(process)
-    except psutil.Error:  # It has ended meanwhile.
+        processes.append(process)
+    except psutil.Error:  # The process has ended in the meantime.
       continue
-  return found
+  return processes
 
 
 def train(
@@ -310,7 +312,7 @@ def train(
     folder: str,
     killer: Callable[[asynchronous.Report], None] | None,
 ) -> Run:
-  """Trains in one of the ways, with its journal in a folder."""
+  """Trains in one of the modes, with the journal in a folder."""
   with tqdm.tqdm(total=_UPDATES.value, desc=way.name, unit=' updates') as bar:
     progress, evaluation = Progress(bar), Evaluation(way.name)
 
@@ -336,8 +338,8 @@ def train(
 
 
 def is_replayed(way: Way, run: Run, folder: str) -> bool:
-  """Returns whether a run is computed to the same bits from its journal."""
-  # Waiting changes no bit, so the replay does not wait.
+  """Returns whether the replay of a run has the same bits."""
+  # The replay does not sleep, which does not change the bits.
   task = make_task(_SEED.value, _BATCH_SIZE.value, wait=0)
   again = asynchronous.replay(folder, task, way.tx)
   return all(
@@ -371,7 +373,7 @@ def print_table(runs: Sequence[Run], accuracies: Sequence[float]) -> None:
 
 
 def plot(runs: Sequence[Run], path: pathlib.Path) -> None:
-  """Draws losses, ages, and what became of the gradients of each worker."""
+  """Plots losses, ages, and the gradients of each worker."""
   figure = matplotlib.figure.Figure(figsize=(12, 9), layout='constrained')
   bounded = [run for run in runs if letter(run) in 'bc']
   grid = figure.add_gridspec(1 + len(bounded), 5)
@@ -383,7 +385,7 @@ def plot(runs: Sequence[Run], path: pathlib.Path) -> None:
 
 
 def plot_losses(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
-  """Draws the losses of the batches of the updates that were reported."""
+  """Plots the losses of the reported updates."""
   for run in runs:
     axes.plot(*run.losses, label=run.name, linewidth=1)
   axes.set(yscale='log', title='Loss of a batch')
@@ -392,7 +394,7 @@ def plot_losses(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
 
 
 def plot_ages(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
-  """Draws how many accepted gradients had which age."""
+  """Plots a histogram of the ages of the accepted gradients."""
   of_runs = [
       (run.journal['global_step'] - run.journal['local_step'])[
           run.journal['fate'] == 0
@@ -407,7 +409,7 @@ def plot_ages(axes: matplotlib.axes.Axes, runs: Sequence[Run]) -> None:
 
 
 def plot_workers(axes: matplotlib.axes.Axes, run: Run) -> None:
-  """Draws a strip for each worker: when it computed, and what came of it."""
+  """Plots the gradients of each worker over time, colored by outcome."""
   starts, ends = when(run.journal)
   for outcome, (_, color) in OUTCOMES.items():
     chosen = run.journal['fate'] == outcome
@@ -434,11 +436,11 @@ def plot_workers(axes: matplotlib.axes.Axes, run: Run) -> None:
 
 
 def when(journal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the seconds at which gradients were begun, and ended.
+  """Returns the seconds at which gradients started and ended.
 
-  A journal says when gradients came back. Each was begun as soon as its
-  parameters existed and its worker was idle. For the first one of a worker,
-  which compiles, the usual duration is assumed.
+  A journal has the seconds at which gradients came back. Each gradient started
+  as soon as its parameters existed and its worker was idle. The first gradient
+  of a worker, which compiles, is drawn with the median duration.
   """
   seconds = journal['seconds'].astype(float)
   # The clock starts at zero in a new driver.
@@ -468,10 +470,10 @@ def verdict(
     same: bool,
     killer: Killer | None,
 ) -> str | None:
-  """Returns what is wrong, if anything."""
+  """Returns the messages of failed checks, or `None`."""
   wrong = []
   if not same:
-    wrong.append('FAILED: the replay of (c) must have its bits, got others.')
+    wrong.append('FAILED: the replay of (c) does not have its bits.')
   if killer is not None and not killer.is_done():
     wrong.append('FAILED: (c) ended too early to be killed. Raise `--updates`.')
   for run, accuracy in zip(runs, accuracies, strict=True):
@@ -480,24 +482,24 @@ def verdict(
     )
     if is_bounded and accuracy < MIN_ACCURACY:
       wrong.append(
-          f'FAILED: the test accuracy of {run.name} must be at least'
-          f' {MIN_ACCURACY:.0%}, got {accuracy:.2%}. Change'
+          f'FAILED: the test accuracy of {run.name} is {accuracy:.2%}, below'
+          f' {MIN_ACCURACY:.0%}. Change'
           ' `--learning_rate`, `--staleness` or `--updates`.'
       )
   return '\n'.join(wrong) or None
 
 
 def main(argv: Sequence[str]) -> str | None:
-  """Trains in all four ways; returns what went wrong, if anything."""
+  """Trains in the selected modes; returns the messages of failed checks."""
   if len(argv) > 1:
-    raise app.UsageError(f'There are flags only, got {argv[1:]}.')
-  # JAX informs about each platform that it does not find.
+    raise app.UsageError(f'Unknown arguments: {argv[1:]}. Pass flags only.')
+  # JAX logs each platform that is not available.
   logging.set_verbosity(logging.WARNING)
   path = pathlib.Path(_OUTPUT_DIR.value) / 'train_async.png'
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
   except OSError as error:
-    raise app.UsageError(f'`--output_dir` must be a folder: {error}') from error
+    raise app.UsageError(f'Cannot write to `--output_dir`: {error}') from error
 
   killer = Killer(_UPDATES.value) if _KILL.value else None
   ways = make_ways()
@@ -515,7 +517,7 @@ def main(argv: Sequence[str]) -> str | None:
   accuracies = [digits.accuracy(run.result.params, *test_data) for run in runs]
   print_table(runs, accuracies)
   bits = 'same bits' if same else 'other bits'
-  print(f'(c), computed once more from its journal: {bits}')
+  print(f'(c), replayed from its journal: {bits}')
   plot(runs, path)
   print(f'Losses, ages and workers: {path}')
   return verdict(runs, accuracies, same, killer)

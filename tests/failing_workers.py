@@ -28,7 +28,7 @@ class Workers(task_lib.LocalWorkers):
     self._faults = {'lose': [*lose], 'vanish': [*vanish], 'hang': [*hang]}
     self._random = None if seed is None else random.Random(seed)
     self.hanging = set()
-    self.given = []
+    self.assignments = []
     self.num_busy = 0
 
   def _strikes(self, fault, batch):
@@ -38,7 +38,7 @@ class Workers(task_lib.LocalWorkers):
     return is_struck
 
   def start(self, worker, published, batch, state):
-    self.given.append((worker, batch))
+    self.assignments.append((worker, batch))
     if self._strikes('hang', batch):
       self.hanging.add(worker)
     else:

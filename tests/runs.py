@@ -80,8 +80,8 @@ class FolderTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    made = self.enterContext(tempfile.TemporaryDirectory())
-    self.folder = pathlib.Path(made) / 'run'
+    parent = self.enterContext(tempfile.TemporaryDirectory())
+    self.folder = pathlib.Path(parent) / 'run'
     self.second = self.folder.with_name('second')
 
   def flip(self, place):
@@ -220,10 +220,10 @@ def hang_once(path, number):
 
 def processes(name, root=None):
   """Returns the descendants of a process that run an actor or module."""
-  found = []
+  processes = []
   for process in (root or psutil.Process()).children(recursive=True):
     with contextlib.suppress(psutil.Error):
       command = process.cmdline()
       if command and (command[0].startswith(name) or name in command[2:3]):
-        found.append(process)
-  return found
+        processes.append(process)
+  return processes

@@ -1,4 +1,4 @@
-"""Runs `train_async.py`, the asynchronous example, as a user does."""
+"""Runs `train_async.py`, the asynchronous example."""
 
 import re
 
@@ -17,20 +17,20 @@ class TrainAsyncTest(python_command.ScriptTest):
     header, *rows, bits, written = lines
     columns = re.split('  +', header.strip())
     self.assertEqual(columns[:3], ['test accuracy', 'updates/s', 'updates'])
-    found = {}
+    table = {}
     for row in rows:
       name, *cells = re.split('  +', row)
-      found[name[1]] = dict(zip(columns, cells, strict=True))
+      table[name[1]] = dict(zip(columns, cells, strict=True))
     self.assertEqual(
-        {letter: row['updates'] for letter, row in found.items()},
+        {letter: row['updates'] for letter, row in table.items()},
         dict.fromkeys(ways, f'{num_updates}'),
     )
-    self.assertEndsWith(bits, 'computed once more from its journal: same bits')
+    self.assertEndsWith(bits, 'replayed from its journal: same bits')
     self.assertEqual(written, 'Losses, ages and workers: out/train_async.png')
     self.assertEqual(self.files(), ['out/train_async.png'])
     png = (self.folder / 'out/train_async.png').read_bytes()
     self.assertStartsWith(png, b'\x89PNG\r\n\x1a\n')
-    return found
+    return table
 
   @pytest.mark.slow
   def test_trains_in_four_ways_in_one_process(self):
@@ -39,7 +39,7 @@ class TrainAsyncTest(python_command.ScriptTest):
     )
 
     rows = self.check_output(run, 30)
-    # Of 4 workers that take turns, all gradients are 3 steps old in the end.
+    # With 4 workers in one process, gradients are 3 steps old in the end.
     self.assertEqual(rows['a']['mean age'], '2.80')
     self.assertGreater(int(rows['b']['dropped']), 0)
     self.assertEqual(rows['c']['dropped'], '0')

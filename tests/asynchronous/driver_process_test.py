@@ -43,11 +43,11 @@ class ConverseTest(parameterized.TestCase):
 
     with ours, theirs:
       ray_cluster._converse(theirs, drive())
-      found = []
+      steps = []
       while ours.poll():
         message = pickle.loads(ours.recv_bytes())
-        found.append(getattr(message, 'report', message).global_step)
-    return found, commands
+        steps.append(getattr(message, 'report', message).global_step)
+    return steps, commands
 
   @cases.parameters(
       ({3: None}, [1, 4, 5], [None] * 4),
@@ -133,9 +133,9 @@ class JobTest(runs.FolderTest):
       (ZeroDivisionError, RuntimeError),
   )
   def test_errors_are_reported_as_their_builtin_base_class(self, error, kind):
-    found = driver_process.portable(error('x'))
+    sent_error = driver_process.portable(error('x'))
 
-    self.assertEqual((type(found), str(found)), (kind, 'x'))
+    self.assertEqual((type(sent_error), str(sent_error)), (kind, 'x'))
 
   def test_child_that_dies_in_the_middle_of_a_message_has_died(self):
     ours, theirs = multiprocessing.Pipe()

@@ -49,7 +49,9 @@ class DriveTest(runs.FolderTest):
     self.assertEqual(result.report.num_dropped > 0, not pace)
     if pace:
       # No batch beyond the last update.
-      self.assertEqual([batch for _, batch in workers.given], [*range(20)])
+      self.assertEqual(
+          [batch for _, batch in workers.assignments], [*range(20)]
+      )
 
   @cases.parameters(
       dict(lose=[5, 9]),
@@ -141,7 +143,7 @@ class DriveTest(runs.FolderTest):
     self.drive(workers)
 
     journal = asynchronous.read_journal(self.folder)
-    self.assertEqual(journal[['worker', 'batch']].tolist(), workers.given)
+    self.assertEqual(journal[['worker', 'batch']].tolist(), workers.assignments)
     self.assertGreater(journal['checksum'].min(), 0)
 
 

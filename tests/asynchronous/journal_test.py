@@ -39,12 +39,14 @@ class JournalTest(runs.FolderTest):
     self.write(3)
     self.write(2)
 
-    found = asynchronous.read_journal(os.fspath(self.folder))
+    journal = asynchronous.read_journal(os.fspath(self.folder))
 
-    np.testing.assert_array_equal(found['sequence'], np.arange(5))
-    np.testing.assert_array_equal(found['batch'], np.arange(5))
-    np.testing.assert_array_equal(found['fate'], [0, 1, 2, 0, 1])
-    np.testing.assert_array_equal(found['seconds'], np.full(5, 0.5, np.float32))
+    np.testing.assert_array_equal(journal['sequence'], np.arange(5))
+    np.testing.assert_array_equal(journal['batch'], np.arange(5))
+    np.testing.assert_array_equal(journal['fate'], [0, 1, 2, 0, 1])
+    np.testing.assert_array_equal(
+        journal['seconds'], np.full(5, 0.5, np.float32)
+    )
 
   @cases.parameters(1, SIZE // 2, SIZE - 1)
   def test_ignores_an_incomplete_record(self, num_missing):
@@ -53,8 +55,8 @@ class JournalTest(runs.FolderTest):
 
     self.assertLen(asynchronous.read_journal(self.folder), 3)
     self.write(1)
-    found = asynchronous.read_journal(self.folder)
-    np.testing.assert_array_equal(found['batch'], np.arange(4))
+    journal = asynchronous.read_journal(self.folder)
+    np.testing.assert_array_equal(journal['batch'], np.arange(4))
 
   @cases.parameters(
       (40, 'in its header.*start=read'),

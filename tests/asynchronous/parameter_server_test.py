@@ -25,13 +25,13 @@ OPTIMIZERS = (
 
 def gradients():
   """Returns gradients of some ages, one of which is not finite."""
-  found = []
+  grads_of_batches = []
   for number in range(9):
     batch = runs.batch(number)
     grads, _ = runs.gradient(runs.init(), batch)
-    found.append(jax.tree.map(np.array, grads))
-  found[4]['w'][2] = np.nan
-  return found
+    grads_of_batches.append(jax.tree.map(np.array, grads))
+  grads_of_batches[4]['w'][2] = np.nan
+  return grads_of_batches
 
 
 def accept(server, grads, local_step=0):
@@ -135,7 +135,7 @@ class ParameterServerTest(parameterized.TestCase):
       return parameter_server.ParameterServer(*args).fingerprint
 
     in_state = optax.inject_hyperparams(optax.sgd)
-    found = [
+    fingerprints = [
         fingerprint(tx, params)
         for tx, params in (
             (optax.sgd(0.1), [jnp.zeros(3)]),
@@ -149,5 +149,7 @@ class ParameterServerTest(parameterized.TestCase):
         )
     ]
 
-    self.assertEqual(fingerprint(optax.sgd(0.1), [jnp.zeros(3)]), found[0])
-    self.assertLen(set(found), len(found))
+    self.assertEqual(
+        fingerprint(optax.sgd(0.1), [jnp.zeros(3)]), fingerprints[0]
+    )
+    self.assertLen(set(fingerprints), len(fingerprints))

@@ -77,12 +77,12 @@ NOBODY = 65534
 
 def descendants():
   """Returns the properties of each descendant of this process."""
-  found = []
+  children = []
   for process in psutil.Process().children(recursive=True):
     # It may end meanwhile.
     with contextlib.suppress(psutil.Error):
-      found.append(process.as_dict(['name', 'environ', 'cmdline']))
-  return [child for child in found if child['environ'] is not None]
+      children.append(process.as_dict(['name', 'environ', 'cmdline']))
+  return [child for child in children if child['environ'] is not None]
 
 
 def run_outside(*command, user=None, **env):
@@ -122,7 +122,7 @@ class Killer(threading.Thread):
   def run(self):
     while len(self.kills) < self._number:
       time.sleep(self._random.uniform(0.2, 2.5))
-      # Four drivers that die in turn without a new update end the run.
+      # Four drivers that die without an update in between end the run.
       self._progressed.wait()
       name = self._random.choice([WORKER, WORKER, DRIVER])
       if name == DRIVER:
@@ -249,28 +249,28 @@ class CallerTest(runs.FolderTest):
 
   def marked(self, folder):
     """Returns all processes of a run, whoever their parents are."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
       try:
         if process.environ().get('IS_ASYNCHRONOUS_TEST') == str(folder):
-          found.append(process)
+          processes.append(process)
       except psutil.Error:
         pass
-    return found
+    return processes
 
   def listening(self, folder):
     """Returns the addresses that processes of a run listen on."""
-    found = []
+    addresses = []
     for process in self.marked(folder):
       # Some of Ray's end by themselves meanwhile.
       with contextlib.suppress(psutil.Error, OSError):
         connections = process.net_connections('inet')
-        found += [
+        addresses += [
             connection.laddr.ip
             for connection in connections
             if connection.status == psutil.CONN_LISTEN
         ]
-    return found
+    return addresses
 
   def test_leaves_nothing_behind_and_resumes_closed_to_others(self):
     home = self.folder.parent / 'home'

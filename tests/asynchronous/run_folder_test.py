@@ -67,18 +67,18 @@ class CheckpointsTest(runs.FolderTest):
     self.folder.mkdir()
 
     run_folder.write(self.folder, saved)
-    found = run_folder.read_latest(self.folder, trees)
+    checkpoint = run_folder.read_latest(self.folder, trees)
 
-    self.assertEqual(found._replace(trees={}), saved._replace(trees={}))
+    self.assertEqual(checkpoint._replace(trees={}), saved._replace(trees={}))
     trees['workers'] = {}
-    chex.assert_trees_all_equal(found.trees, trees, strict=True)
+    chex.assert_trees_all_equal(checkpoint.trees, trees, strict=True)
 
   def test_no_changed_byte_gives_other_parameters(self):
     stride = 61
     self.save(2)
     path = self.folder / 'checkpoints/2.npz'
     data = path.read_bytes()
-    due = jax.tree.map(np.asarray, self.server.trees())
+    expected = jax.tree.map(np.asarray, self.server.trees())
     num_damaged = 0
 
     for place in range(0, len(data), stride):
@@ -87,10 +87,10 @@ class CheckpointsTest(runs.FolderTest):
       path.write_bytes(flipped)
       with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
-        found = self.read()
-      if found.global_step == 2:
+        checkpoint = self.read()
+      if checkpoint.global_step == 2:
         # Some bytes have no effect.
-        chex.assert_trees_all_equal(found.trees, due, strict=True)
+        chex.assert_trees_all_equal(checkpoint.trees, expected, strict=True)
       else:
         num_damaged += 1
         self.assertRegex(str(caught[0].message), '2.npz. cannot be used: ')
@@ -105,9 +105,9 @@ class CheckpointsTest(runs.FolderTest):
     with self.assertWarnsRegex(
         RuntimeWarning, r'7.npz. .* it contains checkpoint 2\.'
     ):
-      found = self.read()
+      checkpoint = self.read()
 
-    self.assertEqual(found.global_step, 3)
+    self.assertEqual(checkpoint.global_step, 3)
 
   def test_keeps_the_last_two_and_no_part_of_another(self):
     self.save(2)
@@ -186,12 +186,12 @@ class ManifestTest(parameterized.TestCase):
   def test_names_the_machine_of_the_driver(self):
     # On a system that only reports the architecture of the processor.
     with mock.patch.object(run_folder, '_PROCESSORS', pathlib.Path('/nowhere')):
-      found = run_folder.manifest_of(make_server())
+      manifest = run_folder.manifest_of(make_server())
 
-    self.assertEqual(found['jaxlib'], jaxlib.__version__)
-    self.assertEqual(found['device of the driver'], 'cpu')
+    self.assertEqual(manifest['jaxlib'], jaxlib.__version__)
+    self.assertEqual(manifest['device of the driver'], 'cpu')
     machine = platform.processor() or platform.machine()
-    self.assertEqual(found['processor'], machine)
+    self.assertEqual(manifest['processor'], machine)
 
 
 class LockTest(runs.FolderTest):

@@ -76,7 +76,7 @@ class FolderTest(runs.FolderTest):
     result = self.train(tx=tx, num_updates=40, start=read, folder=self.second)
 
     runs.assert_same_bits(
-        *([jax.tree.leaves(found[:2])] for found in (read, first))
+        *([jax.tree.leaves(result[:2])] for result in (read, first))
     )
     self.assertEqual(result.report.global_step, 40)
     runs.assert_same_bits(asynchronous.replay(self.second, TASK, tx), result)
@@ -153,13 +153,13 @@ class FolderTest(runs.FolderTest):
   ):
     first = self.train(folder=None, num_updates=20)
     killed = mock.patch.object(where, what, side_effect=OSError(28, 'killed'))
-    given = {'start': first} if has else {}
+    start = {'start': first} if has else {}
 
     with killed, self.assertRaisesRegex(OSError, 'killed'):
       self.train(start=first)
-    result = self.train(**given)
+    result = self.train(**start)
 
-    runs.assert_same_bits(result, self.train(folder=None, **given))
+    runs.assert_same_bits(result, self.train(folder=None, **start))
     self.assertEqual(journal_lib.read(self.folder).start, 20 if has else None)
     again = asynchronous.replay(self.folder, TASK, TX)
     runs.assert_same_bits(again, result)
@@ -300,9 +300,9 @@ class WatchingTest(runs.FolderTest):
 
     steps = [r.global_step for r in self.reports if r.params is not None]
     self.assertEqual(steps, [11, 30])
-    found = self.reports[steps[0] - 1].params
+    params = self.reports[steps[0] - 1].params
     expected = runs.train(TASK, TX, num_updates=11, num_workers=1).params
-    np.testing.assert_array_equal(found['w'], expected['w'])
+    np.testing.assert_array_equal(params['w'], expected['w'])
     self.assertIs(self.reports[-1].params, result.params)
 
   @cases.parameters(True, False)

@@ -31,8 +31,10 @@ class TrainTest(runs.FolderTest):
           TASK, optax.adam(0.1), staleness=0, num_workers=num_workers
       )
 
-    found = result.params, result.opt_state.inner_state
-    runs.assert_same_bits(found, runs.plain_loop(optax.adam(0.1), 30))
+    params_and_state = result.params, result.opt_state.inner_state
+    runs.assert_same_bits(
+        params_and_state, runs.plain_loop(optax.adam(0.1), 30)
+    )
     self.assertEqual(result.report.mean_age, 0)
 
   def test_without_a_bound_ages_depend_on_the_number_of_workers(self):
