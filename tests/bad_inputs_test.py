@@ -284,7 +284,7 @@ BENCHES = {
         drop_stale(2, MEAN, axis_name=AXIS), extra_args=READ
     ),
     'tracked stale': Bench(
-        optax.chain(cross_shard_mean(AXIS), drop_stale(2, SGD)),
+        optax.chain(drop_stale(2, optax.scale(-1.0)), cross_shard_mean(AXIS)),
         'shard_map',
         extra_args=READ,
     ),

@@ -357,14 +357,14 @@ ROWS = {
         },
     ),
     'steps that differ': Row(
-        step(optax.chain(MEAN, st.drop_stale(2, SGD)), **STALE),
+        step(optax.chain(st.drop_stale(2, SGD), MEAN), **STALE),
         'must be decided the same way',
         {
             'Put the gate around the reduction': step(
                 st.drop_stale(2, MEAN_SGD, axis_name=AXIS), **STALE
             ),
-            'the same on all shards, such as its `lax.pmin`': step(
-                optax.chain(MEAN, st.drop_stale(2, SGD)), **SAME
+            'or put it behind the reduction': step(
+                optax.chain(MEAN, st.drop_stale(2, SGD)), **STALE
             ),
         },
     ),

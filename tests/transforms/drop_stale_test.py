@@ -11,6 +11,7 @@ import optax
 
 import cases
 import harness
+import modes
 import shard_transforms as st
 
 INT32 = np.iinfo(np.int32)
@@ -43,6 +44,45 @@ class DropStaleTest(parameterized.TestCase):
     message = "`axis_name` of `drop_stale` .* `inner`, got 'data' .*`drop_"
     with self.assertRaisesRegex(ValueError, message):
       st.drop_stale(1, axis_name='data')
+
+
+class ReducedUpdatesTest(parameterized.TestCase):
+  """Behind the reduction, whose result is as old as its oldest gradient."""
+
+  @cases.product(
+      gate=(
+          st.drop_stale(1, optax.sgd(0.5, momentum=0.9)),
+          optax.chain(
+              st.scale_by_staleness('inverse'), optax.sgd(0.5, momentum=0.9)
+          ),
+      ),
+      num_towers=(None, 2),
+  )
+  def test_the_oldest_gradient_decides(self, gate, num_towers):
+    calls = 6
+    steps = np.arange(calls, dtype=np.int32) // (num_towers or 1)
+    late = np.zeros((8, calls), np.int32)
+    late[[3, 6, 1], [1, 2, 5]] = 2, 3, 4
+    steps = (steps - late).astype(np.int32)
+
+    def run(x, local_steps, tx):
+      def call(state, given):
+        updates, state = tx.update(given[0], state, local_step=given[1])
+        return state, updates
+
+      return lax.scan(call, tx.init(jnp.zeros(5)), (x, local_steps))[1]
+
+    def windows(tx, axis_name=None):
+      if num_towers is None:
+        return tx
+      return st.tower_reduce(num_towers, tx, axis_name=axis_name)
+
+    tx = windows(optax.chain(st.cross_shard_mean(modes.AXIS), gate), modes.AXIS)
+    mapped = modes.map_shards('shard_map', lambda _, own: run(*own, tx))
+    found = mapped((), (DATA[:, :calls], steps))
+
+    expected = run(DATA[:, :calls].mean(0), steps.min(0), windows(gate))
+    np.testing.assert_allclose(found, [expected] * 8, rtol=1e-5, atol=1e-6)
 
 
 class AcceptanceTest(parameterized.TestCase):

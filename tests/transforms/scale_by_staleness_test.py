@@ -217,14 +217,15 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_array_equal(scaled['half'].astype(float), np.full(3, 1.5))
     np.testing.assert_array_equal(scaled['complex'], [0.5 + 1j])
 
-  def test_refuses_reduced_updates_where_local_steps_differ(self):
+  def test_refuses_updates_of_which_some_are_reduced_where_steps_differ(self):
     tx = scale_by_staleness('inverse')
 
     def shard(params, own):
       x, local_step = own
       state = tx.init(params)
-      mean = _mean().update(_grads(params, x), optax.EmptyState())[0]
-      return tx.update(mean, state, local_step=local_step)[0]
+      grads = _grads(params, x)
+      mean = _mean().update(grads, optax.EmptyState())[0]
+      return tx.update([mean, grads], state, local_step=local_step)[0]
 
     message = '`updates` of `scale_by_.* must be per shard .*already reduced'
     with self.assertRaisesRegex(ValueError, message):

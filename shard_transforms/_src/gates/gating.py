@@ -414,8 +414,7 @@ def _check_agreed(decision):
         'Whether a transformation runs must be decided the same way on all'
         f' shards, but the decision is typed {jax.typeof(decision)}: a'
         ' `local_step` or an update differs. Put the gate around the reduction,'
-        ' and give it `axis_name`; behind the reduction, give it a `local_step`'
-        ' that is the same on all shards, such as its `lax.pmin`.'
+        ' and give it `axis_name`, or put it behind the reduction.'
     )
 
 

@@ -32,6 +32,16 @@ def agreed(decision: jax.Array) -> jax.Array:
   return lax.pmin(decision.astype(jnp.int32), axes) > 0 if axes else decision
 
 
+def oldest(local_step: jax.Array, updates: Any) -> jax.Array:
+  """Returns the smallest local step of the shards whose updates are the same.
+
+  Updates that are already reduced are made of the gradients of these shards.
+  """
+  varying = map(axes_lib.varying_axes, jax.tree.leaves(updates))
+  axes = tuple(axes_lib.varying_axes(local_step).difference(*varying))
+  return lax.pmin(local_step, axes) if axes else local_step
+
+
 def largest(x: jax.Array) -> jax.Array:
   """Returns the maximum over the shards that may hold different numbers."""
   axes = (*axes_lib.varying_axes(x), *axes_lib.untracked_axes())

@@ -103,8 +103,10 @@ def drop_stale(
     inner: The transformation for accepted updates.
     axis_name: The mapped axis, or a sequence of them, between whose shards
       `local_step` may differ; needs `inner`. `None` if it is the same on all
-      shards: a difference then lets shards diverge, and raises where JAX tracks
-      it.
+      shards, or if updates are already reduced: where JAX tracks types, the
+      smallest `local_step` of the shards then decides, and updates that are not
+      reduced raise an error. Where it does not, different steps let shards
+      diverge.
     assume_weighted: Turns off the check that `inner` uses `weight` in all of
       its sums over shards. Set it if `inner` is refused although it does: a sum
       without the weight then counts all shards, without an error.
@@ -119,9 +121,9 @@ def drop_stale(
       is missing or not an integer, a leaf is an integer or boolean, or the
       state is of another transformation.
     ValueError: If `axis_name` is given without `inner`; in `update`, if
-      `local_step` is not a scalar or differs between shards without
-      `axis_name`, or, with it, updates are already reduced or `inner` does not
-      use the weight.
+      `local_step` is not a scalar or differs between shards, as the updates
+      do, without `axis_name`; or, with it, if updates are already reduced or
+      `inner` does not use the weight.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -165,7 +167,8 @@ def drop_stale(
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, DropStaleState, axes, _CALLER)
-    local_step = extra_args.get('local_step')
+    local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
+    local_step = collectives.oldest(local_step, updates)
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
     accept, num_stale, counts = is_fresh, jnp.where(is_fresh, 0, 1), is_fresh
     if axes:
@@ -201,5 +204,4 @@ def _is_fresh(local_step, global_step, staleness):
   lowest = _INT32.min + max(staleness, 0)
   highest = _INT32.max + min(staleness, 0)
   oldest = jnp.clip(global_step, lowest, highest) - staleness
-  local_step = arguments.as_local_step(local_step, _CALLER)
   return (local_step >= oldest) & (global_step <= highest)

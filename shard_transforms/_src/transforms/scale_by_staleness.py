@@ -91,7 +91,9 @@ def scale_by_staleness(
     rate: By how much the logarithm of the factor falls with each step of age, a
       positive number; only for `'exponential'`.
     axis_name: The mapped axis, or a sequence of them, between whose shards
-      `local_step` may differ; comes with `inner`.
+      `local_step` may differ; comes with `inner`. Without it, the smallest
+      `local_step` of the shards scales updates that are already reduced, where
+      JAX tracks types.
     assume_weighted: Turns off the check that `inner` uses `weight` in all of
       its sums over shards. Set it if `inner` is refused although it does: a sum
       without the weight then counts all shards, without an error.
@@ -108,7 +110,8 @@ def scale_by_staleness(
     ValueError: If `kind` is unknown, `rate` does not fit it or is not positive,
       or `inner` and `axis_name` do not come together; in `update`, if
       `local_step` or the factor is not a scalar, updates are already reduced
-      where local steps differ, or `inner` does not use the weight.
+      although `axis_name` is given, only some are where local steps differ, or
+      `inner` does not use the weight.
 
   Examples:
     >>> import jax
@@ -158,6 +161,7 @@ def scale_by_staleness(
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
     step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
+    step = collectives.oldest(step, updates)
     dtype = weights.dtype_for(updates)
     factor = factor_of(_age(step, state.global_step), dtype)
     if axes:
