@@ -41,6 +41,11 @@ _SHAPES = flags.DEFINE_multi_enum(
 _MESH = flags.DEFINE_list(
     'mesh', [], 'Sizes of axes of the mesh, such as 16,16; by default, one.'
 )
+_OPTIONS = flags.DEFINE_multi_string(
+    'option',
+    [],
+    'A compiler option, such as xla_enable_async_all_reduce=true.',
+)
 
 # The step of a transformation under plain `jax.jit`, on axes of a type; of a
 # window, whose gradients are added up, if there are several batches.
@@ -359,6 +364,7 @@ def measure(
     params: Sequence[jax.ShapeDtypeStruct],
     mesh: jax.sharding.Mesh,
     rows: int = 4,
+    options: Mapping[str, str] | None = None,
 ) -> Measured:
   """Compiles a training step for a mesh, and reads the program.
 
@@ -367,6 +373,7 @@ def measure(
     params: The parameters.
     mesh: The devices.
     rows: The number of rows of a shard's batch.
+    options: Options of the compiler.
   """
   batches = []
   if case in JIT:
@@ -392,7 +399,7 @@ def measure(
   params = [leaf.update(sharding=whole) for leaf in params]
   lowered = step.lower(params, state, x)
   start = time.process_time()
-  compiled = lowered.compile()
+  compiled = lowered.compile(compiler_options=options)
   seconds = time.process_time() - start
   report = st.monitoring.wire_report(compiled)
   module = hlo_text.parse(compiled.as_text())
@@ -450,12 +457,13 @@ def main(argv: Sequence[str]) -> None:
     mesh = topology.mesh(argv[1], dict(zip(names, sizes, strict=True)))
   except (ImportError, ValueError) as error:
     sys.exit(str(error))
+  options = dict(option.split('=', 1) for option in _OPTIONS.value)
   # The first program of a process takes longer.
   measure(plain_case, shapes_of('leaves')[:2], mesh)
   print(timing.setting())
   for name in _SHAPES.value:
     params = shapes_of(name)
-    plain = measure(plain_case, params, mesh, rows_of(name))
+    plain = measure(plain_case, params, mesh, rows_of(name), options)
     print(
         f'\n{name}: the plain step has {plain.temporary:.1f} MB of temporary'
         f' memory, and took {plain.seconds:.1f} s of processors to compile\n'
@@ -463,7 +471,7 @@ def main(argv: Sequence[str]) -> None:
     print(line(*HEADINGS), line(*len(HEADINGS) * ['---']), sep='\n')
     print(row(plain_case, plain, plain), flush=True)
     for case in argv[2:] or others:
-      found = measure(case, params, mesh, rows_of(name))
+      found = measure(case, params, mesh, rows_of(name), options)
       print(row(case, found, plain), flush=True)
 
 

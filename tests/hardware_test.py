@@ -4,6 +4,7 @@ Nothing runs on them: each test reads a program that `benchmarks/hardware.py`
 has compiled, in a process of its own for each topology.
 """
 
+import collections
 import functools
 import json
 import os
@@ -272,6 +273,79 @@ class HardwareTest(parameterized.TestCase):
 
     # Asynchronous parts of a collective stand in the text of a TPU as often.
     self.assertAlmostEqual(found['sent'], SENT, delta=32)
+
+
+SLICES = """
+import json
+import topology
+import hardware
+import shard_transforms as st
+import optax
+
+for sizes in {'slices': 2, 'data': 4}, {'data': 8}:
+  mesh = topology.mesh('v5e:2x2', sizes, num_slices=2)
+  tx = st.shard_update(optax.adam(1e-3), tuple(sizes))
+  params = hardware.shapes_of('matrices')
+  step, state = hardware.mapped_step(tx, params, mesh)
+  spec = hardware.P(tuple(sizes))
+  x = hardware.jax.ShapeDtypeStruct(
+      (32, 1024), 'float32', sharding=hardware.NamedSharding(mesh, spec)
+  )
+  report = st.monitoring.wire_report(step, params, state, x, compiled=True)
+  sent = [
+      [c.primitive, c.axes, c.num_slices, c.sent_bytes]
+      for c in report.collectives
+      if c.payload_bytes > 1e5
+  ]
+  print(json.dumps(sent))
+"""
+
+
+class SlicesTest(parameterized.TestCase):
+
+  def test_report_counts_what_slices_send_to_each_other(self):
+    facts(TPU, 'by hand')
+
+    of_axes, of_one_axis = map(json.loads, run(SLICES).splitlines())
+
+    # A ring of 4 inside of a slice sends 3/4 of 33.6 MB twice, or more often if
+    # one axis is in both slices: XLA then sums whole buffers in each slice. The
+    # 2 slices send halves of the quarter that remains.
+    for axes, most, found in (
+        (['slices', 'data'], 2, of_axes),
+        (['data', 'data'], 3, of_one_axis),
+    ):
+      sent = collections.Counter()
+      for _, over, num_slices, num_bytes in found:
+        self.assertEqual(over, [axes[2 - num_slices]])
+        sent[num_slices] += num_bytes
+      self.assertAlmostEqual(sent[1], most * 3 / 4 * PARAMS_MB * 1e6, delta=32)
+      self.assertAlmostEqual(sent[2], 2 / 2 / 4 * PARAMS_MB * 1e6, delta=32)
+
+  @cases.parameters(
+      (TPU, 'xla_jf_crs_combiner_threshold_in_bytes'),
+      (TPU, 'xla_enable_async_all_reduce'),
+      (GPU, 'xla_gpu_reduce_scatter_combine_threshold_bytes'),
+      (GPU, 'xla_gpu_all_reduce_combine_threshold_bytes'),
+  )
+  def test_compilers_know_the_options_of_the_page(self, name, option):
+    facts(name, 'by hand')
+    self.assertIn(f'`{option}=', PAGE.read_text(encoding='utf-8'))
+    code = (
+        'import hardware, topology\n'
+        f'mesh = topology.mesh({name!r}, {{"data": 8}})\n'
+        "shapes = hardware.shapes_of('matrices')[:2]\n"
+        "for name in {0!r}, 'xla_no_such_option':\n"
+        "  value = 'true' if 'async' in name else '1000000'\n"
+        '  try:\n'
+        '    options = {{name: value}}\n'
+        "    hardware.measure('by hand', shapes, mesh, options=options)\n"
+        '    print(name)\n'
+        '  except Exception as error:\n'
+        '    print(type(error).__name__)'
+    ).format(option)
+
+    self.assertEqual(run(code).split(), [option, 'JaxRuntimeError'])
 
 
 class SetUpTest(parameterized.TestCase):

@@ -18,20 +18,26 @@ from shard_transforms._src.monitoring.one_device import (
 )
 from shard_transforms._src.monitoring.report_table import Collective
 from shard_transforms._src.monitoring.report_table import WireReport
+from shard_transforms._src.monitoring.step_estimate import Chip
+from shard_transforms._src.monitoring.step_estimate import StepEstimate
+from shard_transforms._src.monitoring.step_estimate import estimate_step
 from shard_transforms._src.monitoring.wire_report import wire_report
 
 __all__ = (
+    'Chip',
     'Collective',
     'CrossCheck',
     'CrossCheckState',
     'DivergenceState',
     'NoiseScaleState',
+    'StepEstimate',
     'WireReport',
     'assert_trains_as_one_device',
     'check_health',
     'compression_error',
     'cross_check',
     'digest',
+    'estimate_step',
     'hlo_wire_report',
     'metrics',
     'shard_divergence',

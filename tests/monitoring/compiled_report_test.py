@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import pathlib
 import re
+from unittest import mock
 
 from absl.testing import parameterized
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+import numpy as np
 import optax
 
 import cases
@@ -22,6 +24,7 @@ from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import tower_reduce
+from shard_transforms._src.analysis.hlo import slices
 from shard_transforms._src.monitoring import compiled_report
 from shard_transforms.monitoring import WireReport
 from shard_transforms.monitoring import hlo_wire_report
@@ -469,6 +472,14 @@ ERRORS = (
         lambda: hlo_wire_report(wire_text('{{0,1},{2,3}}')),
         *(ValueError, '`mesh` must be given where a compiled program does not'),
     ),
+    (
+        lambda: hlo_wire_report(SLICED_TEXT),
+        *(ValueError, 'Give the mesh of all slices, each with 4 devices'),
+    ),
+    (
+        lambda: hlo_wire_report(SLICED_TEXT, modes.mesh(4)),
+        *(ValueError, 'must have all slices, each with 4 devices of the'),
+    ),
     (lambda: hlo_wire_report(b'HloModule'), TypeError, '`text` must be the te'),
     (
         of(lambda: jnp.sin, VECTOR, axis_sizes={AXIS: 8}, compiled=True),
@@ -479,6 +490,73 @@ ERRORS = (
         *(ValueError, '`mesh` must be left out unless `compiled` is true'),
     ),
 )
+
+
+class SlicesTest(parameterized.TestCase):
+  """Programs that run on each of several slices."""
+
+  @cases.parameters(
+      # The slices are those of an axis of their own, or of a part of one.
+      ({'slices': 2, 'data': 4}, ('data',), ('slices',)),
+      ({'data': 8}, ('data',), ('data',)),
+      ({'data': 2, 'model': 4}, ('model',), ('data',)),
+  )
+  def test_what_is_sent_to_other_slices_counts(self, shape, inside, between):
+    mesh = jax.sharding.AbstractMesh((*shape.values(),), (*shape,))
+
+    report = hlo_wire_report(SLICED_TEXT, mesh)
+
+    found = [
+        (c.primitive, c.payload_bytes, c.axes, c.num_shards, c.num_slices)
+        for c in report.collectives
+    ]
+    expected = [
+        ('reduce_scatter', 4 * 512, inside, 4, 1),
+        ('psum', 4 * 128, between, 2, 2),
+        ('all_gather', 4 * 128, inside, 4, 1),
+    ]
+    self.assertEqual(found, expected)
+
+  def test_slices_of_a_mesh_are_those_of_its_devices(self):
+    # The slices lie along the second axis.
+    devices = [mock.Mock(slice_index=i) for i in (0, 1, 0, 1, 0, 1, 0, 1)]
+    mesh = mock.Mock(spec=jax.sharding.Mesh, devices=np.array(devices), size=8)
+    mesh.shape = {'data': 4, 'slices': 2}
+
+    inside, between = slices.divide(mesh, 4)
+
+    self.assertEqual(inside, {'data': 4, 'slices': 1})
+    self.assertEqual(between, {'slices': 2})
+
+
+# As XLA compiles a sum over two slices of four TPUs; the second `send` is not
+# one of a collective.
+SLICED_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=4
+
+add {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT c = f32[] add(a, b)
+}
+
+ENTRY main {
+  p = f32[512] parameter(0)
+  r = f32[128] reduce-scatter(p), replica_groups={{0,1,2,3}}, dimensions={0},\
+ to_apply=add
+  t = token[] after-all()
+  s = (f32[128], u32[], token[]) send(r, t), channel_id=2,\
+ is_host_transfer=true, frontend_attributes={\
+_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2}x{0:3}",\
+_xla_megascale_transfer_type="ALL_REDUCE"}
+  d = token[] send-done(s), channel_id=2, is_host_transfer=true
+  v = (f32[128], u32[], token[]) recv(d), channel_id=1, is_host_transfer=true,\
+ frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  w = (f32[128], token[]) recv-done(v), channel_id=1, is_host_transfer=true
+  x = f32[128] get-tuple-element(w), index=0
+  h = (f32[128], u32[], token[]) send(x, d), channel_id=3, is_host_transfer=true
+  ROOT y = f32[512] all-gather(x), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+"""
 
 
 class ErrorTest(parameterized.TestCase):

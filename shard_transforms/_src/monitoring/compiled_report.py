@@ -9,17 +9,19 @@ import itertools
 import math
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from shard_transforms._src.analysis.hlo import flow as hlo_flow
 from shard_transforms._src.analysis.hlo import replica_groups
+from shard_transforms._src.analysis.hlo import slices
 from shard_transforms._src.analysis.hlo import text as hlo_text
 from shard_transforms._src.monitoring import compiled_warnings
 from shard_transforms._src.monitoring import report_table
 
-Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+Mesh = slices.Mesh
 # Where a primitive of `report_table.SENT` has another name than its opcode. An
 # all-reduce is named by what combines two numbers, or two booleans.
 _PRIMITIVES = {
@@ -115,7 +117,7 @@ def report_program(
         '`fn` must be compiled by a backend that shows its programs, got none'
         ' of it. Use `wire_report` of the traced function.'
     )
-  report = _report(text, mesh, _mesh_shapes(compiled))
+  report = _report(text, mesh, _meshes(compiled))
   return dataclasses.replace(report, memory=compiled.memory_analysis())
 
 
@@ -132,37 +134,81 @@ def _lowered(fn, args, kwargs):
     ) from error
 
 
-def _report(text, mesh, mesh_shapes):
+class _Layout(NamedTuple):
+  """How the devices of a program are numbered.
+
+  Attributes:
+    inside: The sizes of the axes of its mesh.
+    slice_of: The slice of each of its devices.
+    between: The sizes of the axes between slices that run the same program.
+  """
+
+  inside: slices.Sizes
+  slice_of: np.ndarray
+  between: slices.Sizes = {}
+
+
+def _report(text, mesh, meshes):
   """Returns the report of a text, for the first mesh that fits."""
   module = hlo_text.parse(text)
-  num_devices = module.num_devices
-  if mesh is not None:
-    shape = _shape(module, mesh)
-  else:
-    known = itertools.chain(_named(module), mesh_shapes)
-    fitting = (s for s in known if math.prod(s.values()) == num_devices)
-    # One axis without a name is enough for a program that sends nothing.
-    shape = next(fitting, {None: num_devices})
-  collectives = tuple(_Reader(module, shape).all_of(module.entry))
+  if mesh is None:
+    mesh = _known_mesh(module, meshes)
+  layout = _layout(module, mesh)
+  collectives = tuple(_Reader(module, layout).all_of(module.entry))
   warnings = compiled_warnings.find(module, collectives)
   report = report_table.WireReport(collectives, warnings)
-  if None in shape and report.total_bytes:
-    raise ValueError(
-        '`mesh` must be given where a compiled program does not name its axes,'
-        f' got None. Give the mesh of its {num_devices} devices.'
-    )
+  if '' in layout.inside and report.total_bytes:
+    raise _missing_mesh(module)
   return report
 
 
-def _shape(module, mesh):
+def _known_mesh(module, meshes):
+  """Returns the first mesh that fits, of those in the text and of arguments."""
+  for mesh in itertools.chain(_named(module), meshes):
+    if _fits(module, mesh):
+      return mesh
+  if _is_of_slices(module):
+    raise _missing_mesh(module)
+  # One axis without a name is enough for a program that sends nothing.
+  return jax.sharding.AbstractMesh((module.num_devices,), ('',))
+
+
+def _missing_mesh(module):
+  each = 'all slices, each with' if _is_of_slices(module) else 'its'
+  return ValueError(
+      '`mesh` must be given where a compiled program does not name its axes,'
+      f' got None. Give the mesh of {each} {module.num_devices} devices.'
+  )
+
+
+def _layout(module, mesh):
   if not isinstance(mesh, Mesh):
     raise TypeError(f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}.')
-  if mesh.size != module.num_devices:
+  if not _fits(module, mesh):
+    each = 'all slices, each with' if _is_of_slices(module) else ''
     raise ValueError(
-        f'`mesh` must have the {module.num_devices} devices of the program, got'
-        f' {mesh.size} in {dict(mesh.shape)!r}.'
+        f'`mesh` must have {each or "the"} {module.num_devices} devices of the'
+        f' program, got {mesh.size} in {dict(mesh.shape)!r}.'
     )
-  return mesh.shape
+  if mesh.size == module.num_devices:
+    return _Layout(mesh.shape, slices.indices(mesh))
+  inside, between = slices.divide(mesh, module.num_devices)
+  return _Layout(inside, np.zeros(module.num_devices, int), between)
+
+
+def _fits(module, mesh):
+  """Whether a program runs on a mesh, or on each of several slices of it."""
+  num_slices, rest = divmod(mesh.size, module.num_devices)
+  return rest == 0 and (num_slices > 1) == _is_of_slices(module)
+
+
+def _is_of_slices(module):
+  """Whether a program sends arrays to other slices, which run it as well."""
+  return any(
+      instruction.opcode == 'send' and slices.transfer(instruction)
+      for computation in module.computations.values()
+      for instruction in computation.instructions.values()
+  )
 
 
 def _named(module):
@@ -173,23 +219,23 @@ def _named(module):
         groups = instruction.attributes.get('replica_groups', '')
         shape = replica_groups.mesh_shape(groups)
         if shape and not all(axis.startswith('axis_') for axis in shape):
-          yield shape
+          yield jax.sharding.AbstractMesh((*shape.values(),), (*shape,))
 
 
-def _mesh_shapes(compiled):
+def _meshes(compiled):
   """Yields the meshes of arguments and results."""
   shardings = compiled.input_shardings, compiled.output_shardings
   for sharding in jax.tree.leaves(shardings):
     if isinstance(sharding, jax.sharding.NamedSharding):
-      yield sharding.mesh.shape
+      yield sharding.mesh
 
 
 class _Reader:
   """The collectives of the computations of a program."""
 
-  def __init__(self, module, mesh_shape):
+  def __init__(self, module, layout):
     self._module = module
-    self._mesh_shape = mesh_shape
+    self._layout = layout
     self._found = {}
     self._chains = {}
 
@@ -232,29 +278,56 @@ class _Reader:
       # pairs goes to the host.
       pairs = _PAIRS.search(instruction.attribute_text)
       if pairs is None and instruction.opcode == 'send':
-        return []
+        return self._between_slices(instruction, arrays)
       text = pairs[1] if pairs else attributes.get('source_target_pairs', '')
     if chain := _CHAIN.search(attributes.get('frontend_attributes', '')):
       channel = attributes.get('channel_id')
       self._chains[instruction.name] = instruction.opcode, chain[1], channel
     groups = replica_groups.parse(text, self._module.num_devices)
-    axes = replica_groups.axes(groups, self._mesh_shape)
+    axes = replica_groups.axes(groups, self._layout.inside)
     num_shards = max(map(len, groups))
     if is_permutation:
-      num_shards = math.prod(self._mesh_shape[axis] for axis in axes)
+      num_shards = math.prod(self._layout.inside[axis] for axis in axes)
     return [
-        report_table.Collective(
-            primitive=self._primitive(instruction),
-            dtype=payload[0].dtype,
-            payload_bytes=sum(array.num_bytes for array in payload),
+        self._collective(
+            instruction,
+            self._primitive(instruction),
+            payload,
             axes=axes,
             num_shards=num_shards,
-            scope=instruction.scope,
-            source=_source(self._module.sources(instruction)),
-            op=instruction.name,
+            num_slices=slices.num_spanned(groups, self._layout.slice_of),
         )
         for payload in _payloads(arrays, instruction)
     ]
+
+  def _between_slices(self, instruction, arrays):
+    """Returns what a `send` sends to other slices; to its host, nothing."""
+    primitive = slices.transfer(instruction)
+    if primitive is None:
+      return []
+    between = self._layout.between
+    num_slices = math.prod(between.values())
+    return [
+        self._collective(
+            instruction,
+            primitive,
+            arrays[:1],
+            axes=(*between,),
+            num_shards=num_slices,
+            num_slices=num_slices,
+        )
+    ]
+
+  def _collective(self, instruction, primitive, payload, **fields):
+    return report_table.Collective(
+        primitive,
+        dtype=payload[0].dtype,
+        payload_bytes=sum(array.num_bytes for array in payload),
+        scope=instruction.scope,
+        source=_source(self._module.sources(instruction)),
+        op=instruction.name,
+        **fields,
+    )
 
   def _primitive(self, instruction):
     opcode = instruction.collective

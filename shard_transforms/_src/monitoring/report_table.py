@@ -53,6 +53,8 @@ class Collective:
     source: The line of the program that asked for it, as `file:line`, if a
       compiled program tells.
     op: The operation of a compiled program that sends it; it may send others.
+    num_slices: How many slices of TPUs, or hosts of GPUs, these shards are in,
+      if a compiled program tells: between these, it travels over the network.
 
   Raises:
     ValueError: If the primitive is not known.
@@ -76,6 +78,7 @@ class Collective:
   scope: str = ''
   source: str = ''
   op: str = ''
+  num_slices: int = 1
 
   def __post_init__(self):
     if self.primitive not in SENT:

@@ -1,0 +1,253 @@
+"""`estimate_step`: whether a step fits on a chip, and what bounds its time."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from shard_transforms._src.analysis import inlining
+from shard_transforms._src.analysis import matrix_products
+from shard_transforms._src.monitoring import report_table
+from shard_transforms._src.monitoring import wire_report
+
+
+class Chip(NamedTuple):
+  """What the data sheet of a chip says, for `estimate_step`.
+
+  Attributes:
+    flops: Floating-point operations per second in bfloat16, without sparsity.
+    memory_bytes: Bytes of its memory.
+    memory_bandwidth: Bytes per second from and to its memory.
+    link_bandwidth: Bytes per second that it can send over all of its links
+      together, in one direction.
+    axis_bandwidth: Those over the links along one axis of a torus; the same as
+      `link_bandwidth` where a switch connects the chips.
+    network_bandwidth: Bytes per second that it can send to other slices of
+      TPUs, or to other hosts of GPUs.
+
+  Examples:
+    >>> from shard_transforms import monitoring
+    >>> chip = monitoring.Chip(
+    ...     flops=1e12, memory_bytes=8e9, memory_bandwidth=1e11,
+    ...     link_bandwidth=1e10, axis_bandwidth=1e10, network_bandwidth=1e9)
+    >>> print(chip.flops / chip.memory_bandwidth)
+    10.0
+  """
+
+  flops: float
+  memory_bytes: float
+  memory_bandwidth: float
+  link_bandwidth: float
+  axis_bandwidth: float
+  network_bandwidth: float
+
+
+# By `device_kind`. TPUs: the pages of their versions under
+# https://cloud.google.com/tpu/docs, which give bandwidths of links in both
+# directions. H100 SXM: NVIDIA's data sheet, with one network adapter of 400
+# Gbit/s per GPU, as in a DGX H100.
+CHIPS = {
+    'TPU v5 lite': Chip(197e12, 16e9, 819e9, 200e9, 100e9, 3.125e9),
+    'TPU v5': Chip(459e12, 95 * 2**30, 2765e9, 600e9, 200e9, 6.25e9),
+    'TPU v6 lite': Chip(918e12, 32e9, 1638e9, 400e9, 200e9, 12.5e9),
+    'NVIDIA H100 80GB HBM3': Chip(989e12, 80e9, 3350e9, 450e9, 450e9, 50e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEstimate:
+  """What a step needs on one device, and bounds of its time.
+
+  The bounds follow from data sheets and are not calibrated: they hold for a
+  program that reaches the peak rates, which few do. Use them to compare steps
+  and numbers of devices with each other.
+
+  Args:
+    chip: The chip.
+    num_devices: The number of devices.
+    flops: The operations of matrix products and convolutions on one device.
+    report: What the compiled step sends, and its memory.
+
+  Examples:
+    >>> from shard_transforms import monitoring
+    >>> chip = monitoring.Chip(1e12, 8e9, 1e11, 1e10, 1e10, 1e9)
+    >>> report = monitoring.WireReport((monitoring.Collective(
+    ...     'psum', 'float32', payload_bytes=4_000_000, axes=('data',),
+    ...     num_shards=8),))
+    >>> estimate = monitoring.StepEstimate(
+    ...     chip, num_devices=8, flops=2e9, report=report)
+    >>> print(estimate.seconds)
+    (0.002, 0.0027)
+  """
+
+  chip: Chip
+  num_devices: int
+  flops: float
+  report: report_table.WireReport
+
+  @property
+  def memory_bytes(self) -> int:
+    """The bytes that the step needs on one device."""
+    memory = self.report.memory
+    if memory is None:
+      return 0
+    # Results that take the place of donated arguments need none of their own.
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return needed + results + memory.generated_code_size_in_bytes
+
+  @property
+  def fits(self) -> bool:
+    """Whether the step fits into the memory of the chip."""
+    return self.memory_bytes <= self.chip.memory_bytes
+
+  @property
+  def compute_seconds(self) -> float:
+    """The time of the matrix products at the peak rate."""
+    return self.flops / self.chip.flops
+
+  @property
+  def memory_seconds(self) -> float:
+    """The time in which arguments are read once, and results written once."""
+    memory = self.report.memory
+    if memory is None:
+      return 0.0
+    moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return moved / self.chip.memory_bandwidth
+
+  @property
+  def send_seconds(self) -> tuple[float, float]:
+    """The time of collectives over all links, and over those of one axis."""
+    bounds = zip(*map(self._bounds, self.report.collectives), strict=True)
+    least, most = map(math.fsum, bounds) if self.report.collectives else (0, 0)
+    return least, most
+
+  @property
+  def seconds(self) -> tuple[float, float]:
+    """Bounds of the time of a step.
+
+    The first is the longest of computing, moving and sending, as if all three
+    ran at the same time; the second is their sum.
+    """
+    least, most = self.send_seconds
+    local = self.compute_seconds, self.memory_seconds
+    return max(*local, least), sum(local) + most
+
+  def _bounds(self, collective):
+    """Returns the time of a collective, at least and at most."""
+    chip, sent = self.chip, collective.sent_bytes
+    if collective.num_slices == 1:
+      return sent / chip.link_bandwidth, sent / chip.axis_bandwidth
+    # Of the ring through all devices, one of each slice sends to the next one,
+    # and the devices of a slice share this.
+    per_slice = collective.num_shards / collective.num_slices
+    bandwidth = min(chip.network_bandwidth * per_slice, chip.link_bandwidth)
+    return sent / bandwidth, sent / bandwidth
+
+  def __str__(self) -> str:
+    least, most = (1e3 * x for x in self.seconds)
+    first, last = (1e3 * x for x in self.send_seconds)
+    verb = 'fits' if self.fits else 'does not fit'
+    return '\n'.join(
+        [
+            (
+                f'{verb}: {self.memory_bytes / 1e9:,.2f} of'
+                f' {self.chip.memory_bytes / 1e9:,.0f} GB on each of'
+                f' {self.num_devices:,} devices'
+            ),
+            f'step: {least:,.2f} to {most:,.2f} ms, not calibrated',
+            f'  matrix products: {1e3 * self.compute_seconds:,.2f} ms',
+            f'  arguments and results: {1e3 * self.memory_seconds:,.2f} ms',
+            f'  collectives: {first:,.2f} to {last:,.2f} ms',
+        ]
+    )
+
+
+def estimate_step(
+    fn: Callable[..., Any], *args: Any, chip: Chip | None = None, **kwargs: Any
+) -> StepEstimate:
+  """Estimates whether a step fits on a chip, and how long it takes.
+
+  The step is traced and compiled, not run. So the devices may be described
+  ones, such as those of a TPU slice that you do not have: see
+  `docs/compile_for_hardware.md`. Compile for several sizes of a slice to see
+  how a step scales.
+
+  Operations are those of matrix products and convolutions in the traced
+  program; what `fn` does not map counts as evenly divided over the devices.
+  Bytes that are sent, and memory, are those of the compiled program.
+
+  Args:
+    fn: The step, mapped by `jax.shard_map` or compiled by `jax.jit`.
+    args: Its arguments: trees of arrays or of `jax.ShapeDtypeStruct`s with
+      shardings.
+    chip: What its data sheet says; by default that of the devices, if they are
+      TPU v5e, v5p or v6e, or NVIDIA H100.
+    kwargs: Its keyword arguments, like `args`.
+
+  Returns:
+    A `StepEstimate`, which prints as a summary.
+
+  Raises:
+    TypeError: If `fn` is not a function, or `chip` is not a `Chip`.
+    ValueError: If the data sheet of the devices is not known, or arguments have
+      no devices.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from shard_transforms import monitoring
+    >>> mesh = jax.make_mesh((1,), ('data',))
+    >>> sharding = jax.NamedSharding(mesh, jax.P())
+    >>> x = jax.ShapeDtypeStruct((500, 500), jnp.float32, sharding=sharding)
+    >>> chip = monitoring.Chip(
+    ...     flops=1e12, memory_bytes=8e9, memory_bandwidth=1e11,
+    ...     link_bandwidth=1e10, axis_bandwidth=1e10, network_bandwidth=1e9)
+    >>> step = jax.jit(lambda x: x @ x)
+    >>> estimate = monitoring.estimate_step(step, x, chip=chip)
+    >>> print(estimate.fits, estimate.compute_seconds, estimate.memory_seconds)
+    True 0.00025 2e-05
+  """
+  if not callable(fn) or isinstance(
+      fn, jax.stages.Lowered | jax.stages.Compiled
+  ):
+    raise TypeError(
+        f'`fn` must be the function of a step, got {fn!r}. A compiled program'
+        ' does not show the operations of its loops.'
+    )
+  if chip is not None and not isinstance(chip, Chip):
+    raise TypeError(f'`chip` must be a `Chip`, got {chip!r}.')
+  devices = _devices((args, kwargs))
+  kind = next(iter(devices)).device_kind
+  if chip is None and kind not in CHIPS:
+    raise ValueError(
+        f'The data sheet of {kind!r} is not known, only those of'
+        f' {", ".join(map(repr, CHIPS))}. Pass `chip=monitoring.Chip(...)`.'
+    )
+  program = inlining.flatten(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr)
+  return StepEstimate(
+      chip=CHIPS[kind] if chip is None else chip,
+      num_devices=len(devices),
+      flops=matrix_products.flops(program, len(devices)),
+      report=wire_report.wire_report(fn, *args, compiled=True, **kwargs),
+  )
+
+
+def _devices(tree):
+  """Returns the devices of the arrays and shapes in a tree.
+
+  Raises:
+    ValueError: If there are none.
+  """
+  shardings = [getattr(x, 'sharding', None) for x in jax.tree.leaves(tree)]
+  devices = frozenset().union(
+      *(x.device_set for x in shardings if x is not None)
+  )
+  if not devices:
+    raise ValueError(
+        'The arguments of the step have no devices. Pass arrays, or'
+        ' `jax.ShapeDtypeStruct`s with a `sharding`.'
+    )
+  return devices

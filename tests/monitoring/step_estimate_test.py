@@ -1,0 +1,210 @@
+"""Estimates of steps: their operations, memory, and bounds of their time."""
+
+from types import SimpleNamespace
+
+from absl.testing import parameterized
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import optax
+
+import cases
+import modes
+import shard_transforms as st
+from shard_transforms import monitoring
+
+AXIS = modes.AXIS
+# A flop takes 1 s, a byte of memory 10, a sent byte 100 or 200, between slices
+# 5000; there are 1,000 bytes.
+CHIP = monitoring.Chip(
+    flops=1.0,
+    memory_bytes=1000,
+    memory_bandwidth=1 / 10,
+    link_bandwidth=1 / 100,
+    axis_bandwidth=1 / 200,
+    network_bandwidth=1 / 5000,
+)
+
+
+def shaped(*shape, spec=P(), mesh=None):
+  mesh = modes.mesh() if mesh is None else mesh
+  sharding = jax.NamedSharding(mesh, spec)
+  return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def mapped(fn, *specs):
+  return jax.jit(
+      jax.shard_map(fn, mesh=modes.mesh(), in_specs=specs, out_specs=P(AXIS))
+  )
+
+
+W, X = shaped(5, 5), shaped(24, 5, spec=P(AXIS))
+STACK = shaped(7, 5, 5)
+BATCHED = shaped(8, 3, 5), shaped(8, 5, 4)
+IMAGES, KERNEL = shaped(16, 10, 10, 4), shaped(3, 3, 4, 6)
+
+
+def layers(x, w):
+  return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+def loss_and_grad(w, x):
+  return jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+
+def rematerialized(w, x):
+  loss = jax.checkpoint(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))
+  return jax.grad(loss)(w)
+
+
+def either(x, w):
+  return lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
+
+
+def convolve(x, w):
+  return lax.conv_general_dilated(
+      x, w, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+  )
+
+
+class OperationsTest(parameterized.TestCase):
+
+  @cases.parameters(
+      # 24 rows are 3 for each device.
+      (jnp.matmul, (X, W), 2 * 3 * 5 * 5),
+      (mapped(jnp.matmul, P(AXIS), P()), (X, W), 2 * 3 * 5 * 5),
+      (mapped(layers, P(AXIS), P()), (X, STACK), 7 * 2 * 3 * 5 * 5),
+      (layers, (X, STACK), 7 * 2 * 3 * 5 * 5),
+      # Forward, and the gradient of the weights.
+      (loss_and_grad, (W, X), 2 * 2 * 3 * 5 * 5),
+      # Two products forward, two recomputed, and three backward.
+      (rematerialized, (W, X), 7 * 2 * 3 * 5 * 5),
+      (either, (X, W), 2 * 2 * 3 * 5 * 5),
+      (jnp.matmul, BATCHED, 2 * 3 * 5 * 4),
+      (convolve, (IMAGES, KERNEL), 2 * 2 * 100 * 6 * 3 * 3 * 4),
+  )
+  def test_matrix_products_count(self, fn, args, flops):
+    found = monitoring.estimate_step(fn, *args, chip=CHIP)
+
+    self.assertEqual(found.flops, flops)
+    self.assertEqual(found.compute_seconds, flops)
+    self.assertEqual(found.num_devices, 8)
+
+
+class TimesTest(parameterized.TestCase):
+
+  def estimate(self, *collectives, flops=0.0, **memory):
+    sizes = dict.fromkeys(
+        (
+            'argument_size_in_bytes',
+            'output_size_in_bytes',
+            'temp_size_in_bytes',
+            'alias_size_in_bytes',
+            'generated_code_size_in_bytes',
+        ),
+        0,
+    )
+    memory = SimpleNamespace(**(sizes | memory))
+    report = monitoring.WireReport(collectives, memory=memory)
+    return monitoring.StepEstimate(CHIP, 8, flops, report)
+
+  def sum_over(self, num_shards, num_slices=1):
+    return monitoring.Collective(
+        'psum', 'float32', 40, (AXIS,), num_shards, num_slices=num_slices
+    )
+
+  def test_bounds_are_the_longest_and_the_sum(self):
+    found = self.estimate(
+        self.sum_over(8),
+        flops=100.0,
+        argument_size_in_bytes=30,
+        output_size_in_bytes=20,
+    )
+
+    self.assertEqual(found.compute_seconds, 100)
+    self.assertEqual(found.memory_seconds, 500)
+    # 70 bytes, over all links or those of an axis.
+    self.assertEqual(found.send_seconds, (7_000, 14_000))
+    self.assertEqual(found.seconds, (7_000, 14_600))
+
+  @cases.parameters(
+      (2, 2, 40 * 5000), (8, 2, 70 * 1250), (1000, 2, 79.92 * 100)
+  )
+  def test_devices_of_a_slice_share_the_network(self, shards, slices, seconds):
+    found = self.estimate(self.sum_over(shards, slices)).send_seconds
+
+    self.assertAlmostEqual(found[0], seconds)
+    self.assertAlmostEqual(found[1], seconds)
+
+  @cases.parameters((999, True), (1000, True), (1001, False))
+  def test_memory_is_that_of_all_that_a_step_needs(self, num_bytes, fits):
+    found = self.estimate(
+        argument_size_in_bytes=num_bytes - 60,
+        output_size_in_bytes=50,
+        # Of donated arguments.
+        alias_size_in_bytes=40,
+        temp_size_in_bytes=30,
+        generated_code_size_in_bytes=20,
+    )
+
+    self.assertEqual(found.memory_bytes, num_bytes)
+    self.assertEqual(found.fits, fits)
+    words = 'fits: ' if fits else 'does not fit: '
+    self.assertStartsWith(str(found), words)
+
+  def test_what_sends_nothing_takes_no_time(self):
+    self.assertEqual(self.estimate().seconds, (0, 0))
+
+
+class StepTest(parameterized.TestCase):
+
+  def test_a_step_is_estimated_as_it_is_compiled(self):
+    mesh = modes.mesh()
+    tx = optax.chain(st.cross_shard_mean(AXIS), optax.adam(0.1))
+    state = st.init_state(tx, W, mesh)
+
+    def loss_fn(w, x):
+      return jnp.mean(jnp.tanh(x @ w))
+
+    def step(w, state, x):
+      grads = st.value_and_grad(loss_fn, AXIS)(w, x)[1]
+      updates, state = tx.update(grads, state, w)
+      return optax.apply_updates(w, updates), state
+
+    step = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P()
+        ),
+        donate_argnums=(0, 1),
+    )
+    found = monitoring.estimate_step(step, W, state, X, chip=CHIP)
+
+    report = monitoring.wire_report(step, W, state, X, compiled=True)
+    self.assertEqual(found.report.total_bytes, report.total_bytes)
+    self.assertGreater(report.total_bytes, 0)
+    self.assertEqual(found.flops, 2 * 2 * 3 * 5 * 5)
+    # Parameters, two moments and the batch of a device.
+    self.assertGreaterEqual(found.memory_bytes, 4 * (3 * 25 + 3 * 5))
+    self.assertRegex(str(found), r'step: .* to .* ms, not calibrated\n')
+
+  @cases.parameters(
+      ({'fn': 3}, TypeError, '`fn` must be the function of a step, got 3'),
+      (
+          {'fn': jax.jit(jnp.sin).lower(1.0)},
+          *(TypeError, 'A compiled program does not show the operations'),
+      ),
+      ({'chip': (1, 2)}, TypeError, '`chip` must be a `Chip`'),
+      (
+          {'chip': None},
+          ValueError,
+          "data sheet of 'cpu' .*TPU v5 lite.* `chip=",
+      ),
+      ({'x': 3.0}, ValueError, 'have no devices.* with a `sharding`'),
+  )
+  def test_refuses(self, change, error, words):
+    arguments = {'fn': jnp.sin, 'x': X, 'chip': CHIP, **change}
+    fn, x = arguments.pop('fn'), arguments.pop('x')
+
+    with self.assertRaisesRegex(error, words):
+      monitoring.estimate_step(fn, x, **arguments)
