@@ -1,15 +1,15 @@
 """Times a compiled step of the façade against the functional step.
 
-Both train one perceptron with momentum, in one process, in turn, over
-virtual CPU devices: the façade by `CrossShardOptimizer.minimize` in `shard` in
-a `function`, the other by `cross_shard_sum` and Optax under `jax.shard_map`.
+Both train one perceptron with momentum, alternating in one process, over
+virtual CPU devices: the façade with `CrossShardOptimizer.minimize` in `shard`
+in a `function`, the other with `cross_shard_sum` and Optax under
+`jax.shard_map`.
 
-A round calls each of them twice, so that neither finds the caches of the
-processor warmer. Beside the ratio of the medians stands that of the functional
-step to itself, from the same rounds (A/A): what lies inside its interval is
-noise. The last
-columns tell how often Python ran the loss of the façade in all, and whether
-both give the same parameters.
+A round calls each step twice, so that neither finds warmer processor caches.
+Next to the ratio of the medians is the ratio of the functional step to itself
+in the same rounds (A/A); a ratio inside its interval is noise. The last columns
+are the number of times that Python ran the loss of the façade, and whether both
+steps compute the same parameters.
 """
 
 from collections.abc import Callable
@@ -28,6 +28,7 @@ import timing
 
 import shard_transforms
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 _MODELS = flags.DEFINE_list(
     'models',
@@ -79,10 +80,10 @@ def facade_step(
 ) -> tuple[Callable[[], Any], list[int]]:
   """Returns a call of the façade's step, and a list that grows with traces."""
   traces = []
-  with facade.Graph().as_default():
-    params = [facade.Variable(p, name='w') for p in random_params(name)]
-    global_step = facade.get_or_create_global_step()
-    opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(0.01, 0.9))
+  with tf.Graph().as_default():
+    params = [tf.Variable(p, name='w') for p in random_params(name)]
+    global_step = tf.train.get_or_create_global_step()
+    opt = facade.CrossShardOptimizer(tf.train.MomentumOptimizer(0.01, 0.9))
 
     def computation(x, labels):
       def loss():

@@ -1,9 +1,9 @@
-"""Runs a training script of TensorFlow 1 on JAX, its old lines beside the new.
+"""Runs a TensorFlow 1 training script on JAX, with old lines next to new ones.
 
 Handwritten digits, a `CrossShardOptimizer`, and clipping between
-`compute_gradients` and `apply_gradients`. The training over shards is saved in
-the middle and resumed in another graph, where it must end with the same bits.
-Without the clipping, which sees single shards, it must equal one device.
+`compute_gradients` and `apply_gradients`. Training over shards is saved
+in the middle and resumed in another graph, where it must end with the same
+bits. Without clipping, which acts on single shards, it must equal one device.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ import sklearn.datasets
 import tqdm
 
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 NUM_SHARDS = 8
 BATCH_SIZE = 256
@@ -59,10 +60,10 @@ def build(num_shards: int, clip_norm: float) -> tuple[Any, Any, Any]:
   # TF1: w_0 = tf.Variable(tf.random_normal([64, 96], stddev=0.1), name='w_0')
   # TF1: b_0 = tf.Variable(tf.zeros([96]), name='b_0')  # And so on.
   keys = jax.random.split(jax.random.key(0))
-  w_0 = facade.Variable(0.1 * jax.random.normal(keys[0], [64, 96]), name='w_0')
-  b_0 = facade.Variable(jnp.zeros([96]), name='b_0')
-  w_1 = facade.Variable(0.1 * jax.random.normal(keys[1], [96, 10]), name='w_1')
-  b_1 = facade.Variable(jnp.zeros([10]), name='b_1')
+  w_0 = tf.Variable(0.1 * jax.random.normal(keys[0], [64, 96]), name='w_0')
+  b_0 = tf.Variable(jnp.zeros([96]), name='b_0')
+  w_1 = tf.Variable(0.1 * jax.random.normal(keys[1], [96, 10]), name='w_1')
+  b_1 = tf.Variable(jnp.zeros([10]), name='b_1')
 
   # TF1: logits = tf.matmul(tf.tanh(tf.matmul(images, w_0) + b_0), w_1) + b_1
   @facade.function
@@ -72,8 +73,8 @@ def build(num_shards: int, clip_norm: float) -> tuple[Any, Any, Any]:
   # TF1: opt = tf.contrib.tpu.CrossShardOptimizer(
   # TF1:     tf.train.MomentumOptimizer(0.1, 0.9))
   # TF1: global_step = tf.train.get_or_create_global_step()
-  opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(0.1, 0.9))
-  global_step = facade.get_or_create_global_step()
+  opt = facade.CrossShardOptimizer(tf.train.MomentumOptimizer(0.1, 0.9))
+  global_step = tf.train.get_or_create_global_step()
 
   # TF1: loss = tf.losses.sparse_softmax_cross_entropy(labels, logits)
   # TF1: grads, tvars = zip(*opt.compute_gradients(loss))
@@ -86,7 +87,7 @@ def build(num_shards: int, clip_norm: float) -> tuple[Any, Any, Any]:
       ).mean()
 
     grads, tvars = zip(*opt.compute_gradients(loss), strict=True)
-    grads, norm = facade.clip_by_global_norm(grads, clip_norm)
+    grads, norm = tf.clip_by_global_norm(grads, clip_norm)
     before = loss()  # After the update, it would give the new loss.
     opt.apply_gradients(zip(grads, tvars, strict=True), global_step)
     return before, norm
@@ -117,17 +118,17 @@ def train(
   """Trains in a new graph; saves in the middle, or resumes from there."""
   data, (images, labels) = load_data()
   # TF1: with tf.Graph().as_default(), tf.Session() as sess:
-  with facade.Graph().as_default():
+  with tf.Graph().as_default():
     opt, step, predict = build(num_shards, clip_norm)
     # TF1: tf.train.Saver().restore(sess, path)
     step.build(*batch_of(0, data))  # Creates the slots to restore.
     if resume_from is not None:
-      values = facade.get_values(facade.global_variables())
+      values = facade.get_values(tf.global_variables())
       values = flax.serialization.from_bytes(values, resume_from.read_bytes())
-      facade.set_values(facade.global_variables(), values)
+      facade.set_values(tf.global_variables(), values)
 
     # TF1: sess.run([train_op, loss, norm], {images: ..., labels: ...})
-    start = int(facade.get_or_create_global_step())
+    start = int(tf.train.get_or_create_global_step())
     bar = tqdm.trange(start, STEPS, desc=name)
     for i in bar:
       loss, norm = step(*batch_of(i, data))
@@ -136,17 +137,17 @@ def train(
       bar.set_postfix_str(metrics, refresh=False)
       # TF1: tf.train.Saver().save(sess, path)
       if save_to is not None and i + 1 == STEPS // 2:
-        values = facade.get_values(facade.global_variables())
+        values = facade.get_values(tf.global_variables())
         save_to.write_bytes(flax.serialization.to_bytes(values))
 
     # TF1: opt.get_slot(var, 'momentum')
     if save_to is not None:
-      for var in facade.trainable_variables():
+      for var in tf.trainable_variables():
         for slot_name in opt.get_slot_names():
           slot = opt.get_slot(var, slot_name)
           norm = jnp.linalg.norm(slot.value())
           print(f'{slot.name:16}{slot.shape!s:>9}  norm {norm:.6f}')
-    values = jax.device_get(facade.get_values(facade.global_variables()))
+    values = jax.device_get(facade.get_values(tf.global_variables()))
     accuracy = np.mean(predict(images).argmax(axis=-1) == labels)
   return Run(name, values, float(accuracy))
 

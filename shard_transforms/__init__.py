@@ -9,7 +9,6 @@ from shard_transforms import monitoring as monitoring
 from shard_transforms import owners as owners
 from shard_transforms import reproducible as reproducible
 from shard_transforms import state_rules as state_rules
-from shard_transforms import tf1 as tf1
 from shard_transforms._src.base.stacked import Stacked
 from shard_transforms._src.local_updates.local_state import LocalUpdatesState
 from shard_transforms._src.local_updates.local_state import local_params

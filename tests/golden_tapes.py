@@ -1,4 +1,4 @@
-"""Reads the golden tapes, and says what their optimizers are in Optax."""
+"""Reads the golden tapes and maps their optimizers to Optax."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shard_transforms._src.tf1 import optimizers
+from shard_transforms.facade import transforms
 
 FOLDER = pathlib.Path(__file__).parent / 'golden'
 
@@ -65,7 +65,7 @@ def recorded(tape, state):
           {slot: arrays(tape, lists) for slot, lists in of_optimizer.items()}
           for of_optimizer in slots
       ],
-      # Tapes that leave the powers out still tell the number of updates.
+      # Tapes without the powers still record the number of updates.
       'non_slots': [
           _beta_powers(inner, state['global_step'])
           if powers is None
@@ -76,7 +76,7 @@ def recorded(tape, state):
 
 
 def observed(tape, params, states):
-  """Returns what TensorFlow would call the variables and the slots.
+  """Returns the names of variables and slots in TensorFlow.
 
   Args:
     tape: The case.
@@ -172,7 +172,7 @@ def _rmsprop(
 _OPTIMIZERS = {
     'AdagradOptimizer': _adagrad,
     'AdamOptimizer': _adam,
-    'FtrlOptimizer': optimizers.ftrl,
+    'FtrlOptimizer': transforms.ftrl,
     'GradientDescentOptimizer': optax.sgd,
     'MomentumOptimizer': _momentum,
     'RMSPropOptimizer': _rmsprop,

@@ -1,9 +1,9 @@
-"""Replays what TensorFlow 1.15 computed, see `golden/README.md`.
+"""Replays recordings of TensorFlow 1.15, see `golden/README.md`.
 
-All replays run free: only the inputs of a step come from the tape. After each
-step, variables, slots and the powers of beta (for Adam, hence the number of
-updates) are compared. What else the global step of a tape counts is compared
-for `drop_stale` alone, because nothing else of the library keeps one.
+Only the inputs of a step come from the tape. After each step, variables, slots
+and the powers of beta (for Adam, hence the number of updates) are compared. The
+global step of a tape is compared only for `drop_stale`, because no other
+transformation keeps one.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ import golden_tapes
 import modes
 import shard_transforms
 
-# Cases that no functional call stands for, each with its reason.
+# Cases without a corresponding functional call, each with its reason.
 NOT_EXPRESSIBLE = {
     'tw-a-054-sparse-momentum-sum-2': (
-        'The update by IndexedSlices leaves the momentum of the other rows as'
-        ' it is, but gradients in JAX are dense. What the original gave for the'
-        ' same gradients, passed dense, is replayed in its place.'
+        'An update with IndexedSlices does not change the momentum of other'
+        ' rows, but gradients in JAX are dense. The recording for the same'
+        ' gradients in dense form is replayed instead.'
     )
 }
 
 # Files that hold no steps, each with its reason.
 NOT_STEPS = {
     'calls_and_errors.json': 'Arguments and errors of methods of the classes.',
-    'facade.json': 'What methods of the classes return.',
+    'facade.json': 'Results of methods of the classes.',
     'group_assignment.json': 'Forms of an argument of a method of a class.',
 }
 
@@ -48,7 +48,7 @@ def replayed(pattern):
 
 
 def with_dense_gradients(pattern):
-  """Returns what was recorded beside cases with IndexedSlices, by a new id."""
+  """Returns the dense variants of cases with IndexedSlices, with new ids."""
   return {
       f'{case}-dense': tape
       | {
@@ -117,7 +117,7 @@ def run_together(steps, replays):
 
 
 def inputs(tape, step, i):
-  """Returns what the loss of shard or tower `i` depends on, by variable."""
+  """Returns the data of the loss of shard or tower `i`, by variable."""
   if tape['loss'] == 'sparse_rows':
     ids = np.asarray(step['rows'][i], np.int32)
     grads = np.asarray(step['row_grads'][i], np.float32)
@@ -148,7 +148,7 @@ def local_gradient(kind, params, data):
 
 
 def apply(params, updates):
-  """As `optax.apply_updates`, but leaves variables without an update alone."""
+  """Like `optax.apply_updates`, but keeps variables without an update."""
   return {
       name: param if updates[name] is None else param + updates[name]
       for name, param in params.items()
@@ -169,13 +169,13 @@ def inner_optimizer(tape):
 
 
 def clipped(tape, factor):
-  """Returns what happens to a gradient between the two calls of a class."""
+  """Returns the function of a gradient between the two calls of a class."""
   clip = optax.clip_by_global_norm(tape['clip_norm'])
   return optax.chain(optax.scale(factor), clip)
 
 
 def cross_shard(tape):
-  """Returns what turns gradients of shards into one."""
+  """Returns the reduction of the gradients of shards."""
   groups = tape['group_assignment']
   mean = tape['reduction'] == 'weighted_mean'
   total = shard_transforms.cross_shard_sum('data', groups=groups)
@@ -275,7 +275,7 @@ class CrossShardTest(parameterized.TestCase):
       params = stack([params] * n)
     else:
       state = tx.init(params)
-    # What comes from the host has no sharding that would compile a step anew.
+    # Arrays from the host do not have a sharding that would recompile a step.
     state = jax.device_get(state)
 
     def of_shard(i, tree):

@@ -40,7 +40,6 @@ from shard_transforms import monitoring
 from shard_transforms import owners
 from shard_transforms import reproducible
 from shard_transforms import state_rules
-from shard_transforms import tf1
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'shard_transforms'
@@ -50,7 +49,7 @@ PACKAGE = ROOT / 'shard_transforms'
 FLOORS = [
     row.split()
     for row in (
-        'base tf1',
+        'base',
         'analysis launch reduction state',
         'exchanges gates',
         'aggregators compression local_updates owners staleness transforms',
@@ -80,7 +79,7 @@ PATHS = {
 IN_HOUSE = [path for path in PATHS if path.startswith('_src/')]
 NAMESPACES = (
     *(shard_transforms, aggregators, asynchronous, compression, facade),
-    *(launch, monitoring, owners, reproducible, state_rules, tf1),
+    *(launch, monitoring, owners, reproducible, state_rules),
 )
 
 # Everything public, each with the package that it is imported from.
@@ -363,7 +362,7 @@ class LayoutTest(parameterized.TestCase):
   def test_facade_computes_with_what_is_public(self):
     for path in PATHS:
       if path.startswith('facade/'):
-        self.assert_imports(path, {'shard_transforms', 'base', 'tf1', 'facade'})
+        self.assert_imports(path, {'shard_transforms', 'base', 'facade'})
 
   def test_imports_run_in_no_circle(self):
     graph = {
@@ -442,7 +441,7 @@ class DocumentationTest(parameterized.TestCase):
     names = {
         name
         for package, name in PUBLIC
-        if package not in (facade, tf1) and not name.endswith('State')
+        if package is not facade and not name.endswith('State')
     }
     page = read('docs/reference/shard_transforms.md')
     tables = page.partition('```{eval-rst}')[0]

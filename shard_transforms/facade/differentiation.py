@@ -1,4 +1,4 @@
-"""Gradients of a loss by variable: how they are computed and checked."""
+"""Gradients of a loss with respect to variables."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -12,77 +12,78 @@ import jax.numpy as jnp
 import numpy.typing as npt
 
 import shard_transforms
+from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import lookup
+from shard_transforms.facade import pairs as pairs_lib
 from shard_transforms.facade import passes
+from shard_transforms.facade import scopes
 from shard_transforms.facade import variables as variables_lib
 
 Variable = variables_lib.Variable
-Pairs = list[tuple[jax.Array | None, Variable]]
 
 
 def compute_gradients(
     loss: Callable[..., npt.ArrayLike],
     var_list: Variable | Iterable[Variable] | None = None,
     grad_loss: jax.typing.ArrayLike | Variable | None = None,
-) -> Pairs:
-  """Returns the gradient of a loss for each variable, `None` if it reads none.
+) -> pairs_lib.Pairs:
+  """Returns the gradient of a loss for each variable.
 
   Args:
     loss: A function of no arguments, or of the values of `var_list`.
     var_list: The variables; all trainable ones of the graph if `None`.
-    grad_loss: The gradient for the loss, of its shape or a scalar; ones if
-      `None`, so that the elements of the loss are summed.
+    grad_loss: The gradient with respect to the loss, of its shape or a scalar;
+      ones if `None`, so that the elements of the loss are summed.
 
   Returns:
-    The pairs, in the order of `var_list`. Among shards, gradients are each
-    shard's own.
+    Pairs of a gradient and its variable, in the order of `var_list`. A gradient
+    is `None` if the loss does not read the variable. Among shards, each shard
+    has the gradient of its own loss.
 
   Raises:
-    TypeError: If `loss` is no function, its result no real array, or
-      `grad_loss` no real array.
-    ValueError: If there are no variables, one is none or of an integer type,
-      `loss` takes another number of arguments or is already reduced over the
-      shards, `grad_loss` is of another shape, or the loss makes new variables
-      each time.
+    TypeError: If `loss` is not a function, or `grad_loss` or the result of the
+      loss is not a real array.
+    ValueError: If there are no variables, an item is not a `Variable` of a
+      floating-point type, `loss` takes another number of arguments or is
+      already reduced over the shards, `grad_loss` has another shape, or the
+      loss creates new variables each time.
   """
   _check_function(loss)
-  chosen = None if var_list is None else check_variables(var_list)
-  arity = _arity(loss, None if chosen is None else len(chosen))
-  # The first evaluation may create variables, which have no gradient yet; the
-  # second differentiates by them too.
-  of_one_pass = passes.repeated(loss)
+  requested = None if var_list is None else pairs_lib.check_variables(var_list)
+  arity = _arity(loss, None if requested is None else len(requested))
+  # The first evaluation may create variables, which do not have gradients yet;
+  # the second also differentiates with respect to these.
+  repeated_loss = passes.repeated(loss)
   for _ in range(2):
-    found = _all_trainable() if chosen is None else chosen
-    if found:
-      check_variables(found)
+    variables = _all_trainable() if requested is None else requested
+    if variables:
+      pairs_lib.check_variables(variables)
     grads, written, assigned = _differentiate(
-        of_one_pass, found, grad_loss, arity
+        repeated_loss, variables, grad_loss, arity
     )
-    wanted = lookup.trainable_variables() if chosen is None else chosen
-    if set(wanted) <= set(found):
-      check_variables(wanted)
+    trainable = lookup.trainable_variables() if requested is None else requested
+    if set(trainable) <= set(variables):
+      pairs_lib.check_variables(trainable)
       frames.commit(written, assigned)
       towers = contexts.towers()
-      if towers is not None:  # What the loss assigns counts for each tower.
+      if towers is not None:  # Assignments of the loss count for each tower.
         values = zip(written, assigned, strict=True)
         towers.assigned |= {v: x for v, x in values if isinstance(v, Variable)}
-      pairs = zip(grads, found, strict=True)
-      return [(grad, v) for grad, v in pairs if v in wanted]
+      pairs = zip(grads, variables, strict=True)
+      return [(grad, v) for grad, v in pairs if v in trainable]
   raise ValueError(
-      '`loss` must not make other variables each time, as `facade.Variable`'
-      ' does. Use `facade.get_variable`, or make them outside.'
+      'The loss created new variables each time it was evaluated. Create them'
+      ' with `tf.get_variable`, which finds them again, or outside of the loss.'
   )
 
 
 def _all_trainable():
-  """Returns the trainable variables, also those that the loss will find."""
+  """Returns the trainable variables, including those hidden from this call."""
   graph = graph_lib.get_default_graph()
-  return list(
-      graph.get_collection_ref(variables_lib.GraphKeys.TRAINABLE_VARIABLES)
-  )
+  return list(graph.get_collection_ref(graph_lib.GraphKeys.TRAINABLE_VARIABLES))
 
 
 def gradients(
@@ -97,70 +98,69 @@ def gradients(
     return_loss: bool = False,
     has_aux: bool = False,
 ) -> Any:
-  """Returns the gradient of a loss, or of a sum of losses, by each variable.
+  """`tf.gradients`: the gradients of a loss, or of a sum of losses.
 
   Nothing is scaled. Among shards or towers, it is the gradient of the shard's
   own loss, and `apply_gradients` of `CrossShardOptimizer` and `TowerOptimizer`
-  sums: the update is that of the sum of all losses. For their mean, divide the
-  loss by the number of shards, as `CrossShardOptimizer.compute_gradients` does.
-  (Optimizers that divide by a norm of the gradient, such as Adam, hide the
-  difference.)
+  sums, so that the update is that of the sum of all losses. For their mean,
+  divide the loss by the number of shards, as
+  `CrossShardOptimizer.compute_gradients` does. (Optimizers that divide by a
+  norm of the gradient, such as Adam, hide the difference.)
 
   Args:
-    ys: A loss, as in `Optimizer.compute_gradients`, or several.
+    ys: A loss, as in `Optimizer.compute_gradients`, or a list of losses.
     xs: The variables.
-    grad_ys: The gradient for each loss, of its shape; ones if `None`.
+    grad_ys: The gradient with respect to each loss; ones if `None`.
     name: Ignored.
     colocate_gradients_with_ops: Ignored.
     gate_gradients: Ignored.
     aggregation_method: Ignored.
-    return_loss: Whether to return what `ys` returned, too.
+    return_loss: Whether to also return the result of `ys`.
     has_aux: Whether each loss returns a pair of the loss and a tree of other
-      arrays, to return both.
+      arrays; both are returned.
 
   Returns:
-    A list of gradients; `None` where no loss reads the variable. With
-    `return_loss` or `has_aux`, a pair of it and what the loss, or the list of
-    what each loss, returned.
+    A list of gradients, `None` for variables that no loss reads. With
+    `return_loss` or `has_aux`, a pair of this list and the result of the loss,
+    or the list of results.
 
   Raises:
-    TypeError: If a loss is no such function.
-    ValueError: If there are no variables, an item is none or of an integer
-      type, or `grad_ys` is not one for each loss.
+    TypeError: If a loss is not such a function.
+    ValueError: If there are no variables, an item is not a `Variable` of a
+      floating-point type, or `grad_ys` does not match the losses.
 
   Examples:
-    >>> from shard_transforms import facade
-    >>> w = facade.Variable(3.0)
-    >>> grads, loss = facade.gradients(lambda: w**2, [w], return_loss=True)
+    >>> from shard_transforms.facade import tf
+    >>> w = tf.Variable(3.0)
+    >>> grads, loss = tf.gradients(lambda: w**2, [w], return_loss=True)
     >>> print(*grads, loss)
     6.0 9.0
-
-  References:
-    `tf.gradients` of TensorFlow 1.15.
   """
-  is_one = not isinstance(ys, list | tuple)
-  losses: list[Any] = [ys] if is_one else list(ys)
-  weights = [grad_ys] if is_one or grad_ys is None else list(grad_ys)
+  is_single = not isinstance(ys, list | tuple)
+  losses: list[Any] = [ys] if is_single else list(ys)
+  weights = [grad_ys] if is_single or grad_ys is None else list(grad_ys)
   if grad_ys is None:
     weights *= len(losses)
   if not losses or len(weights) != len(losses):
     raise ValueError(
-        f'`grad_ys` must have an item for each of {len(losses)} losses, at'
-        f' least one, got {grad_ys!r}.'
+        f'`tf.gradients` got {len(losses)} losses and {grad_ys!r} as `grad_ys`.'
+        ' Pass at least one loss, and one item of `grad_ys` for each.'
     )
-  found = check_variables(xs, 'xs')
-  returns = return_loss or has_aux
+  variables = pairs_lib.check_variables(xs, 'xs')
+  returns_outputs = return_loss or has_aux
   calls, outputs = [], []
   for loss, weight in zip(losses, weights, strict=True):
-    run = functools.partial(compute_gradients, var_list=found, grad_loss=weight)
+    run = functools.partial(
+        compute_gradients, var_list=variables, grad_loss=weight
+    )
     result = with_loss(run, loss, return_loss, has_aux)
-    pairs, out = result if returns else (result, None)
+    pairs, out = result if returns_outputs else (result, None)
     calls.append([grad for grad, _ in pairs])
     outputs.append(out)
   grads = [_add(of_variable) for of_variable in zip(*calls, strict=True)]
-  if not returns:
+  if not returns_outputs:
     return grads
-  return grads, outputs[0] if is_one else outputs
+  return grads, outputs[0] if is_single else outputs
 
 
 def _add(grads):
@@ -172,8 +172,8 @@ def _add(grads):
 def _check_function(loss):
   if not callable(loss):
     raise TypeError(
-        '`loss` must be a function of no arguments, or of the values of'
-        f' `var_list`, got {loss!r}. Write `lambda: ...` around the loss.'
+        f'`loss` must be a function, got {loss!r}. Write `lambda: ...` around'
+        ' the lines that compute it.'
     )
 
 
@@ -183,7 +183,7 @@ def scaled(
   """Returns a loss that is multiplied by a number.
 
   Raises:
-    TypeError: If `loss` is no function.
+    TypeError: If `loss` is not a function.
   """
   _check_function(loss)
   if scale == 1:
@@ -197,89 +197,97 @@ def with_loss(
     return_loss: bool,
     has_aux: bool,
 ) -> Any:
-  """Returns what `compute` returns for a loss, and what the loss returned.
+  """Returns the result of `compute`, and the result of the loss if requested.
 
   Args:
-    compute: Takes a loss without other results, and differentiates it.
+    compute: Differentiates a loss that returns only a number.
     loss: The loss.
-    return_loss: Whether to return what it returned; so does `has_aux`.
-    has_aux: Whether it returns a pair of the loss and a tree of arrays.
+    return_loss: Whether to return the result of the loss; implied by `has_aux`.
+    has_aux: Whether the loss returns a pair of a number and a tree of arrays.
 
   Raises:
-    TypeError: If `loss` is no function, or returns no pair with `has_aux`.
-    ValueError: If `compute` did not evaluate it.
+    TypeError: If `loss` is not a function, or does not return a pair with
+      `has_aux`.
+    ValueError: If `compute` did not evaluate the loss.
   """
   if not (return_loss or has_aux):
     return compute(loss)
   _check_function(loss)
-  returned = frames.Output('of what the loss returned')
+  output = frames.Output('the result of the loss')
 
-  def kept(out):
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+  def record(value_or_pair):
+    if has_aux and not (
+        isinstance(value_or_pair, tuple) and len(value_or_pair) == 2
+    ):
       raise TypeError(
-          '`loss` must return a pair of the loss and other arrays with'
-          f' `has_aux`, got {out!r}.'
+          'With `has_aux=True`, `loss` must return a pair of the loss and other'
+          f' arrays, but it returned {value_or_pair!r}.'
       )
-    value = _as_loss(out[0] if has_aux else out)
-    aux = jax.tree.map(lambda x: x, out[1]) if has_aux else None
-    frames.write(returned, (value, aux) if has_aux else value)
+    value = _as_loss(value_or_pair[0] if has_aux else value_or_pair)
+    aux = jax.tree.map(lambda x: x, value_or_pair[1]) if has_aux else None
+    frames.write(output, (value, aux) if has_aux else value)
     return value
 
-  with frames.transaction() as opened:
-    result = compute(_mapped(loss, kept))
-    out = opened.values.pop(returned, returned.stored)
-    for known in (opened.used, opened.written):
-      known.pop(returned, None)  # It is no variable of the step.
-    if out is None:
+  with frames.transaction() as frame:
+    result = compute(_mapped(loss, record))
+    value_or_pair = frame.values.pop(output, output.stored)
+    for variables in (frame.used, frame.written):
+      variables.pop(output, None)  # It is not a variable of the step.
+    if value_or_pair is None:
       raise ValueError(
-          'An optimizer must evaluate the loss that it is given, got one that'
-          ' does not: there is nothing for `return_loss` or `has_aux`.'
+          'The optimizer did not evaluate the loss, so `return_loss` and'
+          ' `has_aux` do not have a result to return. Call the loss in'
+          ' `compute_gradients`, or leave both arguments out.'
       )
-  return result, out
+  return result, value_or_pair
 
 
 def _mapped(loss, function):
-  """Returns `loss`, followed by a function."""
+  """Returns `loss` followed by a function of its result."""
   return functools.wraps(loss)(lambda *values: function(loss(*values)))
 
 
-def _differentiate(loss, found, grad_loss, arity):
-  """Returns the gradients, and the assignments of the loss."""
+def _differentiate(loss, variables, grad_loss, arity):
+  """Returns the gradients, and the variables that the loss assigns."""
   written = []
-  prefixes = graph_lib.loss_prefixes()
+  prefixes = scopes.loss_prefixes()
 
   def differentiated(values):
     with (
-        frames.frame('plain', zip(found, values, strict=True)) as frame,
+        frames.frame('plain', zip(variables, values, strict=True)) as frame,
         contexts.replaced(loss=contexts.Loss(prefixes)),
     ):
       out = _as_loss(loss(*values[:arity]))
       if grad_loss is not None:
         _check_grad_loss(grad_loss, out.shape)
-    read = [arity > 0 or v in frame.used for v in found]
+    read = [arity > 0 or v in frame.used for v in variables]
     written[:] = frame.written
     total = jnp.sum(out if grad_loss is None else out * grad_loss)
     return total, (read, [frame.values[v] for v in frame.written])
 
-  axes = contexts.mapped_axes()
-  if axes:
+  axis_names = contexts.mapped_axes()
+  if axis_names:
     value_and_grad = shard_transforms.value_and_grad(
-        differentiated, axes, has_aux=True
+        differentiated, axis_names, has_aux=True
     )
   else:
     value_and_grad = jax.value_and_grad(differentiated, has_aux=True)
   with contexts.replaced(run=None):
-    values = [v.value() for v in found]
+    values = [v.value() for v in variables]
   (_, (read, assigned)), grads = value_and_grad(values)
   pairs = zip(grads, read, strict=True)
-  return [g if used else None for g, used in pairs], written, assigned
+  return [g if is_read else None for g, is_read in pairs], written, assigned
 
 
 def _arity(loss, num_variables):
-  """Returns how many arguments a loss takes: none, or one a variable."""
+  """Returns the number of arguments of a loss: 0, or the number of variables.
+
+  Raises:
+    ValueError: If the loss takes another number.
+  """
   signature = inspect.signature(loss)
-  kinds = {p.kind for p in signature.parameters.values()}
-  if num_variables and inspect.Parameter.VAR_POSITIONAL in kinds:
+  parameter_kinds = {p.kind for p in signature.parameters.values()}
+  if num_variables and inspect.Parameter.VAR_POSITIONAL in parameter_kinds:
     return num_variables
   for arity in [0, num_variables or 0]:
     try:
@@ -287,29 +295,39 @@ def _arity(loss, num_variables):
       return arity
     except TypeError:
       pass
-  wanted = ' where `var_list` is not given'
+  alternative = ' if `var_list` is None'
   if num_variables is not None:
-    wanted = f' or of {num_variables}, the length of `var_list`'
+    alternative = f' or {num_variables}, the length of `var_list`'
   raise ValueError(
-      f'`loss` must be a function of no arguments{wanted}, got one of'
-      f' {signature}.'
+      f'`loss` takes the arguments {signature}. It must take no'
+      f' arguments{alternative}.'
   )
 
 
 def _as_loss(out):
-  """Returns the loss as an array."""
+  """Converts the result of a loss to an array.
+
+  Raises:
+    TypeError: If it is not one real array.
+  """
   if isinstance(out, list | tuple):
     raise TypeError(
-        f'`loss` must return one array, got {out!r}. Add several losses up; if'
-        ' other results come along, give `has_aux=True`.'
+        f'`loss` must return one array, got {out!r}. Add several losses; to'
+        ' also return other arrays, pass `has_aux=True`.'
     )
-  out = variables_lib.as_array(out, '`loss` must return an array')
+  out = arrays_lib.as_array(out, '`loss` must return an array')
   if not jnp.issubdtype(out.dtype, jnp.floating):
     raise TypeError(f'`loss` must return real numbers, got {out.dtype}.')
   return out
 
 
 def _check_grad_loss(grad_loss, shape):
+  """Checks `grad_loss`.
+
+  Raises:
+    TypeError: If it is not a real array.
+    ValueError: If its shape is not that of the loss.
+  """
   is_array = hasattr(grad_loss, 'shape') or isinstance(grad_loss, int | float)
   if not is_array:
     raise TypeError(f'`grad_loss` must be an array, got {grad_loss!r}.')
@@ -318,126 +336,6 @@ def _check_grad_loss(grad_loss, shape):
     raise TypeError(f'`grad_loss` must hold real numbers, got {dtype}.')
   if jnp.shape(grad_loss) not in ((), shape):
     raise ValueError(
-        f'`grad_loss` must have the shape of the loss, {shape}, got'
-        f' {jnp.shape(grad_loss)}.'
+        f'`grad_loss` has the shape {jnp.shape(grad_loss)}, but the loss has'
+        f' the shape {shape}.'
     )
-
-
-def check_variables(
-    var_list: Variable | Iterable[Variable], name: str = 'var_list'
-) -> list[Variable]:
-  """Returns one or several variables, under a name, as a checked list.
-
-  Raises:
-    ValueError: If there is none, one twice, one that is not real, or an item is
-      no `Variable`.
-  """
-  found = [var_list] if isinstance(var_list, Variable) else list(var_list)
-  for item in found:
-    if not isinstance(item, Variable):
-      raise ValueError(
-          f'`{name}` must hold `facade.Variable`s and nothing else, got'
-          f' {item!r}. (`jax.grad` differentiates by arrays.)'
-      )
-    if not jnp.issubdtype(item.dtype, jnp.floating):
-      raise ValueError(
-          f'Invalid type {item.dtype} for {item.name}: optimizers take real'
-          ' variables. Make it with `trainable=False`.'
-      )
-  if not found:
-    raise ValueError('No variables to optimize.')
-  _check_distinct(found)
-  return found
-
-
-def check_pairs(
-    grads_and_vars: Iterable[tuple[npt.ArrayLike | None, Variable]],
-) -> Pairs:
-  """Returns checked pairs, with gradients as arrays or `None`.
-
-  Raises:
-    TypeError: If a gradient is no array, or it or its variable not of a
-      floating-point type.
-    ValueError: If there is no pair, an item is not a pair or has no `Variable`,
-      a variable comes twice, or a gradient has another shape than its variable.
-  """
-  found: Pairs = [_check_pair(pair) for pair in grads_and_vars]
-  if not found:
-    raise ValueError('No variables provided.')
-  _check_distinct([variable for _, variable in found])
-  return found
-
-
-def check_any_gradient(pairs: Pairs, advice: str = '') -> None:
-  """Checks that not all gradients are `None`.
-
-  Raises:
-    ValueError: If they are.
-  """
-  if all(grad is None for grad, _ in pairs):
-    names = [variable.name for _, variable in pairs]
-    raise ValueError(
-        f'No gradients provided for any variable: {names}.{advice}'
-    )
-
-
-def by_name(pairs: Pairs) -> dict[str, jax.Array]:
-  """Returns the gradients that are not `None`, by variable."""
-  return {v.op.name: grad for grad, v in pairs if grad is not None}
-
-
-def of_variables(grads: Any, pairs: Pairs) -> Pairs:
-  """Returns pairs with other gradients, by variable; `None` without one."""
-  return [(grads.get(v.op.name), v) for _, v in pairs]
-
-
-def stack(calls: Sequence[Pairs]) -> dict[str, jax.Array]:
-  """Returns the gradients of several calls by variable [calls, ...].
-
-  A call whose loss does not read a variable contributes zero.
-  """
-  given = [by_name(call) for call in calls]
-  zeros = {k: jnp.zeros_like(g) for call in given for k, g in call.items()}
-  return {
-      name: jnp.stack([call.get(name, zero) for call in given])
-      for name, zero in zeros.items()
-  }
-
-
-def _check_pair(pair):
-  if not isinstance(pair, tuple | list) or len(pair) != 2:
-    raise ValueError(
-        '`grads_and_vars` must hold pairs of a gradient and its variable, got'
-        f' {pair!r}.'
-    )
-  grad, variable = pair
-  if not isinstance(variable, Variable):
-    raise ValueError(
-        '`grads_and_vars` must hold pairs of a gradient and its'
-        f' `facade.Variable`, got {variable!r} in its place.'
-    )
-  if grad is None:
-    return None, variable
-  grad = variables_lib.as_array(
-      grad, f'The gradient of {variable.name} must be an array or None'
-  )
-  dtypes = grad.dtype, variable.dtype
-  if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-    raise TypeError(
-        '`grads_and_vars` must hold floating-point gradients of floating-point'
-        f' variables, got {grad.dtype} for {variable.name} of'
-        f' {variable.dtype}.'
-    )
-  if grad.shape != variable.shape:
-    raise ValueError(
-        f'The gradient of {variable.name} must have the shape'
-        f' {variable.shape}, got {grad.shape}.'
-    )
-  return grad, variable
-
-
-def _check_distinct(found):
-  names = [variable.op.name for variable in found]
-  twice = sorted({name for name in names if names.count(name) > 1})
-  if twice:
-    raise ValueError(f'Each variable must come once, got {twice} again.')

@@ -1,4 +1,4 @@
-"""Frames: which array a variable stands for in this thread and trace.
+"""Frames: the arrays that variables stand for in this thread and trace.
 
 Between calls, a variable stands for the array that it stores. Inside a call
 that JAX traces, it stands for a tracer, which must not leave the trace. A frame
@@ -18,10 +18,10 @@ from jax import core
 from shard_transforms._src.base import jax_internals
 from shard_transforms.facade import contexts
 
-Kind = Literal['plain', 'undecided', 'traced', 'discovered']
+FrameKind = Literal['plain', 'undecided', 'traced', 'discovered']
 
-# JAX caches the traces of `lax.scan`, `jax.checkpoint` and `jax.jit` by the
-# function alone, but the variables that a function reads may change. The cache
+# JAX caches the traces of `lax.scan`, `jax.checkpoint` and `jax.jit` only by
+# the function, but the variables that a function reads may change. The cache
 # key also contains this context value, so another value means another trace.
 _generation = jax.make_user_context(None)
 
@@ -30,8 +30,8 @@ class Generation:
   """Separates JAX's cached traces before and after a change of variables.
 
   Attributes:
-    is_read: Whether a trace that JAX may have cached has read a variable. If
-      none has, a change of variables leaves all cached traces correct.
+    is_read: Whether a trace that JAX may have cached has read a variable.
+      Otherwise, a change of variables does not invalidate cached traces.
   """
 
   def __init__(self):
@@ -47,25 +47,25 @@ class Frame:
   """The arrays that variables stand for inside one call.
 
   Attributes:
-    kind: The kind of call: `'plain'`; `'undecided'`, whose writes may be
+    kind: The type of call: `'plain'`; `'undecided'`, whose writes may be
       dropped; `'traced'`, where only arguments may be used, because JAX would
       capture others as constants; or `'discovered'`, a trace that only finds
       the variables that are used, and is discarded.
-    enter: Takes a variable and its array outside; returns the one inside.
+    enter: Takes a variable and its array outside; returns the array inside.
     values: The array of each variable that was used, or is an argument.
     used: The variables that were read or written, in order.
     written: The variables that were written, in order.
     locks: The locks that the call must hold when it runs.
     mesh: The mesh over which the call is mapped, if any.
     trace_state: JAX's trace state when the frame was opened.
-    generation: What JAX's traces here have in the keys of their caches, `None`
-      outside of all traces.
+    generation: The part of the cache keys of JAX's traces here, `None` outside
+      of all traces.
     entered: The context of a generation that this frame began.
-    collected: What was added to collections; it may hold tracers, and ends with
-      the frame.
+    collected: The items that were added to collections; they may be tracers,
+      and are discarded with the frame.
   """
 
-  kind: Kind
+  kind: FrameKind
   enter: Callable[[Any, Any], Any]
   values: dict[Any, Any]
   used: dict[Any, None] = dataclasses.field(default_factory=dict)
@@ -83,10 +83,10 @@ class Frame:
 
 
 class Output:
-  """A place for a result that leaves a trace like the value of a variable.
+  """A result that leaves a trace in the same way as the value of a variable.
 
   Attributes:
-    name: What it is, for errors.
+    name: A description, for errors.
     stored: The result, if it was written outside of all frames.
   """
 
@@ -97,64 +97,73 @@ class Output:
 
 @contextlib.contextmanager
 def frame(
-    kind: Kind = 'plain',
+    kind: FrameKind = 'plain',
     values: Iterable[tuple[Any, Any]] = (),
     *,
     enter: Callable[[Any, Any], Any] = lambda variable, array: array,
 ) -> Iterator[Frame]:
-  """Opens a frame; what is written in it is lost unless committed."""
-  opened = Frame(kind, enter, {v: enter(v, array) for v, array in values})
+  """Opens a frame; writes inside are lost unless they are committed.
+
+  Args:
+    kind: The type of call.
+    values: The variables that are arguments, and their arrays.
+    enter: Takes a variable and its array outside; returns the array inside.
+
+  Yields:
+    The frame.
+  """
+  new_frame = Frame(kind, enter, {v: enter(v, array) for v, array in values})
   outer = _innermost()
   try:
-    frames = *contexts.around.frames, opened
-    with contexts.replaced(frames=frames), opened.entered:
+    frames = *contexts.around.frames, new_frame
+    with contexts.replaced(frames=frames), new_frame.entered:
       if outer is None or kind in ('traced', 'discovered'):
-        _begin_generation(opened)
+        _begin_generation(new_frame)
       else:
-        opened.generation = outer.generation
-        _values_changed(opened)
-      yield opened
+        new_frame.generation = outer.generation
+        _values_changed(new_frame)
+      yield new_frame
   finally:
     if outer is not None:
       _values_changed(outer)
 
 
-def _begin_generation(opened):
+def _begin_generation(frame):
   # Outside of any trace, a new generation would compile everything again.
   if is_tracing():
-    opened.generation = Generation()
-    opened.entered.close()
-    opened.entered.enter_context(_generation(opened.generation))
+    frame.generation = Generation()
+    frame.entered.close()
+    frame.entered.enter_context(_generation(frame.generation))
 
 
 @contextlib.contextmanager
 def renamed() -> Iterator[None]:
-  """Lets names mean other variables inside, also for what JAX has traced."""
-  opened = _innermost()
-  if opened is not None:
-    _values_changed(opened)
+  """Invalidates cached traces at both ends of a block that changes names."""
+  frame = _innermost()
+  if frame is not None:
+    _values_changed(frame)
   try:
     yield
   finally:
-    if opened is not None:
-      _values_changed(opened)
+    if frame is not None:
+      _values_changed(frame)
 
 
-def _values_changed(opened):
-  """Lets JAX trace again what has read variables, now that they change."""
-  if opened.generation is not None and opened.generation.is_read:
-    _begin_generation(opened)
+def _values_changed(frame):
+  """Invalidates cached traces that have read variables."""
+  if frame.generation is not None and frame.generation.is_read:
+    _begin_generation(frame)
 
 
 @contextlib.contextmanager
 def transaction() -> Iterator[Frame]:
-  """Commits everything that is written inside at the end, or nothing on error.
+  """Commits all writes inside at the end, or none on error.
 
   Yields:
     The frame.
 
   Raises:
-    ValueError: Where nothing can be written.
+    ValueError: Where variables cannot be assigned.
   """
   _check_here('Variables')
   with frame() as opened:
@@ -186,26 +195,26 @@ def _use(variable, frame):
   frame.used[variable] = None
 
 
-def known(variables: Iterable[Any]) -> dict[Any, Any]:
+def readable(variables: Iterable[Any]) -> dict[Any, Any]:
   """Returns the arrays of all variables that may be read here.
 
-  They do not count as used.
+  The variables do not count as used.
 
   Args:
     variables: The variables that may be read outside of any trace.
   """
-  found = {} if is_tracing() else {v: v.stored for v in variables}
+  arrays = {} if is_tracing() else {v: v.stored for v in variables}
   for opened in contexts.around.frames:
-    found.update(opened.values)
-  return found
+    arrays.update(opened.values)
+  return arrays
 
 
 def write(variable: Any, array: Any) -> None:
   """Makes `variable` stand for `array` from here on.
 
   Raises:
-    ValueError: If JAX traces here: the write would happen once, while tracing,
-      or leak a tracer.
+    ValueError: If JAX is tracing here: the write would happen only once, while
+      tracing, or leak a tracer.
   """
   _check_here(f'Variable {variable.name!r}')
   commit([variable], [array])
@@ -216,44 +225,43 @@ def _innermost():
   return frames[-1] if frames else None
 
 
-def _is_moved(opened):
-  """Whether JAX traces by itself inside the frame."""
-  return opened.trace_state != jax_internals.trace_state()
+def _is_moved(frame):
+  """Whether JAX traces a function of its own inside the frame."""
+  return frame.trace_state != jax_internals.trace_state()
 
 
 def _check_here(what):
-  opened = _innermost()
-  if is_staged() if opened is None else _is_moved(opened):
+  frame = _innermost()
+  if is_staged() if frame is None else _is_moved(frame):
     raise ValueError(
-        f'{what} must not be assigned inside a branch, a loop or a function'
-        ' that JAX traces by itself. Return the value from it, and assign it'
-        ' outside; compile steps with `facade.function`, and map them with'
-        ' `facade.shard`.'
+        f'{what} cannot be assigned inside a branch, a loop or a function that'
+        ' JAX traces. Return the value and assign it outside; compile steps'
+        ' with `facade.function`, and map them with `facade.shard`.'
     )
 
 
 def commit(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
-  """Writes arrays that were computed in the caller's own trace.
+  """Writes arrays that were computed in the trace of the caller.
 
   Raises:
     ValueError: If an array is a tracer that would leak from its trace.
   """
-  opened = _innermost()
+  frame = _innermost()
   for variable, array in zip(variables, arrays, strict=True):
-    if opened is not None:
-      _use(variable, opened)
-      opened.written[variable] = None
-      opened.values[variable] = array
+    if frame is not None:
+      _use(variable, frame)
+      frame.written[variable] = None
+      frame.values[variable] = array
     elif isinstance(array, core.Tracer):
       raise ValueError(
-          f'Variable {variable.name!r} must not be assigned inside a function'
-          ' that JAX traces by itself, which would forget it. Compile the step'
+          f'Variable {variable.name!r} cannot be assigned inside a function'
+          ' that JAX traces: the assignment would be lost. Compile the step'
           ' with `facade.function`, and map it with `facade.shard`.'
       )
     else:
       variable.stored = array
-  if opened is not None:
-    _values_changed(opened)
+  if frame is not None:
+    _values_changed(frame)
 
 
 def collect(key: Any, outermost: list[Any], value: Any) -> None:
@@ -264,14 +272,14 @@ def collect(key: Any, outermost: list[Any], value: Any) -> None:
     outermost: Its list outside of all frames.
     value: The value.
   """
-  opened = _innermost()
-  into = opened.collected.setdefault(key, []) if opened else outermost
+  frame = _innermost()
+  into = frame.collected.setdefault(key, []) if frame else outermost
   into.append(value)
 
 
 def collected(key: Any) -> list[list[Any]]:
-  """Returns what each frame around the caller holds of a collection."""
-  return [opened.collected.get(key, []) for opened in contexts.around.frames]
+  """Returns the items of a collection in each frame, outermost first."""
+  return [frame.collected.get(key, []) for frame in contexts.around.frames]
 
 
 def is_open() -> bool:
@@ -285,7 +293,7 @@ def is_step() -> bool:
 
 
 def is_tracing() -> bool:
-  """Whether this thread is inside a call that is traced."""
+  """Whether this thread is inside a traced call."""
   return _is_in('traced', 'discovered')
 
 
@@ -295,16 +303,16 @@ def is_discovering() -> bool:
 
 
 def is_undecided() -> bool:
-  """Whether what is written here may be dropped."""
+  """Whether writes may be dropped."""
   return _is_in('undecided')
 
 
 def _is_in(*kinds):
-  return any(opened.kind in kinds for opened in contexts.around.frames)
+  return any(frame.kind in kinds for frame in contexts.around.frames)
 
 
 def is_staged() -> bool:
-  """Whether JAX traces here by itself, and caches the trace.
+  """Whether JAX is tracing a function of its own and caches the trace.
 
   A value that is read here would become a constant.
   """
@@ -313,23 +321,23 @@ def is_staged() -> bool:
 
 @contextlib.contextmanager
 def held(lock: Any) -> Iterator[None]:
-  """Holds a lock, and makes the traced calls around hold it when they run.
+  """Holds a lock, and makes enclosing traced calls hold it when they run.
 
   Raises:
-    ValueError: If what is written inside could be dropped only after others
-      have seen it.
+    ValueError: If writes inside could be dropped after other threads have seen
+      them.
   """
-  for opened in contexts.around.frames:
-    opened.locks[lock] = None
+  for frame in contexts.around.frames:
+    frame.locks[lock] = None
   locks = contexts.around.locks
   if lock in locks:
     yield
     return
   if is_undecided() and not is_tracing():
     raise ValueError(
-        'An optimizer with `use_locking` must not be inside an optimizer or a'
-        ' branch without, which may drop the update, such as a'
-        ' `DropStaleGradientOptimizer`. Give that one `use_locking=True`, too.'
+        'An optimizer with `use_locking=True` was called inside an optimizer'
+        ' or a branch without locking, which may drop the update, such as a'
+        ' `DropStaleGradientOptimizer`. Pass `use_locking=True` there, too.'
     )
   with (
       contexts.replaced(locks=(*locks, lock)),
@@ -341,30 +349,29 @@ def held(lock: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
-  """Makes all writes so far, and each further one, visible to other threads.
+  """Makes all writes, past and future, visible to other threads immediately.
 
-  The writes of outer transactions were private so far; now they can no longer
-  be rolled back.
+  The writes of outer transactions can then no longer be rolled back.
   """
   frames = contexts.around.frames
   with contexts.replaced(frames=()):
-    for opened in frames:
-      commit(opened.written, [opened.values[v] for v in opened.written])
-      opened.values.clear()
-      opened.written.clear()
+    for frame in frames:
+      commit(frame.written, [frame.values[v] for v in frame.written])
+      frame.values.clear()
+      frame.written.clear()
     yield
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
   """Leaves all frames, calls and traces, so that results are concrete."""
-  left = contexts.replaced(frames=(), call=None, is_making=True)
-  # In the generation of a trace, JAX would compile each operation again.
+  left = contexts.replaced(frames=(), call=None, is_creating=True)
+  # In the generation of a trace, JAX would recompile each operation.
   with jax.ensure_compile_time_eval(), _generation(None), left:
     yield
 
 
 def mark_mapped(mesh: jax.sharding.Mesh) -> None:
-  """Marks the frames around as containing a call over `mesh`."""
-  for opened in contexts.around.frames:
-    opened.mesh = mesh
+  """Records in all open frames that they contain a call over `mesh`."""
+  for frame in contexts.around.frames:
+    frame.mesh = mesh

@@ -1,11 +1,14 @@
 """Objects that stand for an array: the base of variables, and rates."""
 
 from collections.abc import Callable
+from collections.abc import Iterator
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
@@ -16,14 +19,15 @@ def _only_child(_: None, children: Any) -> Any:
 
 
 class Leaf(np.lib.mixins.NDArrayOperatorsMixin):
-  """An object that stands for an array, in arithmetic and as a leaf of a tree.
+  """An object that stands for an array in arithmetic and in trees.
 
-  It is compared by identity, as in TensorFlow 1: it can be the key of a dict.
+  Like variables of TensorFlow 1, it is compared by identity and can be the key
+  of a dict.
   """
 
   def __init_subclass__(cls):
-    # Unflattened, it is its array: a function that JAX traces cannot assign to
-    # its argument.
+    # Unflattening gives the array: a traced function cannot assign to its
+    # argument.
     jax.tree_util.register_pytree_node(
         cls, lambda leaf: ((leaf.__jax_array__(),), None), _only_child
     )
@@ -45,14 +49,82 @@ class Leaf(np.lib.mixins.NDArrayOperatorsMixin):
     return float(self.__jax_array__())
 
 
-class Rate(Leaf):
-  """A number that is computed whenever it is used: a function of no arguments.
-
-  Arithmetic gives another rate. Inside a step, functions of `jax.numpy` read
-  its present number.
+class ArrayLeaf(Leaf):
+  """A leaf that can be used like an array: the operators and protocols.
 
   Attributes:
-    name: The name that a collection knows it by.
+    name: The name, for errors.
+  """
+
+  name: str
+
+  def value(self) -> jax.Array:
+    """Returns the current array."""
+    raise NotImplementedError
+
+  def __jax_array__(self) -> jax.Array:
+    return self.value()
+
+  def __array__(
+      self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+  ) -> np.ndarray:
+    return np.array(self.value(), dtype, copy=copy)
+
+  def __array_ufunc__(
+      self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
+  ) -> Any:
+    # NumPy calls this for all operators, and for many of its functions.
+    if inputs[0] is self and kwargs.get('out') == (self,):
+      del kwargs['out']  # As in TensorFlow, `v *= 2` makes `v` an array.
+    if any(isinstance(out, ArrayLeaf) for out in kwargs.get('out', ())):
+      raise TypeError(
+          f'NumPy cannot write to variable {self.name!r} in place. Use'
+          ' `assign`, `assign_add` or `assign_sub`.'
+      )
+    jax_function = getattr(jnp, ufunc.__name__, None)
+    is_plain_call = method == '__call__' and 'out' not in kwargs
+    if jax_function is not None and is_plain_call:
+      return jax_function(*map(operand, inputs), **kwargs)
+    operands = [np.asarray(operand(x)) for x in inputs]
+    return getattr(ufunc, method)(*operands, **kwargs)
+
+  def __getitem__(self, index: Any) -> jax.Array:
+    return self.value()[index]
+
+  def __iter__(self) -> Iterator[jax.Array]:
+    return iter(self.value())
+
+  def __len__(self) -> int:
+    return len(self.value())
+
+  def __bool__(self) -> bool:
+    return bool(self.value())
+
+  def __int__(self) -> int:
+    return int(self.value())
+
+  def __index__(self) -> int:
+    return operator.index(self.value())
+
+  def __format__(self, spec: str) -> str:
+    return format(self.value(), spec)
+
+
+def operand(value: Any) -> Any:
+  """Returns an operand as an array; variables give their value."""
+  if isinstance(value, ArrayLeaf):
+    return value.value()
+  return jnp.asarray(value) if isinstance(value, list | tuple) else value
+
+
+class Rate(Leaf):
+  """A number that is computed whenever it is used.
+
+  Arithmetic gives another rate. Inside a step, functions of `jax.numpy` read
+  its present value.
+
+  Attributes:
+    name: The name by which a collection finds it.
 
   Args:
     compute: A function of no arguments that returns the number.
@@ -66,35 +138,35 @@ class Rate(Leaf):
     self.name = name
 
   def __call__(self) -> jax.Array:
-    """Returns the present number."""
+    """Returns the present value."""
     return jnp.asarray(self._compute())
 
   def __jax_array__(self) -> jax.Array:
     if not is_step():
       raise ValueError(
-          'A rate, or the regularization loss of a variable, must not become an'
-          ' array outside of a step, where it would never change again. Write'
-          ' `lambda: ...` around the computation. To log its present value,'
-          ' call it.'
+          'A decaying rate, or the regularization loss of a variable, was used'
+          ' as an array outside of a step, where its value would never change'
+          ' again. Write `lambda: ...` around the computation. To log its'
+          ' present value, call it.'
       )
     return self()
 
   def __array_ufunc__(
       self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
   ) -> Any:
-    of_jax = getattr(jnp, ufunc.__name__, None)
-    if of_jax is None or method != '__call__' or kwargs:
+    jax_function = getattr(jnp, ufunc.__name__, None)
+    if jax_function is None or method != '__call__' or kwargs:
       return NotImplemented
-    return Rate(lambda: of_jax(*map(present, inputs)))
+    return Rate(lambda: jax_function(*map(present, inputs)))
 
   def __repr__(self) -> str:
     return 'Rate(...)'
 
 
 def is_step() -> bool:
-  """Whether the caller is in a step, which computes its numbers again."""
-  is_making = contexts.around.is_making
-  return is_making or frames.is_step() or frames.is_staged()
+  """Whether the caller is in a step, which recomputes its numbers."""
+  is_creating = contexts.around.is_creating
+  return is_creating or frames.is_step() or frames.is_staged()
 
 
 def present(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Passes: what a step that runs again has made and assigned so far.
+"""Passes: the variables and collection entries of one run of a step.
 
-TensorFlow 1 built the graph of a step once. Here, its lines run again, and see
-what they saw in the first pass.
+TensorFlow 1 built the graph of a step once. Here its lines run again, and must
+see the same collections as in the first run.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ _Result = TypeVar('_Result')
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-  """One call of a function that runs again, so far.
+  """The state of one call of a function that runs again.
 
   Attributes:
     template: The template of the outermost such function.
-    entries: The entries of collections that this call has made or used. Those
-      that only earlier calls have made are hidden: TensorFlow would make them
-      further down.
-    written: The variables that were assigned, since the last
-      `control_dependencies` around.
+    entries: The collection entries that this call has created or used so far.
+      Entries that only earlier calls have created are hidden, because
+      TensorFlow would create them further down.
+    written: The variables that were assigned since the last enclosing
+      `control_dependencies`.
   """
 
   template: contexts.Template
@@ -41,10 +41,10 @@ class Pass:
 
 @contextlib.contextmanager
 def begun(template: contexts.Template) -> Iterator[None]:
-  """Calls a function that runs again; inside another, as a part of that.
+  """Begins a pass; inside another pass, the function becomes part of it.
 
-  Lines of one function are ordered after those of another, as those of several
-  `session.run` were.
+  Lines of one function are ordered after those of another, like those of
+  several `session.run`.
   """
   outer = contexts.around.run
   if outer is None:
@@ -60,7 +60,7 @@ def begun(template: contexts.Template) -> Iterator[None]:
 def repeated(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-  """Returns a function whose calls count as one: each begins as the first."""
+  """Returns a function whose calls all begin with the present pass."""
   first = contexts.around.run
 
   @functools.wraps(function)
@@ -73,7 +73,7 @@ def repeated(
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
-  """Orders what is inside after all assignments before."""
+  """Orders the lines inside after all assignments before."""
   before = contexts.around.run
   if before is not None:
     contexts.around.run = dataclasses.replace(before, written=frozenset())
@@ -85,15 +85,15 @@ def settled() -> Iterator[None]:
 
 
 def join(runs: Sequence[Pass | None]) -> None:
-  """Goes on after several parts of a call, such as two branches."""
-  known = [run for run in runs if run is not None]
-  if known:
+  """Continues after several parts of a call, such as two branches."""
+  parts = [run for run in runs if run is not None]
+  if parts:
     entries, written = (
-        frozenset().union(*(getattr(run, name) for run in known))
+        frozenset().union(*(getattr(run, name) for run in parts))
         for name in ('entries', 'written')
     )
     contexts.around.run = dataclasses.replace(
-        known[0], entries=entries, written=written
+        parts[0], entries=entries, written=written
     )
 
 
@@ -107,9 +107,9 @@ def write(variable: Hashable) -> None:
 
 
 def warn_if_written(variable: Any) -> None:
-  """Warns, once a call, of a variable that it has assigned before."""
+  """Warns, once per call, if the call has assigned a variable before."""
   run = contexts.around.run
-  if run is None or contexts.around.is_making or variable not in run.written:
+  if run is None or contexts.around.is_creating or variable not in run.written:
     return
   contexts.around.run = dataclasses.replace(
       run, written=run.written - {variable}
@@ -118,9 +118,10 @@ def warn_if_written(variable: Any) -> None:
   text = (
       f'Variable {variable.name!r} is read after the step has assigned it, and'
       ' has its new value. TensorFlow 1 does not order such lines, and mostly'
-      ' reads the old value: read it before (of several optimizers, call'
-      ' `compute_gradients` of each before the first `apply_gradients`). If you'
-      ' mean the new value, read it in `with tf.control_dependencies([...])`.'
+      ' reads the old value. For the old value, read it before (with several'
+      ' optimizers, call `compute_gradients` of each before the first'
+      ' `apply_gradients`). For the new value, read it in'
+      ' `with tf.control_dependencies([...])`.'
   )
   if line is not None:
     warnings.warn_explicit(
@@ -130,14 +131,14 @@ def warn_if_written(variable: Any) -> None:
 
 
 def keep(entry: Hashable) -> None:
-  """Records that this call adds an entry to a collection, for good."""
+  """Records that this call adds an entry to a collection permanently."""
   if contexts.around.run is not None:
     contexts.around.run.template.entries.add(entry)
     show([entry])
 
 
 def show(entries: Iterable[Hashable]) -> None:
-  """Records that this call makes or uses entries of collections."""
+  """Records that this call creates or uses entries of collections."""
   run = contexts.around.run
   if run is not None and not run.entries.issuperset(entries):
     contexts.around.run = dataclasses.replace(
@@ -146,7 +147,7 @@ def show(entries: Iterable[Hashable]) -> None:
 
 
 def is_hidden(entry: Hashable) -> bool:
-  """Whether only earlier calls have made an entry of a collection."""
+  """Whether only earlier calls have created an entry of a collection."""
   run = contexts.around.run
   if run is None:
     return False

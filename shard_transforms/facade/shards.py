@@ -1,4 +1,4 @@
-"""`shard`: maps a computation on variables over the shards of a mesh."""
+"""`shard`: maps a computation with variables over the shards of a mesh."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ def shard(
   """Runs a computation on each shard of a mesh.
 
   Every input is split into `num_shards` equal parts. Variables are the same on
-  all shards, and must be the same after the computation: update them by a
+  all shards, and must be the same after the computation: update them with a
   `CrossShardOptimizer`. If it reduces in groups, variables differ between the
   groups, and keep one value per shard.
 
@@ -47,13 +47,13 @@ def shard(
   Args:
     computation: A function of the parts of the inputs that returns an array, a
       sequence of arrays, or `None`.
-    inputs: Arrays, or trees of them, such as a dict of features.
+    inputs: Arrays, or trees of arrays, such as a dict of features.
     num_shards: The number of shards.
     input_shard_axes: The dimension along which each input is split; 0 if
       `None`.
-    outputs_from_all_shards: Whether an output is the concatenation over all
-      shards along its first dimension, rather than that of the first shard; one
-      for all outputs, or a sequence. Scalars become an array [num_shards].
+    outputs_from_all_shards: Whether an output is concatenated over all shards
+      along its first dimension, or taken from the first shard; one value for
+      all outputs, or a sequence. Scalars become an array [num_shards].
     infeed_queue: Must be `None`.
     device_assignment: The devices; the first of `jax.devices()` if `None`.
     name: Ignored.
@@ -62,19 +62,21 @@ def shard(
     A list of the outputs.
 
   Raises:
-    TypeError: If an output is no array, or an argument of the wrong kind.
-    ValueError: If there are too few devices, an input cannot be cut or is
+    TypeError: If an output is not an array, or an argument has the wrong type.
+    ValueError: If there are too few devices, an input cannot be split or is
       sharded over another mesh whose axes are explicit, an argument has the
       wrong length, a variable would differ between shards or has values for
-      another number of them, or the computation makes an optimizer outside of
-      a `function`.
+      another number of shards, or the computation creates an optimizer outside
+      of a `function`.
     NotImplementedError: Inside another `shard`, or with `infeed_queue`.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> from shard_transforms import facade
-    >>> w = facade.Variable(1.0)
-    >>> opt = facade.CrossShardOptimizer(facade.GradientDescentOptimizer(1.0))
+    >>> from shard_transforms.facade import tf
+    >>> w = tf.Variable(1.0)
+    >>> opt = tf.train.GradientDescentOptimizer(1.0)
+    >>> opt = facade.CrossShardOptimizer(opt)
     >>> def computation(x):
     ...   opt.minimize(lambda: jnp.mean(w * x), var_list=[w])
     >>> facade.shard(computation, [jnp.arange(16.0)], num_shards=8)
@@ -88,7 +90,9 @@ def shard(
   if infeed_queue is not None:
     raise NotImplementedError('`infeed_queue` must be None: pass `inputs`.')
   if contexts.shards() is not None:
-    raise NotImplementedError('`shard` cannot be nested.')
+    raise NotImplementedError(
+        '`shard` cannot be nested. Call the inner computation directly.'
+    )
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
   inputs = [jax.tree.map(jnp.asarray, x) for x in inputs or ()]
   axes = _per_item('input_shard_axes', input_shard_axes or 0, len(inputs))
@@ -101,7 +105,7 @@ def shard(
         contexts.call_of(template),
     ):
       out = computation(*parts)
-    return _as_list(out), shards.parted
+    return _as_list(out), shards.differing
 
   if num_shards == 1:
     return run(*inputs)[0]
@@ -126,25 +130,33 @@ def shard(
 
 
 def _spec(name, x, axis, num_shards):
-  """Returns the spec of an input that is split along a dimension."""
+  """Returns the spec of an input that is split along a dimension.
+
+  Raises:
+    ValueError: If the dimension cannot be split.
+  """
   if not -x.ndim <= axis < x.ndim or x.shape[axis] % num_shards:
     raise ValueError(
-        f'{name} must have a dimension {axis} that {num_shards} shards divide,'
-        f' got the shape {x.shape}.'
+        f'{name} of `shard` has the shape {x.shape}, whose dimension {axis} is'
+        f' missing or not divisible by {num_shards} shards.'
     )
   return P(*[None] * (axis % x.ndim), contexts.SHARD_AXIS)
 
 
 def _place(name, mesh, x, spec):
-  """Places an input on the mesh, unless JAX does so while tracing."""
+  """Places an input on the mesh, unless JAX does so while tracing.
+
+  Raises:
+    ValueError: If it is sharded over the explicit axes of another mesh.
+  """
   if not isinstance(x, core.Tracer):
     return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-  typed = jax.typeof(x).sharding.mesh
-  if jax.sharding.AxisType.Explicit in typed.axis_types:
+  input_mesh = jax.typeof(x).sharding.mesh
+  if jax.sharding.AxisType.Explicit in input_mesh.axis_types:
     raise ValueError(
-        f'{name} must not be sharded over the explicit axes {typed.axis_names}'
-        ' of another mesh. Pass an array on the host, as `jax.device_get`'
-        ' gives it.'
+        f'{name} of `shard` is sharded over the explicit axes'
+        f' {input_mesh.axis_names} of another mesh. Pass an array on the host,'
+        ' from `jax.device_get`.'
     )
   return x
 
@@ -160,7 +172,8 @@ def _per_item(name, value, length):
   values = list(value) if isinstance(value, Sequence) else [value] * length
   if len(values) != length:
     raise ValueError(
-        f'`{name}` must have {length} items, one for each, got {value!r}.'
+        f'`{name}` is {value!r}, but must have {length} items, one for each'
+        ' input or output.'
     )
   return values
 
@@ -172,19 +185,19 @@ def _devices(device_assignment, num_shards):
     devices = list(device_assignment)
     if len(devices) != num_shards:
       raise ValueError(
-          f'`device_assignment` must name {num_shards} devices, got'
-          f' {device_assignment!r}.'
+          f'`device_assignment` is {device_assignment!r}, but must have'
+          f' {num_shards} devices, one per shard.'
       )
   if len(devices) < num_shards:
     raise ValueError(
-        f'`num_shards` must not exceed the number of devices, {len(devices)},'
-        f' got {num_shards}. On a CPU, ask for more before JAX starts:'
+        f'`num_shards` is {num_shards}, but there are only {len(devices)}'
+        ' devices. On a CPU, request more before JAX starts:'
         f" `jax.config.update('jax_num_cpu_devices', {num_shards})`."
     )
   return devices
 
 
-# A call is traced again if it uses variables that no earlier trace has found.
+# A call is traced again if it uses variables that earlier traces did not find.
 MAX_TRACES = 32
 
 
@@ -195,45 +208,48 @@ def _map_variables(
     mesh: jax.sharding.Mesh,
     template: contexts.Template | None,
 ) -> list[Any]:
-  """Maps a function that reads and writes variables over a mesh of one axis.
+  """Maps a function that reads and writes variables over a mesh.
 
   Args:
     run: Takes the parts of the inputs; returns its outputs, and the variables
       that may differ between the shards after it.
-    inputs: Arrays or trees of them.
-    specs: The `PartitionSpec` of each input, or trees of them.
-    mesh: The mesh.
-    template: What keeps the variables that are found for the next call.
+    inputs: Arrays or trees of arrays.
+    specs: The `PartitionSpec` of each input, or trees of specs.
+    mesh: The mesh, which has one axis.
+    template: Keeps the discovered variables for the next call.
 
   Returns:
     The outputs, stacked along a leading axis.
 
   Raises:
-    ValueError: If another variable would differ between the shards, or one has
-      values for another number of them.
-    RuntimeError: If each call makes new variables.
+    ValueError: If another variable would differ between the shards, or has
+      values for another number of shards.
+    RuntimeError: If each call creates new variables.
   """
   frames.mark_mapped(mesh)
-  # It runs several times, to find its variables first.
+  # The function also runs to discover its variables.
   mapping = _Mapping(passes.repeated(run), inputs, specs, mesh)
   mapped = {} if template is None else template.mapped
-  known = None if frames.is_discovering() else mapped.get(mesh)
+  discovered = None if frames.is_discovering() else mapped.get(mesh)
   for _ in range(MAX_TRACES):
-    found = used, written, shapes = known or mapping.discover()
+    if discovered is None:
+      discovered = mapping.discover()
+    used, written, shapes = discovered
     mapping.check(used)
     place(used, mesh)
     try:
-      outputs, new = mapping.compute(used, written, shapes)
+      outputs, arrays = mapping.compute(used, written, shapes)
     except frames.Retraced:
-      known = None
+      discovered = None
       continue
-    mapped[mesh] = found
+    mapped[mesh] = discovered
     for variable, differs in written.items():
       variable.num_parts = mesh.size if differs else variable.num_parts
-    frames.commit(written, new)
+    frames.commit(written, arrays)
     return outputs
   raise RuntimeError(
-      f'The computation met new variables in each of {MAX_TRACES} traces.'
+      f'The computation used new variables in each of {MAX_TRACES} traces.'
+      ' Create variables with `tf.get_variable`, which finds them again.'
   )
 
 
@@ -251,64 +267,73 @@ class _Mapping:
     return self.mesh.axis_names[0]
 
   def discover(self):
-    """Returns the variables that are used, and which writes differ by shard.
-
-    Also the shapes of the outputs.
-    """
+    """Returns the used variables, which writes differ by shard, and shapes."""
     graph = graph_lib.get_default_graph()
-    known = {
+    arrays = {
         v: x
-        for v, x in frames.known(graph.variables.values()).items()
+        for v, x in frames.readable(graph.variables.values()).items()
         if x.ndim == v.ndim or len(x) == self.mesh.size
     }
-    found = []
+    results = []
 
-    def returned(frame, outputs, may_part):
-      found.extend((frame, self._differing(frame, may_part)))
+    def collect(frame, outputs, may_differ):
+      results.extend((frame, self._differing(frame, may_differ)))
       return [_stack(x, self.axis) for x in outputs]
 
     shapes = jax.eval_shape(
-        *self._mapped('discovered', known, P(self.axis), returned)
+        *self._mapped('discovered', arrays, P(self.axis), collect)
     )
-    frame, written = found
+    frame, written = results
     return frame.used, written, shapes
 
   def check(self, used):
-    """Checks that variables with a value per shard are of these shards."""
+    """Checks the number of values of variables with one value per shard.
+
+    Raises:
+      ValueError: If it is not the number of shards.
+    """
     for variable in used:
       if variable.is_per_shard and variable.num_parts != self.mesh.size:
         raise ValueError(
-            f'Variable {variable.name!r} has a value for each of'
-            f' {variable.num_parts} shards, but is used on {self.mesh.size}.'
-            ' Assign one value to all first.'
+            f'Variable {variable.name!r} has one value for each of'
+            f' {variable.num_parts} shards, but is used on {self.mesh.size}'
+            ' shards. Assign one value to all shards first.'
         )
 
-  def _differing(self, frame, may_part):
-    """Returns which of the written variables differ between the shards."""
+  def _differing(self, frame, may_differ):
+    """Returns for each written variable whether it differs by shard.
+
+    Raises:
+      ValueError: If a variable differs that must not.
+    """
     written = {
         v: self.axis in axes_lib.varying_axes(frame.values[v])
         for v in frame.written
     }
     for variable, differs in written.items():
-      if differs and variable not in may_part:
+      if differs and variable not in may_differ:
         raise ValueError(
             f'Variable {variable.name!r} would differ between the shards.'
-            ' Update it by a `CrossShardOptimizer`, or assign what'
-            ' `shard_transforms.shard_mean` gives.'
+            ' Update it with a `CrossShardOptimizer`, or assign the result of'
+            ' `shard_transforms.shard_mean`.'
         )
     return written
 
   def compute(self, used, written, shapes):
-    """Returns the outputs, and the new arrays of written variables."""
+    """Returns the outputs, and the new arrays of written variables.
+
+    Raises:
+      frames.Retraced: If other variables differ between the shards than before.
+    """
     if frames.is_discovering():  # Their shapes are enough.
-      new = [
+      new_arrays = [
           jnp.zeros((self.mesh.size, *v.shape) if d else v.shape, v.dtype)
           for v, d in written.items()
       ]
-      return [jnp.zeros(x.shape, x.dtype) for x in shapes], new
+      return [jnp.zeros(x.shape, x.dtype) for x in shapes], new_arrays
 
-    def returned(frame, outputs, may_part):
-      if self._differing(frame, may_part) != written:
+    def collect(frame, outputs, may_differ):
+      if self._differing(frame, may_differ) != written:
         raise frames.Retraced
       outputs = [_stack(x, self.axis) for x in outputs]
       return outputs, [
@@ -317,18 +342,18 @@ class _Mapping:
       ]
 
     arrays = {v: frames.read(v) for v in used}
-    of_written = [P(self.axis) if d else P() for d in written.values()]
-    out_specs = P(self.axis), of_written
-    call, *arguments = self._mapped('traced', arrays, out_specs, returned)
+    written_specs = [P(self.axis) if d else P() for d in written.values()]
+    out_specs = P(self.axis), written_specs
+    call, *arguments = self._mapped('traced', arrays, out_specs, collect)
     return jax.jit(call)(*arguments)
 
-  def _mapped(self, kind, arrays, out_specs, returned):
-    """Returns `run` in a frame, as a mapped function, and its arguments."""
+  def _mapped(self, kind, arrays, out_specs, collect):
+    """Returns `run` in a frame as a mapped function, and its arguments."""
 
     def traced(values, inputs):
-      of_frame = zip(arrays, values, strict=True)
-      with frames.frame(kind, of_frame, enter=self._own) as frame:
-        return returned(frame, *self.run(*inputs))
+      variable_values = zip(arrays, values, strict=True)
+      with frames.frame(kind, variable_values, enter=self._local_part) as frame:
+        return collect(frame, *self.run(*inputs))
 
     specs = [_spec_of(v, x, self.mesh) for v, x in arrays.items()]
     call = jax.shard_map(
@@ -339,26 +364,28 @@ class _Mapping:
     )
     return call, list(arrays.values()), list(self.inputs)
 
-  def _own(self, variable, array):
-    """Returns a shard's part of an array."""
+  def _local_part(self, variable, array):
+    """Returns the part of an array that belongs to the shard."""
     if array.ndim == variable.ndim:
       return array
     is_argument = len(array) == 1
-    # While variables are discovered, the array has the values of all shards.
-    # Only the shape matters then.
-    mine = array[0] if is_argument else jnp.zeros(variable.shape, array.dtype)
-    return axes_lib.to_varying(mine, [self.axis])
+    # During discovery, the array has the values of all shards, and only the
+    # shape matters.
+    local = array[0] if is_argument else jnp.zeros(variable.shape, array.dtype)
+    return axes_lib.to_varying(local, [self.axis])
 
 
 def _stack(x, axis):
   if isinstance(x, str) or (not hasattr(x, 'dtype') and not np.isscalar(x)):
-    raise TypeError(f'An output of `shard` must be an array, got {x!r}.')
+    raise TypeError(
+        f'`computation` of `shard` returned {x!r}, which is not an array.'
+    )
   with contexts.replaced(run=None):
     return axes_lib.to_varying(jnp.asarray(x)[None], [axis])
 
 
 def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
-  """Puts variables on a mesh of one axis; returns whether any was elsewhere.
+  """Moves variables to a mesh; returns whether any was elsewhere.
 
   Nothing is moved inside a trace, where all arrays are placed already.
   """
@@ -378,5 +405,5 @@ def place(variables: Iterable[Any], mesh: jax.sharding.Mesh) -> bool:
 
 
 def _spec_of(variable, array, mesh):
-  """Returns the spec of an array: replicated, or with one value per shard."""
+  """Returns the spec of an array: replicated, or one value per shard."""
   return P(*mesh.axis_names) if array.ndim > variable.ndim else P()

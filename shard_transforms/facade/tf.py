@@ -1,28 +1,45 @@
-"""`tf`: the names of TensorFlow 1 for functions that mean the same.
+"""The namespace of TensorFlow 1.
 
-`from shard_transforms.facade import tf` takes the place of
-`import tensorflow as tf`. Each name is a function of the façade, JAX or Optax
-that takes the arguments of TensorFlow; this module computes nothing itself. Any
-other name raises an `AttributeError`. The porting page tells what differs, and
-what takes the place of other frequent names.
+`from shard_transforms.facade import tf` replaces `import tensorflow as tf` in a
+script. Each name is a function of the façade, JAX or Optax with the arguments
+of TensorFlow; this module computes nothing itself. Any other name raises an
+`AttributeError`. The page about porting lists the differences, and replacements
+of other frequent names.
 """
 
 import contextlib
 import functools
 import itertools
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 import warnings
 
 from absl import logging
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from shard_transforms import facade
-from shard_transforms._src.tf1 import ties
+from shard_transforms.facade import arrays as arrays_lib
+from shard_transforms.facade import clipping
+from shard_transforms.facade import control_flow
+from shard_transforms.facade import cross_shard
+from shard_transforms.facade import decays
+from shard_transforms.facade import differentiation
+from shard_transforms.facade import drop_stale
+from shard_transforms.facade import estimator as estimator_lib
+from shard_transforms.facade import graph as graph_lib
 from shard_transforms.facade import leaves
+from shard_transforms.facade import lookup
+from shard_transforms.facade import losses as losses_lib
+from shard_transforms.facade import moving_averages
+from shard_transforms.facade import optimizer
+from shard_transforms.facade import scopes
+from shard_transforms.facade import shards
+from shard_transforms.facade import sync_replicas
+from shard_transforms.facade import tf_functions as functions
+from shard_transforms.facade import tf_optimizers
+from shard_transforms.facade import ties
+from shard_transforms.facade import towers
 from shard_transforms.facade import variables
 
 _PAGE = 'docs/porting_from_tf1.md'
@@ -44,8 +61,8 @@ def __getattr__(name: str) -> Any:
 
 def _missing(path):
   return (
-      f'`{path}` is not here. {_PAGE} lists what takes the place of frequent'
-      ' names; for others, use JAX, Optax or Flax.'
+      f'`{path}` is not available in `shard_transforms.facade.tf`. See {_PAGE}'
+      ' for a replacement; for other names, use JAX, Optax or Flax.'
   )
 
 
@@ -55,115 +72,63 @@ def _renamed(function, name, parameters):
   Args:
     function: The function.
     name: The name in TensorFlow.
-    parameters: The parameters of TensorFlow, in their order, each with that of
-      the function: a position, a name, `None` if it has no effect, or `...` if
-      it must be left out.
+    parameters: The parameters in TensorFlow, in their order, each with the
+      corresponding parameter of the function: a position, a name, `None` if it
+      has no effect, or `...` if it is not supported.
+
+  Raises:
+    TypeError: When called with unknown, missing or unsupported arguments.
   """
 
   @functools.wraps(function)
   def call(*args: Any, **kwargs: Any) -> Any:
-    given = dict(zip(parameters, args, strict=False)) | kwargs
-    unknown = [key for key in given if key not in parameters]
+    arguments = dict(zip(parameters, args, strict=False)) | kwargs
+    unknown = [key for key in arguments if key not in parameters]
     if len(args) > len(parameters) or unknown:
       raise TypeError(
-          f'`tf.{name}` must be given some of {list(parameters)}, got'
-          f' {unknown or args}.'
+          f'`tf.{name}` got the unexpected arguments {unknown or args}. It'
+          f' takes {list(parameters)}.'
       )
-    given = {
+    arguments = {
         key: _arrays(key, value)
-        for key, value in given.items()
+        for key, value in arguments.items()
         if value is not None or key == 'loss_collection'
     }
     positional, named = {}, {}
-    for key, value in given.items():
+    for key, value in arguments.items():
       target = parameters[key]
       if target is ... and value:
-        raise TypeError(f'`{key}` of `tf.{name}` must be left out: {_PAGE}.')
+        raise TypeError(
+            f'`tf.{name}` does not support `{key}`. Leave it out; see {_PAGE}.'
+        )
       if isinstance(target, int):
         positional[target] = value
       elif isinstance(target, str):
         named[target] = value
     if max(positional, default=-1) != len(positional) - 1:
-      raise TypeError(f'An argument of `tf.{name}` is missing: got {given}.')
+      raise TypeError(
+          f'`tf.{name}` got only the arguments {sorted(arguments)}. Pass the'
+          ' missing one.'
+      )
     out = function(*(positional[i] for i in sorted(positional)), **named)
-    if given.keys() & _DTYPES:
+    if arguments.keys() & _DTYPES:
       return out
-    return variables.in_32_bits(out, given)
+    return arrays_lib.in_32_bits(out, arguments)
 
   return call
 
 
 def _arrays(key, value):
-  # Unflattened, variables are arrays, also those in lists. Rates stay.
+  # Flattening converts variables to arrays, also in lists. Rates stay.
+  """Converts an argument, where variables and lists are arrays."""
   value = jax.tree.map(
       lambda x: x, value, is_leaf=lambda x: isinstance(x, leaves.Rate)
   )
   if key in _DTYPES:
     return jax.dtypes.canonicalize_dtype(value)
-  if key in _TENSORS and type(value) is list:
-    return variables.in_32_bits(jnp.asarray(value), value)
+  if key in _TENSORS.split() and type(value) is list:
+    return arrays_lib.in_32_bits(jnp.asarray(value), value)
   return value
-
-
-def _constant(value, dtype=None, shape=None):
-  # No `jax.Array`: a rate that is one may have been computed too early.
-  array = np.asarray(value, dtype)
-  array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
-  if shape is None:
-    return array
-  return np.full(shape, array) if array.ndim == 0 else array.reshape(shape)
-
-
-def _where(condition, x, y):
-  if jnp.ndim(condition) == 1 and jnp.ndim(x) > 1:
-    raise ValueError(
-        '`condition` of `tf.where` must have the shape of `x`, got'
-        f' {jnp.shape(condition)} for {jnp.shape(x)}: it would choose rows in'
-        ' TensorFlow, and columns here.'
-    )
-  return jnp.where(condition, x, y)
-
-
-def _arg(function, x, axis=0, dtype=None):
-  return jnp.asarray(function(x, axis), dtype)
-
-
-def _count_nonzero(x, axis=None, keepdims=False, dtype=None):
-  axis = tuple(axis) if isinstance(axis, list) else axis
-  return jnp.asarray(jnp.count_nonzero(x, axis, keepdims=keepdims), dtype)
-
-
-class _TopK(NamedTuple):
-  values: jax.Array
-  indices: jax.Array
-
-
-def _top_k(x, k=1):
-  return _TopK(*jax.lax.top_k(x, k))
-
-
-def _norm(x, order='euclidean', axis=None, **options):
-  if order not in ('euclidean', 2) or not (axis is None or np.ndim(axis) == 0):
-    raise ValueError(
-        '`tf.norm` must be the Euclidean one over all dimensions or one, got'
-        f' ord={order!r}, axis={axis!r}. Use `jax.numpy.linalg.norm`.'
-    )
-  return jnp.linalg.norm(x, None, axis, **options)
-
-
-def _cross_entropy(logits, labels):
-  labels = jnp.asarray(labels, jnp.result_type(logits))
-  return optax.softmax_cross_entropy(logits, jax.lax.stop_gradient(labels))
-
-
-def _sparse_cross_entropy(logits, labels):
-  labels = jnp.asarray(labels)
-  if labels.ndim == logits.ndim and labels.shape[-1] == 1:
-    labels = labels[..., 0]
-  _check_same_shape(labels, logits[..., 0])
-  # Not the last class: another one that does not exist, so that it gives NaN.
-  labels = jnp.where(labels < 0, jnp.int32(logits.shape[-1]), labels)
-  return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
 def _members(names: str, prefix: str = '', module: Any = jnp):
@@ -175,214 +140,16 @@ def _members(names: str, prefix: str = '', module: Any = jnp):
   }
 
 
-def _normal(stddev=1.0, **options):
-  return jax.nn.initializers.normal(stddev, **options)
-
-
-def _truncated_normal(stddev=1.0, **options):
-  return jax.nn.initializers.truncated_normal(stddev, **options)
-
-
-def _variance_scaling(
-    scale=1.0, mode='fan_in', distribution='truncated_normal', **options
-):
-  # By its older name, too, the normal one is truncated in TensorFlow.
-  kinds = {'normal': 'truncated_normal', 'untruncated_normal': 'normal'}
-  kind = kinds.get(distribution, distribution)
-  return _initializers.variance_scaling(scale, mode, kind, **options)
-
-
 _DTYPES = {'dtype', 'output_type'}
-# Parameters that TensorFlow also takes as lists of numbers.
+# Parameters that can be lists of numbers in TensorFlow.
 _TENSORS = (
-    *('a', 'b', 'condition', 'features', 'ids', 'indices', 'input'),
-    *(
-        'input_tensor',
-        'labels',
-        'lengths',
-        'logits',
-        'onehot_labels',
-        'params',
-        'predictions',
-        't',
-    ),
-    *('tensor', 'weights', 'x', 'y'),
+    'a b condition features ids indices input input_tensor labels lengths'
+    ' logits onehot_labels params predictions t tensor weights x y'
 )
 
 
-def _split(value, parts, **options):
-  if np.ndim(parts):
-    raise ValueError(
-        '`num_or_size_splits` of `tf.split` must be a number of parts, got'
-        f' {parts!r}. `jax.numpy.split` takes the indices of the cuts.'
-    )
-  return jnp.split(value, parts, **options)
-
-
-def _moments(x, axes, keepdims=False):
-  axes = tuple(axes) if np.ndim(axes) else axes
-  return tuple(f(x, axes, keepdims=keepdims) for f in (jnp.mean, jnp.var))
-
-
-def _l2_loss(t):
-  return jnp.sum(optax.l2_loss(t))
-
-
-def _smoothed_cross_entropy(logits, labels, label_smoothing=0.0):
-  return _cross_entropy(logits, optax.smooth_labels(labels, label_smoothing))
-
-
-# What the sum of weighted losses is divided by, of the losses and the weights.
-_DIVISORS = {
-    facade.Reduction.SUM: lambda losses, weights: 1,
-    facade.Reduction.MEAN: lambda losses, weights: jnp.sum(weights),
-    facade.Reduction.SUM_OVER_BATCH_SIZE: lambda losses, weights: losses.size,
-    facade.Reduction.SUM_BY_NONZERO_WEIGHTS: (
-        lambda losses, weights: jnp.count_nonzero(weights)
-    ),
-}
-
-
-def _reduced_loss(of_example, labels_dtype=jnp.float32):
-  """Returns a loss that is reduced over the examples."""
-
-  def loss(
-      predictions,
-      labels,
-      *args,
-      weights=1.0,
-      loss_collection=facade.GraphKeys.LOSSES,
-      reduction=facade.Reduction.SUM_BY_NONZERO_WEIGHTS,
-  ):
-    facade.Reduction.validate(reduction)
-    # As in TensorFlow: sums of many numbers of 16 bits are inf or lose bits.
-    predictions = jnp.asarray(predictions, jnp.float32)
-    labels = jnp.asarray(labels, labels_dtype)
-    if labels_dtype is not None:
-      _check_same_shape(labels, predictions)
-    losses = of_example(predictions, labels, *args)
-    if jnp.ndim(weights) not in (0, losses.ndim):
-      raise ValueError(
-          '`weights` of a loss must be a number, or have the dimensions of'
-          f' {losses.shape}, got {jnp.shape(weights)}.'
-      )
-    weights = jnp.broadcast_to(weights, losses.shape)
-    out = losses * weights
-    if reduction != facade.Reduction.NONE:
-      divisor = _DIVISORS[reduction](losses, weights)
-      is_zero = divisor == 0  # The loss is zero then, too.
-      out = jnp.where(is_zero, 0, jnp.sum(out) / jnp.where(is_zero, 1, divisor))
-    if loss_collection is not None:
-      facade.add_to_collection(loss_collection, out)
-    return out
-
-  return loss
-
-
-def _check_same_shape(labels, predictions):
-  if labels.shape != predictions.shape:
-    raise ValueError(
-        '`labels` must have the shape of the predictions (or of the logits, of'
-        ' classes without the last dimension), got'
-        f' {labels.shape} for {predictions.shape}.'
-    )
-
-
-def _total_loss(add_regularization_losses=True, scope=None):
-  keys = facade.GraphKeys.LOSSES, facade.GraphKeys.REGULARIZATION_LOSSES
-  found = [facade.get_collection(key, scope) for key in keys]
-  return _add_n(found[0] + found[1] * add_regularization_losses)
-
-
-def _add_n(inputs):
-  if not isinstance(inputs, list | tuple) or not inputs:
-    raise ValueError(
-        '`inputs` of `tf.add_n` must be a list of at least one array, got'
-        f' {inputs!r}.'
-    )
-  return sum(inputs)
-
-
-def _unstack(value, num=None, axis=0):
-  if num not in (None, jnp.shape(value)[axis]):
-    raise ValueError(
-        f'`num` of `tf.unstack` must be {jnp.shape(value)[axis]}, got {num}.'
-    )
-  return jnp.unstack(value, axis=axis)
-
-
-def _matmul(a, b, transpose_a=False, transpose_b=False):
-  a = jnp.matrix_transpose(a) if transpose_a else a
-  return jnp.matmul(a, jnp.matrix_transpose(b) if transpose_b else b)
-
-
-def _div(x, y):
-  is_integer = jnp.issubdtype(jnp.result_type(x, y), jnp.integer)
-  return jnp.floor_divide(x, y) if is_integer else jnp.true_divide(x, y)
-
-
-def _einsum(equation, *inputs, name=None):
-  del name
-  return jnp.einsum(equation, *inputs)
-
-
-def _gather_nd(params, indices):
-  return params[tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))]
-
-
-def _hinge(logits, labels):
-  return jax.nn.relu(1 - (2 * labels - 1) * logits)
-
-
-def _l2_normalize(x, epsilon=1e-12, axis=None):
-  axis = tuple(axis) if isinstance(axis, list) else axis
-  squares = jnp.sum(x * x, axis, keepdims=True)
-  return x * jax.lax.rsqrt(ties.maximum(squares, epsilon))
-
-
-def _log_loss(predictions, labels, epsilon=1e-7):
-  return -labels * jnp.log(predictions + epsilon) - (1 - labels) * jnp.log(
-      1 - predictions + epsilon
-  )
-
-
-def _pad(tensor, paddings, mode='CONSTANT', **options):
-  return jnp.pad(tensor, paddings, mode.lower(), **options)
-
-
-def _regularizer(of_weights):
-  """Returns what makes a regularizer of a scale, such as 1e-4."""
-  return lambda scale, scope=None: lambda w: scale * of_weights(jnp.asarray(w))
-
-
-def _sequence_mask(lengths, maxlen, dtype=bool):
-  positions = jnp.arange(maxlen)[(None,) * lengths.ndim]
-  return jnp.asarray(positions < lengths[..., None], dtype)
-
-
-def _slice(x, begin, size):
-  sizes = zip(begin, size, jnp.shape(x), strict=True)
-  ends = [n if length == -1 else b + length for b, length, n in sizes]
-  return jax.lax.slice(x, begin, ends)
-
-
-def _uniform(minval=0.0, maxval=1.0, **options):
-  return functools.partial(_draw_uniform, minval, maxval, options)
-
-
-def _draw_uniform(minval, maxval, options, key, shape, dtype):
-  return jax.random.uniform(
-      key, shape, options.get('dtype', dtype), minval, maxval
-  )
-
-
-def _xavier(uniform=True):
-  kind = 'glorot_uniform' if uniform else 'glorot_normal'
-  return getattr(_initializers, kind)()
-
-
 def _without_effect(name, result=None):
-  """Returns a function that warns, and returns always the same."""
+  """Returns a function that warns and returns a constant."""
 
   def call(*args: Any, **kwargs: Any) -> Any:
     warnings.warn(f'`tf.{name}` has no effect here: {_PAGE}.', stacklevel=2)
@@ -391,7 +158,7 @@ def _without_effect(name, result=None):
   return call
 
 
-# What parameters of TensorFlow are here, if not positions. (`None`: no effect.)
+# Keyword parameters by their name in TensorFlow. (`None`: without effect.)
 _MEANINGS: dict[str, Any] = {
     **{name: name for name in ('axis', 'dtype', 'keepdims', 'weights')},
     **{name: name for name in ('loss_collection', 'reduction')},
@@ -406,33 +173,32 @@ _MEANINGS: dict[str, Any] = {
 
 
 def _parameters(signature):
-  """Returns the parameters of a signature, for `_renamed`.
+  """Parses the parameters of a signature, for `_renamed`.
 
   Args:
-    signature: The parameters of TensorFlow in their order, such as
-      `'a perm=axes name'`. A parameter alone means what `_MEANINGS` says, or
-      else the next position; after `=` comes a position, a name, `...` or
-      `None`.
+    signature: The parameters in TensorFlow in their order, such as `'a
+      perm=axes name'`. A single name has the meaning in `_MEANINGS`, or else is
+      the next position; after `=` comes a position, a name, `...` or `None`.
   """
   meanings = {'...': ..., 'None': None}
   position = itertools.count()
-  found = {}
+  meanings_by_name = {}
   for parameter in signature.split():
-    name, _, given = parameter.partition('=')
-    if given:
-      found[name] = (
-          int(given) if given.isdigit() else meanings.get(given, given)
+    name, _, meaning = parameter.partition('=')
+    if meaning:
+      meanings_by_name[name] = (
+          int(meaning) if meaning.isdigit() else meanings.get(meaning, meaning)
       )
     else:
-      found[name] = _MEANINGS[name] if name in _MEANINGS else next(position)
-  return found
+      meanings_by_name[name] = (
+          _MEANINGS[name] if name in _MEANINGS else next(position)
+      )
+  return meanings_by_name
 
 
-_nn, _initializers = jax.nn, jax.nn.initializers
-# What the functions of `tf.losses` take last.
+# The last parameters of the functions in `tf.losses`.
 _LOSS = 'scope=None loss_collection reduction'
-
-# The functions by the parameters that they have in TensorFlow.
+# The functions by their parameters in TensorFlow.
 _FUNCTIONS = {
     'x name': {
         **_members(
@@ -441,7 +207,7 @@ _FUNCTIONS = {
             ' logical_not negative nn.tanh=tanh reciprocal rint round sign sin'
             ' sinh sqrt square tan tanh'
         ),
-        **_members('log_sigmoid nn.sigmoid=sigmoid sigmoid', module=_nn),
+        **_members('log_sigmoid nn.sigmoid=sigmoid sigmoid', module=jax.nn),
         **_members('erf lgamma=gammaln', module=jax.scipy.special),
         'abs': ties.magnitude,
         'rsqrt': jax.lax.rsqrt,
@@ -456,7 +222,7 @@ _FUNCTIONS = {
             ' truediv=true_divide'
         ),
         **_members('maximum minimum', module=ties),
-        'div': _div,
+        'div': functions.div,
         'squared_difference': optax.squared_error,
     },
     'input_tensor axis keepdims name reduction_indices keep_dims': {
@@ -464,36 +230,36 @@ _FUNCTIONS = {
         **_members('logsumexp', 'reduce_', jax.scipy.special),
     },
     'input_tensor axis keepdims dtype name reduction_indices keep_dims': {
-        'count_nonzero': _count_nonzero
+        'count_nonzero': functions.count_nonzero
     },
     'a b axes name': _members('tensordot'),
-    'a b transpose_a transpose_b name': {'matmul': _matmul},
+    'a b transpose_a transpose_b name': {'matmul': functions.matmul},
     'a perm=axes name': _members('transpose'),
-    'condition x y name': {'where': _where},
+    'condition x y name': {'where': functions.where},
     'dims value name': _members('fill=full'),
     'fn elems dtype=None parallel_iterations=None back_prop=None'
     ' swap_memory=None infer_shape=None name': {'map_fn': jax.lax.map},
     'input axis name dim': _members('expand_dims'),
     'input axis name dimension output_type=dtype': {
-        name: functools.partial(_arg, getattr(jnp, name))
+        name: functools.partial(functions.arg, getattr(jnp, name))
         for name in ('argmax', 'argmin')
     },
     'input axis name squeeze_dims': _members('squeeze'),
-    'input k sorted=None name': {'nn.top_k': _top_k},
+    'input k sorted=None name': {'nn.top_k': functions.top_k},
     'input multiples name': _members('tile'),
     'input shape name': _members('broadcast_to'),
-    'input_ begin size name': {'slice': _slice},
+    'input_ begin size name': {'slice': functions.slice_of},
     'input name': {
         **_members('identity=asarray rank=ndim shape size'),
         **_members('stop_gradient', module=jax.lax),
     },
-    'inputs name': {'add_n': _add_n},
-    'lengths maxlen dtype name': {'sequence_mask': _sequence_mask},
+    'inputs name': {'add_n': functions.add_n},
+    'lengths maxlen dtype name': {'sequence_mask': functions.sequence_mask},
     'num_rows num_columns batch_shape=... dtype name': _members('eye'),
     'params ids partition_strategy=None name validate_indices max_norm=...': {
         'nn.embedding_lookup': functools.partial(jnp.take, axis=0)
     },
-    'params indices name batch_dims=...': {'gather_nd': _gather_nd},
+    'params indices name batch_dims=...': {'gather_nd': functions.gather_nd},
     'params indices validate_indices name axis': {
         'gather': functools.partial(jnp.take, axis=0)
     },
@@ -503,72 +269,78 @@ _FUNCTIONS = {
     'start limit=stop delta=step dtype name': _members('range=arange'),
     'tensor axis name': _members('reverse=flip'),
     'tensor dtype name': _members('ones_like zeros_like'),
-    'tensor ord=order axis keepdims name': {'norm': _norm},
+    'tensor ord=order axis keepdims name': {'norm': functions.norm},
     'tensor paddings mode=mode name constant_values=constant_values': {
-        'pad': _pad
+        'pad': functions.pad
     },
     'tensor shape name': _members('reshape'),
     'value bias data_format=... name': {'nn.bias_add': jnp.add},
     'value dtype name': _members('convert_to_tensor=asarray'),
-    'value dtype shape=shape name': {'constant': _constant},
-    'value num=num axis name': {'unstack': _unstack},
-    'value num_or_size_splits axis name': {'split': _split},
+    'value dtype shape=shape name': {'constant': functions.constant},
+    'value num=num axis name': {'unstack': functions.unstack},
+    'value num_or_size_splits axis name': {'split': functions.split},
     'values axis name': _members('concat=concatenate stack'),
-    'x axis epsilon=epsilon name dim': {'nn.l2_normalize': _l2_normalize},
+    'x axis epsilon=epsilon name dim': {
+        'nn.l2_normalize': functions.l2_normalize
+    },
     'x axis exclusive=... reverse=... name': {
         'cumsum': functools.partial(jnp.cumsum, axis=0)
     },
     'x dtype name': _members('cast=asarray'),
     # Losses, and the layers of networks.
     'features name': {
-        **_members('elu relu relu6 softplus swish', 'nn.', _nn),
+        **_members('elu relu relu6 softplus swish', 'nn.', jax.nn),
         'nn.selu': ties.selu,
     },
     'features alpha name': {'nn.leaky_relu': ties.leaky_relu},
     'indices depth on_value=... off_value=... axis dtype name': _members(
-        'one_hot', module=_nn
+        'one_hot', module=jax.nn
     ),
     f'labels=1 predictions=0 weights {_LOSS}': {
-        'losses.absolute_difference': _reduced_loss(
+        'losses.absolute_difference': losses_lib.reduced_loss(
             lambda x, y: ties.magnitude(x - y)
         ),
-        'losses.mean_squared_error': _reduced_loss(optax.squared_error),
+        'losses.mean_squared_error': losses_lib.reduced_loss(
+            optax.squared_error
+        ),
     },
     f'labels=1 predictions=0 weights delta=2 {_LOSS}': {
-        'losses.huber_loss': _reduced_loss(
+        'losses.huber_loss': losses_lib.reduced_loss(
             lambda x, y, delta=1.0: optax.huber_loss(x, y, delta=delta)
         )
     },
     f'multi_class_labels=1 logits=0 weights label_smoothing=... {_LOSS}': {
-        'losses.sigmoid_cross_entropy': _reduced_loss(
+        'losses.sigmoid_cross_entropy': losses_lib.reduced_loss(
             optax.sigmoid_binary_cross_entropy
         )
     },
     f'onehot_labels=1 logits=0 weights label_smoothing=2 {_LOSS}': {
-        'losses.softmax_cross_entropy': _reduced_loss(_smoothed_cross_entropy)
+        'losses.softmax_cross_entropy': losses_lib.reduced_loss(
+            losses_lib.smoothed_cross_entropy
+        )
     },
     f'labels=1 predictions=0 weights epsilon=2 {_LOSS}': {
-        'losses.log_loss': _reduced_loss(_log_loss)
+        'losses.log_loss': losses_lib.reduced_loss(losses_lib.log_loss)
     },
     f'labels=1 logits=0 weights {_LOSS}': {
-        'losses.hinge_loss': _reduced_loss(_hinge),
-        'losses.sparse_softmax_cross_entropy': _reduced_loss(
-            _sparse_cross_entropy, labels_dtype=None
+        'losses.hinge_loss': losses_lib.reduced_loss(losses_lib.hinge),
+        'losses.sparse_softmax_cross_entropy': losses_lib.reduced_loss(
+            losses_lib.sparse_cross_entropy, labels_dtype=None
         ),
     },
     'add_regularization_losses name scope=scope': {
-        'losses.get_total_loss': _total_loss
+        'losses.get_total_loss': losses_lib.total_loss
     },
     'labels=1 logits=0 axis=... name': _members(
         'softmax_cross_entropy_with_logits_v2=softmax_cross_entropy',
         'nn.',
         optax,
     ),
-    'logits axis name dim': _members('log_softmax softmax', 'nn.', _nn),
-    't name': {'nn.l2_loss': _l2_loss},
-    'x axes shift name keep_dims keepdims': {'nn.moments': _moments},
+    'logits axis name dim': _members('log_softmax softmax', 'nn.', jax.nn),
+    't name': {'nn.l2_loss': functions.l2_loss},
+    'x axes shift name keep_dims keepdims': {'nn.moments': functions.moments},
     '_sentinel=... labels=1 logits=0 name': {
-        'nn.softmax_cross_entropy_with_logits': _cross_entropy,
+        'nn.softmax_cross_entropy_with_logits': losses_lib.cross_entropy,
         **_members(
             'sigmoid_cross_entropy_with_logits=sigmoid_binary_cross_entropy'
             ' sparse_softmax_cross_entropy_with_logits'
@@ -579,80 +351,102 @@ _FUNCTIONS = {
     },
     # Initializers.
     'dtype=None': {
-        f'{name}_initializer': functools.partial(getattr, _initializers, name)
+        f'{name}_initializer': functools.partial(
+            getattr, jax.nn.initializers, name
+        )
         for name in ('ones', 'zeros')
     },
     'mean=... stddev seed dtype': {
-        'random_normal_initializer': _normal,
-        'truncated_normal_initializer': _truncated_normal,
+        'random_normal_initializer': functions.random_normal,
+        'truncated_normal_initializer': functions.truncated_normal,
     },
-    'minval maxval seed dtype': {'random_uniform_initializer': _uniform},
+    'minval maxval seed dtype': {
+        'random_uniform_initializer': functions.random_uniform
+    },
     'seed dtype': _members(
         'glorot_normal_initializer=glorot_normal'
         ' glorot_uniform_initializer=glorot_uniform'
         ' initializers.he_normal=he_normal initializers.he_uniform=he_uniform'
         ' initializers.lecun_normal=lecun_normal'
         ' initializers.lecun_uniform=lecun_uniform',
-        module=_initializers,
+        module=jax.nn.initializers,
     ),
-    'uniform seed dtype': {'contrib.layers.xavier_initializer': _xavier},
+    'uniform seed dtype': {
+        'contrib.layers.xavier_initializer': functions.xavier
+    },
     'value dtype': _members(
-        'constant_initializer=constant', module=_initializers
+        'constant_initializer=constant', module=jax.nn.initializers
     ),
     'gain seed dtype': _members(
-        'orthogonal_initializer=orthogonal', module=_initializers
+        'orthogonal_initializer=orthogonal', module=jax.nn.initializers
     ),
     'scale=scale mode=mode distribution=distribution seed dtype': {
-        'variance_scaling_initializer': _variance_scaling
+        'variance_scaling_initializer': functions.variance_scaling
     },
 }
 _TYPES = 'bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8'
-
-# The names of the façade, by their place in TensorFlow.
-_OURS = {
-    'tf': (
-        'AggregationMethod Graph GraphKeys Variable add_to_collection'
-        ' clip_by_global_norm clip_by_norm clip_by_value cond'
-        ' control_dependencies get_collection get_default_graph get_variable'
-        ' get_variable_scope global_norm global_variables gradients group'
-        ' local_variables name_scope no_op reset_default_graph set_random_seed'
-        ' trainable_variables variable_scope'
+# The names of the façade, by their place in TensorFlow and their module.
+_FACADE = (
+    ('tf', graph_lib, 'Graph GraphKeys add_to_collection get_collection'),
+    ('tf', graph_lib, 'get_default_graph reset_default_graph set_random_seed'),
+    ('tf', scopes, 'get_variable_scope name_scope variable_scope'),
+    ('tf', variables, 'Variable'),
+    ('tf', lookup, 'get_variable global_variables local_variables'),
+    ('tf', lookup, 'trainable_variables'),
+    (
+        'tf',
+        clipping,
+        'clip_by_global_norm clip_by_norm clip_by_value global_norm',
     ),
-    'tf.train': (
-        'AdadeltaOptimizer AdagradOptimizer AdamOptimizer'
-        ' ExponentialMovingAverage FtrlOptimizer GradientDescentOptimizer'
-        ' MomentumOptimizer Optimizer RMSPropOptimizer SyncReplicasOptimizer'
-        ' cosine_decay cosine_decay_restarts exponential_decay get_global_step'
-        ' get_or_create_global_step inverse_time_decay natural_exp_decay'
-        ' piecewise_constant polynomial_decay'
+    ('tf', control_flow, 'cond control_dependencies group no_op'),
+    ('tf', differentiation, 'gradients'),
+    ('tf', optimizer, 'AggregationMethod'),
+    ('tf.train', optimizer, 'Optimizer'),
+    (
+        'tf.train',
+        tf_optimizers,
+        'AdadeltaOptimizer AdagradOptimizer AdamOptimizer',
     ),
-    'tf.estimator': 'EstimatorSpec ModeKeys',
-    'tf.losses': 'Reduction',
-    'tf.tpu': 'CrossShardOptimizer cross_replica_sum shard',
-    'tf.contrib.tpu': (
-        'CrossShardOptimizer TPUEstimatorSpec cross_replica_sum shard'
+    ('tf.train', tf_optimizers, 'FtrlOptimizer GradientDescentOptimizer'),
+    ('tf.train', tf_optimizers, 'MomentumOptimizer RMSPropOptimizer'),
+    ('tf.train', sync_replicas, 'SyncReplicasOptimizer'),
+    (
+        'tf.train',
+        decays,
+        'cosine_decay cosine_decay_restarts exponential_decay',
     ),
-    'tf.contrib.opt': (
-        'AdamWOptimizer DecoupledWeightDecayExtension'
-        ' DropStaleGradientOptimizer LARSOptimizer LazyAdamOptimizer'
-    ),
-    'tf.contrib.estimator': (
-        'TowerOptimizer clip_gradients_by_norm replicate_model_fn'
-    ),
-    'tf.contrib.training': 'clip_gradient_norms',
-}
+    ('tf.train', decays, 'inverse_time_decay natural_exp_decay'),
+    ('tf.train', decays, 'piecewise_constant polynomial_decay'),
+    ('tf.train', moving_averages, 'ExponentialMovingAverage'),
+    ('tf.train', lookup, 'get_global_step get_or_create_global_step'),
+    ('tf.estimator', estimator_lib, 'EstimatorSpec ModeKeys'),
+    ('tf.losses', losses_lib, 'Reduction'),
+    ('tf.tpu', cross_shard, 'CrossShardOptimizer cross_replica_sum'),
+    ('tf.tpu', shards, 'shard'),
+    ('tf.contrib.tpu', cross_shard, 'CrossShardOptimizer cross_replica_sum'),
+    ('tf.contrib.tpu', shards, 'shard'),
+    ('tf.contrib.tpu', estimator_lib, 'TPUEstimatorSpec'),
+    ('tf.contrib.opt', tf_optimizers, 'AdamWOptimizer LARSOptimizer'),
+    ('tf.contrib.opt', tf_optimizers, 'DecoupledWeightDecayExtension'),
+    ('tf.contrib.opt', tf_optimizers, 'LazyAdamOptimizer'),
+    ('tf.contrib.opt', drop_stale, 'DropStaleGradientOptimizer'),
+    ('tf.contrib.estimator', towers, 'TowerOptimizer'),
+    ('tf.contrib.estimator', clipping, 'clip_gradients_by_norm'),
+    ('tf.contrib.estimator', estimator_lib, 'replicate_model_fn'),
+    ('tf.contrib.training', clipping, 'clip_gradient_norms'),
+)
 
 
 def _names() -> dict[str, Any]:
-  """Returns all names of `tf`, each with its value here."""
-  keys = facade.GraphKeys
-  add, get = facade.add_to_collection, facade.get_collection
+  """Returns all names of `tf` with their values."""
+  keys = graph_lib.GraphKeys
+  add, get = graph_lib.add_to_collection, graph_lib.get_collection
   regularization = keys.REGULARIZATION_LOSSES
-  found = {
+  names_with_values = {
       'tf.AUTO_REUSE': None,
-      **_members('assign assign_add assign_sub', 'tf.', facade.Variable),
+      **_members('assign assign_add assign_sub', 'tf.', variables.Variable),
       'tf.bool': jnp.bool_,
-      # Contexts without effect: devices are those of the mesh.
+      # Contexts without effect: the mesh determines devices.
       'tf.colocate_with': contextlib.nullcontext,
       'tf.device': _without_effect('device', contextlib.nullcontext()),
       'tf.compat.v1': sys.modules[__name__],
@@ -665,35 +459,41 @@ def _names() -> dict[str, Any]:
       'tf.losses.get_regularization_losses': functools.partial(
           get, regularization
       ),
-      'tf.contrib.layers.l1_regularizer': _regularizer(
+      'tf.contrib.layers.l1_regularizer': functions.regularizer(
           lambda w: jnp.sum(ties.magnitude(w))
       ),
-      'tf.contrib.layers.l2_regularizer': _regularizer(_l2_loss),
-      'tf.einsum': _einsum,
+      'tf.contrib.layers.l2_regularizer': functions.regularizer(
+          functions.l2_loss
+      ),
+      'tf.einsum': functions.einsum,
       'tf.newaxis': None,
-      # No gradient is of this type.
+      # For `isinstance` checks: gradients are dense.
       'tf.IndexedSlices': type('IndexedSlices', (), {}),
   }
-  found |= {f'tf.{name}': jnp.dtype(name) for name in _TYPES.split()}
-  found |= {
+  names_with_values |= {
+      f'tf.{name}': jnp.dtype(name) for name in _TYPES.split()
+  }
+  names_with_values |= {
       f'tf.summary.{name}': _without_effect(f'summary.{name}')
       for name in ('histogram', 'image', 'merge_all', 'scalar')
   }
-  for place, names in _OURS.items():
-    found |= _members(names, f'{place}.', facade)
-  for signature, functions in _FUNCTIONS.items():
-    for name, function in functions.items():
+  for place, module, names in _FACADE:
+    names_with_values |= _members(names, f'{place}.', module)
+  for signature, members in _FUNCTIONS.items():
+    for name, function in members.items():
       renamed = _renamed(function, name, _parameters(signature))
-      found[f'tf.{name}'] = renamed
+      names_with_values[f'tf.{name}'] = renamed
       if '.' not in name:
-        found[f'tf.math.{name}'] = renamed
+        names_with_values[f'tf.math.{name}'] = renamed
       if name.endswith('_initializer') and '.' not in name:
-        found[f'tf.initializers.{name.removesuffix("_initializer")}'] = renamed
-  return found
+        names_with_values[
+            f'tf.initializers.{name.removesuffix("_initializer")}'
+        ] = renamed
+  return names_with_values
 
 
 def _fill(members: dict[str, Any]) -> None:
-  """Sets names in the module, and in parts of it that are made here."""
+  """Sets names in the module, and in its namespaces, which are created here."""
   for path, value in _names().items():
     _, *parts, name = path.split('.')
     inside, place = members, 'tf'

@@ -1,18 +1,16 @@
-"""Variables: named arrays that a computation reads and writes in place."""
+"""Variables: named arrays that a computation reads and assigns."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
-from collections.abc import Iterator
 import math
 import operator
 from typing import Any, NamedTuple
 
 import jax
 from jax import core
-import jax.numpy as jnp
-import numpy as np
 import numpy.typing as npt
 
+from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
@@ -20,56 +18,18 @@ from shard_transforms.facade import leaves
 from shard_transforms.facade import passes
 
 
-class GraphKeys:
-  """Names of the collections of a graph.
-
-  Attributes:
-    GLOBAL_VARIABLES: All variables.
-    TRAINABLE_VARIABLES: Those that optimizers update by default.
-    GLOBAL_STEP: The global step alone.
-    MOVING_AVERAGE_VARIABLES: Those that have an average.
-    REGULARIZATION_LOSSES: The results of the regularizers of variables.
-    LOCAL_VARIABLES: Empty until you add to it; so are all that follow.
-    LOSSES: The same.
-    SUMMARIES: The same.
-    TRAIN_OP: The same.
-    UPDATE_OPS: The same.
-
-  Examples:
-    >>> from shard_transforms import facade
-    >>> with facade.Graph().as_default() as graph:
-    ...   w = facade.Variable(1.0, name='w')
-    ...   print(graph.get_collection(facade.GraphKeys.TRAINABLE_VARIABLES))
-    [<Variable 'w:0' shape=() dtype=float32>]
-
-  References:
-    `tf.GraphKeys` of TensorFlow 1.15.
-  """
-
-  GLOBAL_VARIABLES = 'variables'
-  TRAINABLE_VARIABLES = 'trainable_variables'
-  GLOBAL_STEP = 'global_step'
-  MOVING_AVERAGE_VARIABLES = 'moving_average_variables'
-  REGULARIZATION_LOSSES = 'regularization_losses'
-  LOCAL_VARIABLES = 'local_variables'
-  LOSSES = 'losses'
-  SUMMARIES = 'summaries'
-  TRAIN_OP = 'train_op'
-  UPDATE_OPS = 'update_ops'
-
-
 class Operation(NamedTuple):
-  """An operation of TensorFlow 1: a name without the number of an output.
+  """The operation of a variable: its name without the number of an output.
 
   Attributes:
-    name: The name, as checkpoints of TensorFlow 1 use it.
+    name: The name in checkpoints of TensorFlow 1.
   """
 
   name: str
 
 
 class Shape(tuple[int, ...]):
-  """The shape of a variable: a tuple, with the methods of TensorFlow 1."""
+  """The shape of a variable: a tuple with the methods of `tf.TensorShape`."""
 
   @property
   def ndims(self) -> int:
@@ -85,61 +45,54 @@ class Shape(tuple[int, ...]):
     return math.prod(self)
 
 
-class Variable(leaves.Leaf):
-  """A named array that can be assigned to.
+class Variable(leaves.ArrayLeaf):
+  """A named array that can be assigned: `tf.Variable`.
 
   It can be used wherever an array can: in arithmetic, in functions of
   `jax.numpy` and NumPy, and as an argument of functions under `jax.jit` and
-  `jax.grad`, where it stands for its current value. (The primitives of
-  `jax.lax` take only arrays: give them `value()`, which also has the methods of
-  an array.) In a tree it is one leaf, which `jax.tree.map` sees as an array;
-  use `get_values` to save variables.
+  `jax.grad`. (The primitives of `jax.lax` accept only arrays: pass `value()`.)
+  In a tree it is one leaf, which `jax.tree.map` sees as an array; use
+  `facade.get_values` to save variables.
 
-  Shape and dtype never change. Where `CrossShardOptimizer` has groups, a
-  variable gets one value per shard; reading it as one value then raises, and
-  `shard_values` returns all of them.
+  Shape and dtype never change. With the groups of `CrossShardOptimizer`, a
+  variable has one value per shard; `value` then raises, and `shard_values`
+  returns all of them.
 
   Attributes:
     name: The name with the output's number, `'w:0'`.
-    op: Its attribute `name` is the name without that number, `'w'`.
+    op: Its `name` is the name without that number, `'w'`.
     trainable: Whether optimizers update it by default.
-    constraint: The function that each update ends with, if any.
-    num_parts: The number of shards between which it may differ, `None` if it
-      is always the same on all.
-    graph: The graph whose collections hold it.
+    constraint: A function that is applied after each update, if any.
+    num_parts: The number of shards between which it may differ, or `None`.
+    graph: The graph whose collections contain it.
+    stored: The array outside of all frames, see `frames`.
     shape: The shape of the array.
     dtype: The dtype of the array.
 
   Args:
-    initial_value: An array of any shape and dtype, or a function of no
-      arguments that returns one.
-    trainable: Whether it joins the trainable variables.
-    collections: The names of the collections that it joins besides; the global
-      variables if `None`.
+    initial_value: An array, or a function of no arguments that returns one.
+    trainable: Whether to add it to the trainable variables.
+    collections: The names of further collections; by default, the global
+      variables.
     validate_shape: Ignored.
     caching_device: Ignored.
-    name: Its name; if taken, a number is appended.
+    name: The name; if it is taken, a number is appended.
     dtype: The dtype; that of `initial_value` if `None`.
-    constraint: A function of the array, which each update of an optimizer ends
-      with.
+    constraint: A function of the array, applied after each update.
     use_resource: Ignored.
 
   Raises:
-    TypeError: If the value is no array of numbers.
-    ValueError: If a function that runs at each step makes it. It would be a new
-      one at each step; `get_variable` finds the same again.
+    TypeError: If the value is not an array of numbers.
+    ValueError: In a function that runs at each step, which would create a new
+      variable each time. Use `tf.get_variable` there.
 
   Examples:
-    >>> import jax
     >>> import jax.numpy as jnp
-    >>> from shard_transforms import facade
-    >>> with facade.Graph().as_default():
-    ...   w = facade.Variable([1.0, 2.0], name='w')
+    >>> from shard_transforms.facade import tf
+    >>> with tf.Graph().as_default():
+    ...   w = tf.Variable([1.0, 2.0], name='w')
     >>> print(w.name, jnp.sum(3 * w), w.assign_add([1.0, 1.0]))
     w:0 9.0 [2. 3.]
-
-  References:
-    `tf.Variable` of TensorFlow 1.15.
   """
 
   def __init__(
@@ -158,16 +111,19 @@ class Variable(leaves.Leaf):
     is_repeated = contexts.around.call is not None
     if frames.is_tracing() or is_repeated or frames.is_staged():
       raise ValueError(
-          '`Variable` must not be made inside a function that runs at each'
-          f' step, got {name or "one without a name"!r}. Make it outside, or'
-          ' use `facade.get_variable`, which finds it again at the next call.'
+          f'`tf.Variable` ({name or "without a name"!r}) was called inside a'
+          ' function that runs at each step, which would create a new variable'
+          ' each time. Create it outside, or use `tf.get_variable`, which'
+          ' finds it again.'
       )
     value = initial_value() if callable(initial_value) else initial_value
-    self.stored = _converted(value, dtype, f'The initial value of {name!r}')
+    self.stored = arrays_lib.converted(
+        value, dtype, f'The initial value of {name!r}'
+    )
     if isinstance(self.stored, core.Tracer):
       raise ValueError(
-          f'The initial value of {name!r} must be known before anything is'
-          f' traced, got {self.stored!r}.'
+          f'The initial value of {name!r} is the traced array {self.stored!r}.'
+          ' Create the variable outside of functions that JAX traces.'
       )
     self.shape = Shape(self.stored.shape)
     self.dtype = self.stored.dtype
@@ -179,9 +135,9 @@ class Variable(leaves.Leaf):
     self.op = Operation(self.graph.unique_name(prefix + (name or 'Variable')))
     self.name = f'{self.op.name}:0'
     if collections is None:
-      collections = [GraphKeys.GLOBAL_VARIABLES]
+      collections = [graph_lib.GraphKeys.GLOBAL_VARIABLES]
     if trainable:
-      collections = [*collections, GraphKeys.TRAINABLE_VARIABLES]
+      collections = [*collections, graph_lib.GraphKeys.TRAINABLE_VARIABLES]
     self.graph.add_variable(self, dict.fromkeys(collections))
 
   @property
@@ -203,21 +159,23 @@ class Variable(leaves.Leaf):
     """Returns the current array.
 
     Raises:
-      ValueError: If there is one a shard, or in a function under `jax.jit`,
-        where it would become a constant.
+      ValueError: If there is one value per shard, or in a function under
+        `jax.jit`, where the value would become a constant.
     """
     array = frames.read(self)
     if frames.is_staged():
       raise ValueError(
-          f'Variable {self.name!r} must not be read inside a function that JAX'
+          f'Variable {self.name!r} was read inside a function that JAX'
           ' compiles, where its present value would become a constant. Compile'
-          ' with `facade.function`, or pass it as an argument.'
+          ' the function with `facade.function`, or pass the variable as an'
+          ' argument.'
       )
     if array.ndim > self.ndim:
       raise ValueError(
-          f'Variable {self.name!r} has a value per shard, {len(array)} of them,'
-          ' because a `CrossShardOptimizer` with `group_assignment` updated'
-          ' it. Read all with `shard_values()`, or assign one to all.'
+          f'Variable {self.name!r} has one value for each of {len(array)}'
+          ' shards, because a `CrossShardOptimizer` with `group_assignment`'
+          ' updated it. Read them with `shard_values()`, or assign one value'
+          ' to all shards.'
       )
     self.graph.show(self)
     passes.warn_if_written(self)
@@ -238,7 +196,7 @@ class Variable(leaves.Leaf):
     array = frames.read(self)
     if array.ndim == self.ndim:
       raise ValueError(
-          f'Variable {self.name!r} has one value for all shards: use `value()`.'
+          f'Variable {self.name!r} has one value for all shards. Use `value()`.'
       )
     return array
 
@@ -249,26 +207,20 @@ class Variable(leaves.Leaf):
       name: str | None = None,
       read_value: bool = True,
   ) -> jax.Array:
-    """Sets the value, of all shards if there are several, and returns it.
-
-    Args:
-      value: An array of the variable's shape.
-      use_locking: Ignored.
-      name: Ignored.
-      read_value: Ignored.
-
-    Returns:
-      The value.
+    """Sets the value on all shards and returns it.
 
     Raises:
-      TypeError: If the value is no array of numbers, or would lose its kind.
+      TypeError: If the value is not an array of numbers, or would change its
+        kind, such as from float to integer.
       ValueError: If it has another shape.
     """
-    array = _converted(value, self.dtype, f'The value of {self.name!r}')
+    array = arrays_lib.converted(
+        value, self.dtype, f'The value of {self.name!r}'
+    )
     if array.shape != self.shape:
       raise ValueError(
-          f'The value of {self.name!r} must have the shape {self.shape}, got'
-          f' {array.shape}.'
+          f'Variable {self.name!r} has the shape {self.shape}, but the assigned'
+          f' value has the shape {array.shape}.'
       )
     frames.write(self, array)
     self.graph.show(self)
@@ -276,69 +228,23 @@ class Variable(leaves.Leaf):
     return array
 
   def assign_add(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
-    """Adds to the value, and returns it; takes the arguments of `assign`."""
+    """Adds to the value and returns the sum."""
     return self._change(operator.add, delta)
 
   def assign_sub(self, delta: npt.ArrayLike, **ignored: Any) -> jax.Array:
-    """Subtracts from the value, and returns it, as `assign_add` adds."""
+    """Subtracts from the value and returns the difference."""
     return self._change(operator.sub, delta)
 
   def _change(self, operation, delta):
-    """Assigns the result of an operation, which TensorFlow does at once."""
-    delta = _operand(delta)
+    """Assigns the result of an operation, atomically as in TensorFlow."""
+    delta = leaves.operand(delta)
     with passes.settled():
       return self.assign(operation(self, delta))
 
-  def __jax_array__(self) -> jax.Array:
-    return self.value()
-
-  def __array__(
-      self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-  ) -> np.ndarray:
-    return np.array(self.value(), dtype, copy=copy)
-
-  def __array_ufunc__(
-      self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
-  ) -> Any:
-    # NumPy calls this for all operators, and for many of its functions.
-    if inputs[0] is self and kwargs.get('out') == (self,):
-      del kwargs['out']  # As in TensorFlow, `v *= 2` makes `v` an array.
-    if any(isinstance(out, Variable) for out in kwargs.get('out', ())):
-      raise TypeError(
-          f'Variable {self.name!r} must not be changed by NumPy: use `assign`,'
-          ' `assign_add` or `assign_sub`.'
-      )
-    of_jax = getattr(jnp, ufunc.__name__, None)
-    if of_jax is not None and method == '__call__' and 'out' not in kwargs:
-      return of_jax(*map(_operand, inputs), **kwargs)
-    operands = [np.asarray(_operand(x)) for x in inputs]
-    return getattr(ufunc, method)(*operands, **kwargs)
-
-  def __getitem__(self, index: Any) -> jax.Array:
-    return self.value()[index]
-
-  def __iter__(self) -> Iterator[jax.Array]:
-    return iter(self.value())
-
-  def __len__(self) -> int:
-    return len(self.value())
-
-  def __bool__(self) -> bool:
-    return bool(self.value())
-
-  def __int__(self) -> int:
-    return int(self.value())
-
-  def __index__(self) -> int:
-    return operator.index(self.value())
-
-  def __format__(self, spec: str) -> str:
-    return format(self.value(), spec)
-
   def __reduce__(self):
     raise TypeError(
-        f'Variable {self.name!r} must not be copied or pickled: its graph and'
-        ' its optimizers know it by identity. Save its value with'
+        f'Variable {self.name!r} cannot be copied or pickled, because its graph'
+        ' and its optimizers refer to it by identity. Save its value with'
         ' `facade.get_values`.'
     )
 
@@ -350,80 +256,3 @@ class Variable(leaves.Leaf):
     return (
         f'<Variable {self.name!r} shape={self.shape} dtype={self.dtype}{note}>'
     )
-
-
-def _operand(value):
-  if isinstance(value, Variable):
-    return value.value()
-  return jnp.asarray(value) if isinstance(value, list | tuple) else value
-
-
-def as_array(value: Any, requirement: str) -> jax.Array:
-  """Returns a value as an array.
-
-  Raises:
-    TypeError: If it cannot be one; the message begins with `requirement`.
-  """
-  try:
-    return jnp.asarray(value)
-  except (TypeError, ValueError, OverflowError) as error:
-    raise TypeError(f'{requirement}, got {value!r}.') from error
-
-
-def in_32_bits(arrays: Any, value: Any) -> Any:
-  """Returns arrays made of `value`; as in TensorFlow, of 32 bits if of Python.
-
-  Where JAX has 64 bits, they have as many if any part of `value` is an array,
-  or an integer that needs them.
-  """
-  parts = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, leaves.Rate))
-  # A rate has no dtype outside of a step.
-  if any(
-      isinstance(x, leaves.Rate)
-      or (hasattr(x, 'dtype') and not getattr(x, 'weak_type', False))
-      for x in parts
-  ):
-    return arrays
-  narrow = {'float64': 'float32', 'int64': 'int32'}
-  if any(isinstance(x, int) and not -(2**31) <= x < 2**31 for x in parts):
-    del narrow['int64']
-
-  def convert(x):
-    name = str(getattr(x, 'dtype', None))
-    return x.astype(narrow[name]) if name in narrow else x
-
-  return jax.tree.map(convert, arrays)
-
-
-def _converted(value, dtype, what):
-  """Returns `value` as an array of `dtype` that aliases no other memory."""
-  # JAX may alias the memory of a NumPy array.
-  own = np.array(value) if isinstance(value, np.ndarray) else value
-  array = as_array(own, f'{what} must be an array')
-  if dtype is None:
-    array = in_32_bits(array, value)
-  if dtype is None or array.dtype == dtype:
-    dtype = array.dtype
-  if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-    if dtype != array.dtype:
-      raise TypeError(f'{what} must be {dtype}, got {array.dtype}.')
-    return array
-  dtype = jax.dtypes.canonicalize_dtype(dtype)
-  kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-  rank, wanted = (
-      next(i for i, kind in enumerate(kinds) if jnp.issubdtype(t, kind))
-      for t in (array.dtype, dtype)
-  )
-  if rank > wanted:
-    raise TypeError(f'{what} must be {dtype}, got {array.dtype}.')
-  if wanted == 1 and not isinstance(array, core.Tracer):
-    _check_fits(value, dtype, what)
-  # A weak type would be lost at the first assignment, and cause a
-  # recompilation.
-  return jax.lax.convert_element_type(array, dtype)
-
-
-def _check_fits(value, dtype, what):
-  given = np.asarray(value)
-  if given.dtype != dtype and not np.array_equal(given.astype(dtype), given):
-    raise ValueError(f'{what} must fit {dtype}, got {value!r}.')

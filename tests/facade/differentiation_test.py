@@ -1,4 +1,4 @@
-"""Gradients: `compute_gradients`, `gradients`, and pairs of them."""
+"""Gradients: `compute_gradients`, `tf.gradients`, and pairs of gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import numpy as np
 import cases
 import graphs
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 W = np.float32([1, 2, 4])
 X = np.float32([3, -1, 2])
@@ -16,8 +17,8 @@ class DifferentiationTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
-    self.w = facade.Variable(W, name='w')
-    self.b = facade.Variable(0.5, name='b')
+    self.w = tf.Variable(W, name='w')
+    self.b = tf.Variable(0.5, name='b')
     self.opt = graphs.sgd(0.1)
 
   def grads(self, loss, var_list=None, **kwargs):
@@ -41,8 +42,8 @@ class ComputeGradientsTest(DifferentiationTest):
       self.assertIsInstance(b, jax.Array)
       return jnp.sum(w * X) * b
 
-    for given in loss, lambda *values: loss(*values):
-      grads = self.grads(given, iter([self.b, self.w]))
+    for loss_fn in loss, lambda *values: loss(*values):
+      grads = self.grads(loss_fn, iter([self.b, self.w]))
       self.assertEqual([*grads], ['b', 'w'])
       self.assert_equal(grads, {'b': jnp.float32(9), 'w': jnp.asarray(0.5 * X)})
     # It may read the variables as well, and have defaults.
@@ -51,7 +52,7 @@ class ComputeGradientsTest(DifferentiationTest):
 
   @cases.parameters(False, True)
   def test_gives_none_where_the_loss_does_not_read(self, compiled):
-    facade.Variable(1.0, trainable=False)
+    tf.Variable(1.0, trainable=False)
 
     def grads():
       unread = self.grads(lambda: self.b**2)
@@ -62,25 +63,25 @@ class ComputeGradientsTest(DifferentiationTest):
     self.assert_equal(unread, {'w': None, 'b': jnp.float32(1)})
     self.assert_equal(zero, {'w': jnp.zeros(3), 'b': jnp.float32(1)})
 
-  def test_default_variables_include_those_that_the_loss_makes(self):
+  def test_default_variables_include_those_created_by_the_loss(self):
     def loss():
-      return facade.get_variable('new', initializer=lambda: 3.0) ** 2
+      return tf.get_variable('new', initializer=lambda: 3.0) ** 2
 
     grads = self.grads(loss)
 
     self.assert_equal(grads, {'w': None, 'b': None, 'new': jnp.float32(6)})
-    with facade.Graph().as_default():
+    with tf.Graph().as_default():
       self.opt.minimize(loss)
       self.assert_close(self.values(), {'new': np.float32(2.4)})
 
   @cases.parameters((None, 1), (3.0, 3), (X, X))
-  def test_elements_add_up_by_their_gradients(self, grad_loss, factor):
+  def test_sums_the_elements_of_the_loss(self, grad_loss, factor):
     grads = self.grads(lambda: self.w**2, self.w, grad_loss=grad_loss)
 
     self.assert_equal(grads, {'w': jnp.asarray(2 * W * factor)})
 
-  def test_what_the_loss_assigns_is_kept(self):
-    mean = facade.Variable(0.0, trainable=False)
+  def test_assignments_of_the_loss_take_effect(self):
+    mean = tf.Variable(0.0, trainable=False)
 
     def loss():
       mean.assign_add(jnp.sum(self.w))
@@ -119,8 +120,8 @@ class ReturnedLossTest(DifferentiationTest):
       lambda opt: facade.CrossShardOptimizer(graphs.drop_stale(opt)),
   )
   def test_every_optimizer_returns_it(self, wrap):
-    opt, step = wrap(self.opt), facade.get_or_create_global_step()
-    mean = facade.Variable(0.0, trainable=False)
+    opt, step = wrap(self.opt), tf.train.get_or_create_global_step()
+    mean = tf.Variable(0.0, trainable=False)
 
     def loss():
       mean.assign(0.5 * mean + self.b)
@@ -130,7 +131,7 @@ class ReturnedLossTest(DifferentiationTest):
     def run():
       with facade.shard_context(1):
         _, first = opt.minimize(loss, step, has_aux=True)
-        with facade.control_dependencies([None]):  # That follows.
+        with tf.control_dependencies([None]):  # That follows.
           pairs, second = opt.compute_gradients(loss, has_aux=True)
         opt.apply_gradients(pairs, step)
         return first, second
@@ -139,12 +140,12 @@ class ReturnedLossTest(DifferentiationTest):
 
     # The rate is 0.1, and the gradient 2.
     np.testing.assert_allclose([first[0], second[0]], [1, 0.6], 1e-6)
-    found = [aux['four times'] for _, aux in (first, second)]
-    np.testing.assert_allclose(found, [2, 1.2], 1e-6)
-    # What a loss assigns counts once.
+    actual = [aux['four times'] for _, aux in (first, second)]
+    np.testing.assert_allclose(actual, [2, 1.2], 1e-6)
+    # Assignments of a loss count once.
     np.testing.assert_allclose([float(mean), int(step)], [0.55, 2], 1e-6)
 
-  def test_is_that_of_the_shard_unscaled_and_of_all_towers(self):
+  def test_returns_the_unscaled_loss_of_shards_and_towers(self):
     def loss(x):
       return jnp.mean(2 * self.b * x)
 
@@ -157,10 +158,12 @@ class ReturnedLossTest(DifferentiationTest):
     def model_fn(features, mode):
       opt = facade.TowerOptimizer(self.opt)
       train_op, out = opt.minimize(lambda: loss(features), return_loss=True)
-      return facade.EstimatorSpec(mode, loss=out, train_op=train_op)
+      return tf.estimator.EstimatorSpec(mode, loss=out, train_op=train_op)
 
     self.b.assign(0.5)
-    towers = facade.replicate_model_fn(model_fn, devices=graphs.IN_TURN)
+    towers = tf.contrib.estimator.replicate_model_fn(
+        model_fn, devices=graphs.IN_TURN
+    )
     self.assertEqual(float(towers(graphs.X, mode='train').loss), 7.5)
 
 
@@ -168,20 +171,20 @@ class GradientsTest(DifferentiationTest):
 
   def setUp(self):
     super().setUp()
-    self.c = facade.Variable(2.0, name='c')
+    self.c = tf.Variable(2.0, name='c')
 
-  def test_are_a_list_with_none(self):
-    grads = facade.gradients(self.dot, [self.w, self.c, self.b])
+  def test_returns_none_for_variables_that_are_not_read(self):
+    grads = tf.gradients(self.dot, [self.w, self.c, self.b])
 
     expected = [jnp.asarray(0.5 * X), None, jnp.float32(9)]
     self.assert_equal(grads, expected)
-    self.assert_equal(facade.gradients(self.dot, self.b), expected[2:])
+    self.assert_equal(tf.gradients(self.dot, self.b), expected[2:])
 
-  def test_of_several_losses_are_summed(self):
+  def test_sums_the_gradients_of_several_losses(self):
     losses = [lambda: jnp.sum(self.w) * self.b, lambda: 3 * self.b**2]
 
-    plain = facade.gradients(losses, [self.b, self.c])
-    weighted, values = facade.gradients(
+    plain = tf.gradients(losses, [self.b, self.c])
+    weighted, values = tf.gradients(
         losses, [self.b], [2.0, np.float32(10)], return_loss=True
     )
 
@@ -190,8 +193,8 @@ class GradientsTest(DifferentiationTest):
     self.assertEqual([float(x) for x in values], [3.5, 0.75])
 
   @cases.parameters((None, 7.0), (2.0, 14.0), (np.float32([1, 0, 1]), 5.0))
-  def test_takes_the_gradients_of_the_loss(self, grad_ys, expected):
-    (grad,), out = facade.gradients(
+  def test_multiplies_by_grad_ys(self, grad_ys, expected):
+    (grad,), out = tf.gradients(
         lambda: (self.w * self.b, {'b': 4 * self.b}),
         [self.b],
         grad_ys,
@@ -201,9 +204,9 @@ class GradientsTest(DifferentiationTest):
     self.assertEqual(float(grad), expected)
     self.assertEqual(float(out[1]['b']), 2)
 
-  def test_works_in_a_loop_of_jax_that_assigns_nothing(self):
+  def test_works_in_a_jax_loop_without_assignments(self):
     def body(_, x):
-      return x + facade.gradients(lambda: x * self.b, [self.b])[0]
+      return x + tf.gradients(lambda: x * self.b, [self.b])[0]
 
     step = facade.function(
         lambda: jax.lax.fori_loop(0, 3, body, jnp.float32(1))
@@ -212,13 +215,13 @@ class GradientsTest(DifferentiationTest):
     self.assertEqual(float(step()), 8)
 
   @cases.parameters('cross_shard', 'towers')
-  def test_of_shards_and_towers_are_unscaled_and_summed(self, name):
+  def test_gradients_of_shards_and_towers_are_unscaled_and_summed(self, name):
     wrap, where = graphs.WRAPPERS[name]
     opt = wrap(graphs.sgd())
 
     def step(x):
-      grads = facade.gradients(lambda: jnp.mean(self.b * x), [self.b])
-      clipped, _ = facade.clip_by_global_norm(grads, 1.0)
+      grads = tf.gradients(lambda: jnp.mean(self.b * x), [self.b])
+      clipped, _ = tf.clip_by_global_norm(grads, 1.0)
       opt.apply_gradients([(grads[0], self.b), (clipped[0], self.c)])
 
     graphs.mapped(step, where)(graphs.X)
@@ -232,7 +235,7 @@ class PairsTest(DifferentiationTest):
 
   def test_takes_arrays_numbers_lists_variables_and_none(self):
     for grad in (
-        *(jnp.ones(3), [1.0, 1, 1], (1.0, 1, 1), facade.Variable(np.ones(3))),
+        *(jnp.ones(3), [1.0, 1, 1], (1.0, 1, 1), tf.Variable(np.ones(3))),
         *(np.ones(3, np.float64), jnp.ones(3, jnp.bfloat16)),
     ):
       self.w.assign(W)
@@ -240,6 +243,6 @@ class PairsTest(DifferentiationTest):
       self.assert_holds(self.w, W - 1)
     graphs.sgd().apply_gradients([(2.0, self.b)])
     self.assert_holds(self.b, -1.5)
-    integer = facade.Variable(1, trainable=False)
+    integer = tf.Variable(1, trainable=False)
     graphs.sgd().apply_gradients([(1.0, self.b), (None, integer)])
     self.assert_holds(self.b, -2.5)

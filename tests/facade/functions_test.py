@@ -1,4 +1,4 @@
-"""`function`, `cond`, and the lines of a step; an error changes nothing."""
+"""`function`, `tf.cond`, and the order of lines in a step."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import numpy as np
 import cases
 import graphs
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 X = np.float32([1, -2, 3])
 W = np.float32([4, 5, 6])
@@ -16,18 +17,18 @@ class StepTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
-    self.w = facade.Variable(W, name='w')
+    self.w = tf.Variable(W, name='w')
     self.num_traces = 0
 
   def momentum_step(self):
-    opt = facade.MomentumOptimizer(0.1, 0.9)
+    opt = tf.train.MomentumOptimizer(0.1, 0.9)
 
     @facade.function
     def step(x):
       self.num_traces += 1
       return opt.minimize(
           lambda: jnp.mean((self.w - x) ** 2),
-          facade.get_or_create_global_step(),
+          tf.train.get_or_create_global_step(),
           [self.w],
       )
 
@@ -37,11 +38,11 @@ class StepTest(graphs.GraphTest):
 class FunctionTest(StepTest):
 
   def test_reads_and_writes_variables(self):
-    mean = facade.Variable(1.0, trainable=False)
+    mean = tf.Variable(1.0, trainable=False)
 
     @facade.function
     def step(x, *, scale):
-      with facade.control_dependencies([mean.assign(jnp.mean(x['x']))]):
+      with tf.control_dependencies([mean.assign(jnp.mean(x['x']))]):
         self.w.assign_add(scale * mean * x['x'])
       return {'w': self.w, 'sum': jnp.sum(x['v'])}
 
@@ -53,26 +54,26 @@ class FunctionTest(StepTest):
       self.assert_equal(self.w.value(), returned['w'])
       self.assert_holds(mean, jnp.mean(X))
 
-  def test_is_the_same_as_without_it_and_nested(self):
-    found = []
-    for kind in 'plain', 'compiled', 'nested':
-      with facade.Graph().as_default():
-        self.w = facade.Variable(W, name='w')
+  def test_compiled_eager_and_nested_steps_are_equal(self):
+    actual = []
+    for mode in 'plain', 'compiled', 'nested':
+      with tf.Graph().as_default():
+        self.w = tf.Variable(W, name='w')
         inner = self.momentum_step()
 
-        def step(x, inner=inner, kind=kind):
+        def step(x, inner=inner, mode=mode):
           for _ in range(2):
-            count = (inner.__wrapped__ if kind == 'plain' else inner)(x)
+            count = (inner.__wrapped__ if mode == 'plain' else inner)(x)
           self.w.assign_add(x)
           return count
 
-        step = facade.function(step) if kind == 'nested' else step
+        step = facade.function(step) if mode == 'nested' else step
         counts = [int(step(X)) for _ in range(2)]
-        found.append(self.values())
+        actual.append(self.values())
       self.assertEqual(counts, [2, 4])
 
-    for values in found[1:]:
-      self.assert_close(values, found[0])
+    for values in actual[1:]:
+      self.assert_close(values, actual[0])
 
   def test_traces_twice_at_the_first_call_and_once_for_new_shapes(self):
     step = self.momentum_step()
@@ -84,13 +85,13 @@ class FunctionTest(StepTest):
 
     self.assertEqual(counts, [2, 2, 3, 3])
     self.assertEqual([*self.values()], ['global_step', 'w', 'w/Momentum'])
-    self.assertEqual(int(facade.get_global_step()), 4)
+    self.assertEqual(int(tf.train.get_global_step()), 4)
 
   @cases.parameters(False, True)
-  def test_restored_values_compile_nothing(self, assigned):
+  def test_restored_values_do_not_recompile(self, assigned):
     step = self.momentum_step()
     step(X)
-    variables = facade.global_variables()
+    variables = tf.global_variables()
     saved = facade.get_values(variables)
     compiled = graphs.compilations(self)
     if assigned:
@@ -103,11 +104,11 @@ class FunctionTest(StepTest):
     self.assertEqual(self.num_traces, 2)
     self.assertEqual(compiled, [])
 
-  def test_optimizers_made_inside_keep_their_slots(self):
+  def test_optimizers_created_inside_keep_their_slots(self):
     def step(x):
       for rate in 0.1, 0.2:
-        opt = facade.MomentumOptimizer(rate, 0.9)
-        with facade.control_dependencies([None]):  # One after the other.
+        opt = tf.train.MomentumOptimizer(rate, 0.9)
+        with tf.control_dependencies([None]):  # One after the other.
           opt.minimize(lambda: jnp.sum(self.w * x), var_list=[self.w])
       return opt.get_slot(self.w, 'momentum')
 
@@ -115,7 +116,7 @@ class FunctionTest(StepTest):
 
     @facade.function
     def compiled(x):  # Each counts its own optimizers.
-      facade.AdagradOptimizer(0.0).minimize(lambda: self.w, var_list=[self.w])
+      tf.train.AdagradOptimizer(0.0).minimize(lambda: self.w, var_list=[self.w])
       return inner(x)
 
     moments = [compiled(X) for _ in range(3)]
@@ -126,12 +127,12 @@ class FunctionTest(StepTest):
     for moment, factor in zip(moments, (1, 1.9, 2.71), strict=True):
       self.assert_close(moment, factor * X)
     # Functions do not share what they make.
-    self.assertLen(facade.global_variables(), 6)
+    self.assertLen(tf.global_variables(), 6)
 
   @cases.parameters(False, True)
   def test_may_be_a_loss(self, compiled):
     loss = facade.function(lambda: jnp.sum(self.w**2) / 2)
-    opt = facade.GradientDescentOptimizer(0.5)
+    opt = tf.train.GradientDescentOptimizer(0.5)
 
     for _ in range(2):
       graphs.mapped(lambda: opt.minimize(loss), None, compiled)()
@@ -146,7 +147,7 @@ class FunctionTest(StepTest):
     @facade.function
     def step(x):
       self.w.assign_add(x)
-      facade.get_or_create_global_step().assign_add(1)
+      tf.train.get_or_create_global_step().assign_add(1)
       if fails:
         raise KeyError
       return self.w
@@ -160,23 +161,23 @@ class FunctionTest(StepTest):
       step(X.astype(np.float16))
 
     self.assert_equal(self.w.value(), before)
-    self.assertEqual(int(facade.get_global_step()), not is_first)
+    self.assertEqual(int(tf.train.get_global_step()), not is_first)
     fails.clear()
     self.assert_equal(step(X), before + X)
 
-  def test_variables_that_only_some_shapes_need_may_come_later(self):
+  def test_other_shapes_may_create_more_variables(self):
     @facade.function
     def step(x):
       name = 'vector' if x.ndim else 'scalar'
-      v = facade.get_variable(name, x.shape, initializer=jnp.ones)
+      v = tf.get_variable(name, x.shape, initializer=jnp.ones)
       return v.assign_add(x)
 
     self.assert_equal(step(np.float32(2)), jnp.float32(3))
     self.assert_equal(step(X), jnp.asarray(1 + X))
     self.assert_equal(step(np.float32(2)), jnp.float32(5))
 
-  def test_a_call_that_sums_over_cpu_devices_waits_for_the_one_before(self):
-    opt = facade.CrossShardOptimizer(facade.GradientDescentOptimizer(0.1))
+  def test_a_reduction_over_cpu_devices_waits_for_the_previous_call(self):
+    opt = facade.CrossShardOptimizer(tf.train.GradientDescentOptimizer(0.1))
 
     def computation(x):
       slow = jax.lax.fori_loop(0, 2_000_000, lambda i, y: y + i, x.sum())
@@ -190,12 +191,12 @@ class FunctionTest(StepTest):
 
     self.assertTrue(first.is_ready())
 
-  def test_refuses_to_make_new_variables_in_each_trace(self):
+  def test_new_variables_in_each_trace_raise(self):
     @facade.function
     def step():
       self.num_traces += 1
       name = f'w{self.num_traces}'
-      facade.get_variable(name, initializer=lambda: 1.0).assign(2.0)
+      tf.get_variable(name, initializer=lambda: 1.0).assign(2.0)
 
     with self.assertRaisesRegex(RuntimeError, 'step.*new variables'):
       step()
@@ -206,8 +207,8 @@ class FunctionTest(StepTest):
     class Trainer:
 
       def __init__(self, rate):
-        self.w = facade.Variable(0.0)
-        self.opt = facade.GradientDescentOptimizer(rate)
+        self.w = tf.Variable(0.0)
+        self.opt = tf.train.GradientDescentOptimizer(rate)
 
       @facade.function
       def step(self, x):
@@ -226,7 +227,7 @@ class FunctionTest(StepTest):
 
 class BuildTest(StepTest):
 
-  def test_slots_of_a_shape_that_others_have_compile_nothing(self):
+  def test_slots_of_equal_shapes_do_not_recompile(self):
     self.momentum_step().build(X)
     compiled = graphs.compilations(self)
 
@@ -236,7 +237,7 @@ class BuildTest(StepTest):
     self.assertNotIn('backend_compile', ' '.join(compiled))
     self.assertEqual([*self.values()][-1], 'w/Momentum_1')
 
-  def test_makes_slots_and_changes_no_value(self):
+  def test_build_creates_slots_without_changing_values(self):
     step = self.momentum_step()
 
     returned = step.build(jax.ShapeDtypeStruct([3], jnp.float32))
@@ -249,35 +250,35 @@ class BuildTest(StepTest):
 
 class ControlFlowTest(graphs.OptimizerTest):
 
-  def test_lines_have_run(self):
+  def test_group_and_dependencies_run_in_order(self):
     seen = []
 
     @facade.function
     def train():
-      with facade.control_dependencies([self.b.assign(2.0), None]):
-        return facade.group(
+      with tf.control_dependencies([self.b.assign(2.0), None]):
+        return tf.group(
             graphs.sgd(0.5).minimize(lambda: self.b * 1.0),
             self.step.assign_add(1),
-            facade.no_op(),
+            tf.no_op(),
             name='train',
         )
 
     self.assertIsNone(train())
     self.assert_holds(self.b, 1.5)
     self.assertEqual(int(self.step), 1)
-    with facade.control_dependencies([lambda: seen.append(1)]):
+    with tf.control_dependencies([lambda: seen.append(1)]):
       seen.append(2)
-    with facade.control_dependencies(None):
-      facade.group(lambda: seen.append(3), None, lambda: seen.append(4))
+    with tf.control_dependencies(None):
+      tf.group(lambda: seen.append(3), None, lambda: seen.append(4))
     self.assertEqual(seen, [1, 2, 3, 4])
 
   @cases.product(pred=(True, False), compiled=(True, False))
-  def test_cond_assigns_what_the_chosen_branch_does(self, pred, compiled):
-    opt = facade.MomentumOptimizer(1.0, 0.9)
+  def test_cond_assigns_like_the_selected_branch(self, pred, compiled):
+    opt = tf.train.MomentumOptimizer(1.0, 0.9)
 
     def apply():
       step = opt.apply_gradients([(2.0, self.b)], self.step)
-      with facade.control_dependencies([step]):
+      with tf.control_dependencies([step]):
         return {'b': self.b.value()}
 
     def keep():
@@ -285,13 +286,13 @@ class ControlFlowTest(graphs.OptimizerTest):
       return {'b': 7.0}
 
     step = graphs.mapped(
-        lambda x: facade.cond(x, apply, keep, name='choice'), None, compiled
+        lambda x: tf.cond(x, apply, keep, name='choice'), None, compiled
     )
     step(jnp.asarray(False))
-    found = step(jnp.asarray(pred))
+    actual = step(jnp.asarray(pred))
 
     b = 1.0 if pred else 3.0
-    self.assertEqual(float(found['b']), b if pred else 7)
+    self.assertEqual(float(actual['b']), b if pred else 7)
     self.assert_holds(self.b, b)
     self.assert_holds(self.w, jnp.float32([2, 3] if pred else [3, 4]))
     self.assertEqual(int(self.step), pred)
@@ -301,7 +302,7 @@ class ControlFlowTest(graphs.OptimizerTest):
   def test_gradients_flow_through_both_branches(self):
     branches = (lambda: self.b**2, lambda: self.b * 5)
     step = facade.function(
-        lambda x: graphs.sgd().minimize(lambda: facade.cond(x, *branches))
+        lambda x: graphs.sgd().minimize(lambda: tf.cond(x, *branches))
     )
 
     for pred, expected in (True, -3.0), (False, -8.0):
@@ -310,7 +311,7 @@ class ControlFlowTest(graphs.OptimizerTest):
 
 
 class FrameTest(graphs.OptimizerTest):
-  """What a step has not finished is seen by nobody else."""
+  """Other threads do not see the writes of an unfinished step."""
 
   def test_other_threads_and_graphs_do_not_see_it(self):
     seen = []

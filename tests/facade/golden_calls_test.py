@@ -1,7 +1,8 @@
-"""Replays through the façade single calls that TensorFlow 1.15 was asked for.
+"""Replays single calls of TensorFlow 1.15 through the façade.
 
-What a call gives is what it gave there, or an error of the same class, but for
-the `DEPARTURES`. What tapes call a result is the variables after the call.
+A call must return the recorded result or raise an error of the recorded class,
+except for the `DEPARTURES`. In the tapes, the result is the variables after the
+call.
 """
 
 import ast
@@ -18,18 +19,19 @@ import optax
 import golden_tapes
 import graphs
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 GROUPS = golden_tapes.read('group_assignment.json')
 CALLS = golden_tapes.read('calls_and_errors.json')
 
 
 def dropping(drops, v, w, step):
-  """Returns what a step gives that may drop a gradient."""
-  found = {'train_op_type': 'Tensor', 'train_op_value': drops}
-  return found | {'v': v, 'w': w, 'global_step': step}
+  """Returns the result of a step that may drop a gradient."""
+  actual = {'train_op_type': 'Tensor', 'train_op_value': drops}
+  return actual | {'v': v, 'w': w, 'global_step': step}
 
 
-# What a case gives here, where it must not be what the original gave.
+# Results of cases that must differ from the original.
 DEPARTURES = {
     # Outside of a shard context, the original took the number of shards for 1,
     # and trained each shard by itself. It takes groups that overlap, or that
@@ -40,7 +42,7 @@ DEPARTURES = {
         f'ga-a-{n:03}': {'gradient_scale': 1 / (2 - n % 2)}
         for n in (30, 31, 32, 33, 54, 55)
     },
-    # One error for whatever is no pair.
+    # One error for everything that is not a pair.
     'cs-err-a-011': ValueError,
     # Losses are functions here.
     'cs-err-a-013': {'gradient': [0.5, 1.0]},
@@ -66,7 +68,7 @@ DEPARTURES = {
     'tw-err-a-026': {'e': [-1.0] * 2 + [-3.0] * 2 + [-2.0] * 2 + [0.0] * 2},
     # As all other optimizers.
     'tw-err-a-028': {'c': -1.0, 'd': 20.0},
-    # There are no operations here.
+    # There are no operations in the façade.
     'tw-err-a-029': {'c': -1.0, 'd': 20.0},
     'ds-err-a-014': dropping(0.0, [0.0, 1.0], 1.0, 1),
     'ds-err-a-020': {'train_op': []},
@@ -78,7 +80,7 @@ DEPARTURES = {
 
 
 def sgd():
-  return facade.GradientDescentOptimizer(1.0)
+  return tf.train.GradientDescentOptimizer(1.0)
 
 
 def values(**variables):
@@ -96,8 +98,8 @@ def gradient_of(pairs):
 
 
 def v_and_w():
-  v = facade.Variable([1.0, 2.0], name='v')
-  w = facade.Variable(1.0, name='w')
+  v = tf.Variable([1.0, 2.0], name='v')
+  w = tf.Variable(1.0, name='w')
   return v, w
 
 
@@ -122,7 +124,7 @@ def apply_in_shard(pairs_of):
 
 def in_shards(num_shards, reduction, loss=lambda v: jnp.sum(v * v), **kwargs):
   """Computes a gradient of `v`."""
-  v = facade.Variable([1.0, 2.0], name='v')
+  v = tf.Variable([1.0, 2.0], name='v')
   with facade.shard_context(num_shards):
     opt = cross_shard(reduction=reduction)
     return gradient_of(opt.compute_gradients(lambda: loss(v), **kwargs))
@@ -130,13 +132,13 @@ def in_shards(num_shards, reduction, loss=lambda v: jnp.sum(v * v), **kwargs):
 
 def minimize_constant(has_variable):
   if has_variable:
-    facade.Variable([1.0, 2.0], name='v')
+    tf.Variable([1.0, 2.0], name='v')
   with facade.shard_context(1):
     cross_shard().minimize(lambda: jnp.ones([]))
 
 
 def slots_before_use():
-  opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.9))
+  opt = facade.CrossShardOptimizer(tf.train.MomentumOptimizer(1.0, 0.9))
   slot = opt.get_slot(v_and_w()[0], 'momentum')
   names, variables = opt.get_slot_names(), opt.variables()
   return {'slot': slot, 'names': names, 'variables': variables}
@@ -156,33 +158,35 @@ class Tower(NamedTuple):
 
   number: int
   x: jax.Array
-  c: facade.Variable
-  d: facade.Variable
-  step: facade.Variable
+  c: tf.Variable
+  d: tf.Variable
+  step: tf.Variable
 
   def minimize(self, opt=None, step=None):
     return (opt or tower_sgd()).minimize(lambda: self.x * self.c, step)
 
 
 def tower_sgd(learning_rate=1.0):
-  return facade.TowerOptimizer(facade.GradientDescentOptimizer(learning_rate))
+  return facade.TowerOptimizer(tf.train.GradientDescentOptimizer(learning_rate))
 
 
 def towers(
     step=Tower.minimize, num=2, reduction='weighted_sum', features=(1, 10, 100)
 ):
   """Runs a `model_fn` of towers, and returns the variables afterwards."""
-  c, d = facade.Variable(10.0, name='c'), facade.Variable(20.0, name='d')
-  global_step = facade.get_or_create_global_step()
+  c, d = tf.Variable(10.0, name='c'), tf.Variable(20.0, name='d')
+  global_step = tf.train.get_or_create_global_step()
   numbers = iter(range(num))
 
   def model_fn(features, mode):
     train_op = step(Tower(next(numbers), features[0], c, d, global_step))
-    return facade.EstimatorSpec(mode, loss=features[0], train_op=train_op)
+    return tf.estimator.EstimatorSpec(mode, loss=features[0], train_op=train_op)
 
   features = jnp.float32(features[:num] if len(features) == 3 else features)
-  train = facade.replicate_model_fn(model_fn, reduction, ['/cpu:0'] * num)
-  train(features, mode=facade.ModeKeys.TRAIN)
+  train = tf.contrib.estimator.replicate_model_fn(
+      model_fn, reduction, ['/cpu:0'] * num
+  )
+  train(features, mode=tf.estimator.ModeKeys.TRAIN)
   return values(c=c, d=d)
 
 
@@ -196,7 +200,7 @@ def numbers_of_calls(*numbers):
   def step(t):
     opt = tower_sgd()
     for _ in range(numbers[t.number]):
-      with facade.control_dependencies([None]):  # One after the other.
+      with tf.control_dependencies([None]):  # One after the other.
         train_op = t.minimize(opt)
     return train_op
 
@@ -236,12 +240,12 @@ def global_step_in(*numbers):
   result = towers(
       lambda t: t.minimize(step=t.step if t.number in numbers else None)
   )
-  return result | {'global_step': float(facade.get_global_step())}
+  return result | {'global_step': float(tf.train.get_global_step())}
 
 
 def sparse_in(number):
   """The gradient of a table, in one tower by rows."""
-  e = facade.Variable(jnp.zeros([4, 2]), name='e')
+  e = tf.Variable(jnp.zeros([4, 2]), name='e')
   dense = jnp.repeat(jnp.float32([1, 0]), 4).reshape(4, 2)
   losses = [
       lambda: jnp.sum(e * dense),
@@ -262,11 +266,11 @@ def drop_stale(staleness=0, **kwargs):
 class Worker(NamedTuple):
   """A worker: its optimizer, a loss whose gradients are ones, what it has."""
 
-  opt: facade.Optimizer
+  opt: tf.train.Optimizer
   loss: Callable
-  v: facade.Variable
-  w: facade.Variable
-  step: facade.Variable | None
+  v: tf.Variable
+  w: tf.Variable
+  step: tf.Variable | None
 
   def apply(self, change=lambda pairs, v, w: pairs, times=1):
     pairs = self.opt.compute_gradients(self.loss)
@@ -282,9 +286,9 @@ def stale(call=Worker.apply, staleness=0, has_step=True, other=None):
   Another step variable, if it holds anything, takes the global step's place.
   """
   v, w = v_and_w()
-  step = facade.get_or_create_global_step() if has_step else None
+  step = tf.train.get_or_create_global_step() if has_step else None
   if other is not None:
-    step = facade.Variable(other, trainable=False, name='other')
+    step = tf.Variable(other, trainable=False, name='other')
 
   def loss():
     return jnp.sum(v) + w
@@ -292,8 +296,8 @@ def stale(call=Worker.apply, staleness=0, has_step=True, other=None):
   train_op = call(Worker(drop_stale(staleness), loss, v, w, step))
   # An array is what running a tensor gave.
   kind = 'Tensor' if isinstance(train_op, jax.Array) else type(train_op)
-  found = {'train_op_type': kind, 'train_op_value': float(train_op)}
-  return found | values(v=v, w=w, global_step=step)
+  actual = {'train_op_type': kind, 'train_op_value': float(train_op)}
+  return actual | values(v=v, w=w, global_step=step)
 
 
 def changed(change):
@@ -301,20 +305,20 @@ def changed(change):
 
 
 def gradient_of_square():
-  v = facade.Variable([1.0, 2.0], name='v')
-  facade.get_or_create_global_step()
+  v = tf.Variable([1.0, 2.0], name='v')
+  tf.train.get_or_create_global_step()
   return gradient_of(drop_stale().compute_gradients(lambda: jnp.sum(v * v)))
 
 
 def ops_in_a_collection():
   stale()
-  return {'train_op': facade.get_collection('train_op')}
+  return {'train_op': tf.get_collection('train_op')}
 
 
 ONES = np.ones(2, np.float32)
-MEAN, SUM = facade.Reduction.MEAN, facade.Reduction.SUM
+MEAN, SUM = tf.losses.Reduction.MEAN, tf.losses.Reduction.SUM
 
-# What a case calls, by the wrapper and the number.
+# The call of each case, by wrapper and number.
 CROSS_SHARD = {
     0: lambda: cross_shard(reduction='none'),
     1: lambda: cross_shard(reduction=SUM) and None,
@@ -428,17 +432,17 @@ class CallTest(graphs.GraphTest):
       self.assertEqual(call(), expected)
 
   @named(CALLED)
-  def test_call_gives_what_it_gave(self, case):
+  def test_call_matches_the_recording(self, case):
     self.assert_outcome(CALLS[case], CALLED[case])
 
   @named(GROUPS)
-  def test_group_assignment_is_accepted_or_refused(self, case):
+  def test_group_assignment_is_accepted_or_raises(self, case):
     tape = GROUPS[case]
     text = tape['group_assignment_python']
     is_array = text.startswith('array(')
     groups = ast.literal_eval(text[len('array(') : -1] if is_array else text)
     groups = np.array(groups) if is_array else groups
-    w = facade.Variable(1.0, name='w')
+    w = tf.Variable(1.0, name='w')
     opt = facade.CrossShardOptimizer(
         sgd(), tape['reduction'], group_assignment=groups
     )
@@ -462,29 +466,29 @@ class CallTest(graphs.GraphTest):
       trace.append([event, facade.TowerOptimizer.has_been_used()])
 
     def model_fn(features, mode):
-      w = facade.get_variable('w', initializer=jnp.ones, shape=[])
+      w = tf.get_variable('w', initializer=jnp.ones, shape=[])
       opt = tower_sgd()
       note('model_fn, constructed')
       train_op = opt.minimize(lambda: features[0] * w)
       note('model_fn, minimize called')
-      return facade.EstimatorSpec(mode, loss=0.0, train_op=train_op)
+      return tf.estimator.EstimatorSpec(mode, loss=0.0, train_op=train_op)
 
     note('new graph')
     opt = tower_sgd()
     note('constructed')
     opt.get_slot_names()
     note('get_slot_names() called')
-    with facade.Graph().as_default():
+    with tf.Graph().as_default():
       note('another graph')
-      facade.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)(
-          jnp.ones(2), mode=facade.ModeKeys.TRAIN
+      tf.contrib.estimator.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)(
+          jnp.ones(2), mode=tf.estimator.ModeKeys.TRAIN
       )
       note('replicated model_fn returned')
 
     self.assertEqual(trace, recorded)
 
 
-# What methods of optimizers return, in each wrapper: names and slots.
+# Recorded names and slots of the methods of optimizers, in each wrapper.
 
 NAMES = golden_tapes.read('facade.json')
 WRAPPED = [case for case, tape in NAMES.items() if 'before' in tape]
@@ -494,23 +498,23 @@ IN_TOWERS = [case for case, tape in NAMES.items() if 'before' not in tape]
 # Cases that must differ. The original does not pass the call of `variables()`
 # on. Here it lists the variables of the wrapped optimizer and the counter, lest
 # they are not saved. Also, the original makes powers of beta inside of
-# `tf.cond`, whose name they get. There is no such scope here.
+# `tf.cond`, whose name they get. The façade does not have this scope.
 OF_NAMES = [f'fc-a-{n:03}' for n in range(3, 32, 4)]
 
 
 def make(tape):
   """Returns the inner optimizer, the variables and the global step."""
-  step = facade.get_or_create_global_step()
+  step = tf.train.get_or_create_global_step()
   variables = [
-      facade.Variable(np.ones(v['shape'], np.float32), name=v['name'])
+      tf.Variable(np.ones(v['shape'], np.float32), name=v['name'])
       for v in tape['variables']
   ]
-  inner = getattr(facade, tape['inner']['class'])
+  inner = getattr(tf.train, tape['inner']['class'])
   return inner(**tape['inner']['kwargs']), variables, step
 
 
 def described(opt, variables, slots):
-  """Returns what the methods of an optimizer return."""
+  """Returns the results of the methods of an optimizer."""
 
   def slot_name(variable, name):
     slot = opt.get_slot(variable, name)
@@ -544,9 +548,9 @@ def expected_here(tape):
   counter = {'name': 'stale_counter:0', 'shape': [], 'dtype': 'int32'}
   expected = dict(tape)
   for when in ('before', 'after'):
-    found = [*other[when]['variables'], counter]
-    found.sort(key=lambda variable: variable['name'])
-    expected[when] = tape[when] | {'variables': found}
+    actual = [*other[when]['variables'], counter]
+    actual.sort(key=lambda variable: variable['name'])
+    expected[when] = tape[when] | {'variables': actual}
   expected['all_variables'] = [
       name.removeprefix('cond/') for name in tape['all_variables']
   ]
@@ -556,11 +560,11 @@ def expected_here(tape):
 class NamesTest(graphs.GraphTest):
 
   def assert_all_variables(self, tape):
-    names = [variable.name for variable in facade.global_variables()]
+    names = [variable.name for variable in tf.global_variables()]
     self.assertEqual(names, tape['all_variables'])
 
   @named(WRAPPED)
-  def test_methods_return_what_they_returned(self, case):
+  def test_methods_match_the_recording(self, case):
     tape = expected_here(NAMES[case])
     inner, variables, step = make(tape)
     kwargs = dict(tape['wrapper_kwargs'])
@@ -579,26 +583,28 @@ class NamesTest(graphs.GraphTest):
     self.assertIsInstance(train_op, jax.Array)
 
   @named(IN_TOWERS)
-  def test_methods_return_what_they_returned_in_towers(self, case):
+  def test_methods_match_the_recording_in_towers(self, case):
     tape = NAMES[case]
     inner, variables, step = make(tape)
     expected = [tape['after_of_first_tower'], tape['after_of_last_tower']]
-    found = []
+    actual = []
 
     def model_fn(features, mode):
       opt = facade.TowerOptimizer(inner)
       train_op = opt.minimize(
           lambda: features[0] * sum(map(jnp.sum, variables)), step
       )
-      slots = expected[len(found)]['get_slot']
-      found.append(described(opt, variables, slots))
-      return facade.EstimatorSpec(mode, loss=features[0], train_op=train_op)
+      slots = expected[len(actual)]['get_slot']
+      actual.append(described(opt, variables, slots))
+      return tf.estimator.EstimatorSpec(
+          mode, loss=features[0], train_op=train_op
+      )
 
-    facade.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)(
-        jnp.ones(2), mode=facade.ModeKeys.TRAIN
+    tf.contrib.estimator.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)(
+        jnp.ones(2), mode=tf.estimator.ModeKeys.TRAIN
     )
 
-    self.assertEqual(found, expected)
+    self.assertEqual(actual, expected)
     self.assert_all_variables(tape)
 
 

@@ -1,9 +1,9 @@
-"""Replays through the façade what TensorFlow 1.15 computed, by its own calls.
+"""Replays training in TensorFlow 1.15 through the methods of the façade.
 
-All replays run free: only the inputs of a step come from the tape. After each
-step, variables, slots by their names in TensorFlow, powers of beta and the
-global step are compared, see `../golden/README.md`. Single calls, and what the
-methods return, are in `golden_calls_test.py`.
+Only the inputs of a step come from the tape. After each step, variables, slots
+by their names in TensorFlow, powers of beta and the global step are compared,
+see `../golden/README.md`. Single calls and the results of methods are in
+`golden_calls_test.py`.
 """
 
 from concurrent import futures
@@ -19,10 +19,11 @@ import numpy as np
 import cases
 import golden_tapes
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
-# Cases whose numbers must be others. The update by IndexedSlices leaves the
-# momentum of the other rows as it is, but gradients in JAX are dense. What the
-# original gave for the same gradients, passed dense, is replayed in its place.
+# Cases with other results here. An update with IndexedSlices does not change
+# the momentum of other rows, but gradients in JAX are dense. The recording for
+# the same gradients in dense form is replayed instead.
 DEPARTURES = ['tw-a-054-sparse-momentum-sum-2']
 
 # Files that hold no steps.
@@ -41,22 +42,22 @@ def assert_close(actual, expected):
   """
   chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
   leaves = jax.tree.leaves(expected)
-  for found, of_leaf in zip(jax.tree.leaves(actual), leaves, strict=True):
+  for result, of_leaf in zip(jax.tree.leaves(actual), leaves, strict=True):
     atol = 5e-9 + 2e-6 * np.max(np.abs(of_leaf), initial=0)
-    np.testing.assert_allclose(found, of_leaf, rtol=2e-6, atol=atol)
+    np.testing.assert_allclose(result, of_leaf, rtol=2e-6, atol=atol)
 
 
 def inner_optimizer(inner):
-  return getattr(facade, inner['class'])(**inner['kwargs'])
+  return getattr(tf.train, inner['class'])(**inner['kwargs'])
 
 
 def make_variables(tape):
   """Makes the variables of a tape, and its global step."""
   variables = [
-      facade.Variable(param, name=name)
+      tf.Variable(param, name=name)
       for name, param in golden_tapes.params(tape).items()
   ]
-  return variables, facade.get_or_create_global_step()
+  return variables, tf.train.get_or_create_global_step()
 
 
 # JAX traces it once for all tapes of the same shapes.
@@ -69,8 +70,8 @@ def total(kind, params, data):
 def loss_of(tape, variables, data):
   """Returns the loss, which reads the variables that `data` is for."""
   read = [v for v in variables if v.op.name in data]
-  given = [data[v.op.name] for v in read]
-  return lambda: total(tape['loss'], [v.value() for v in read], given)
+  arguments = [data[v.op.name] for v in read]
+  return lambda: total(tape['loss'], [v.value() for v in read], arguments)
 
 
 def lists_of(step):
@@ -78,7 +79,7 @@ def lists_of(step):
 
 
 def stacked(tape, step):
-  """Returns what the losses depend on, by variable [shards or towers, ...].
+  """Returns the data of the losses by variable [shards or towers, ...].
 
   A stack cannot lack a part: where a loss is free of a variable, the part is of
   zeros.
@@ -101,8 +102,8 @@ def stacked(tape, step):
 def call(tape, opt, loss, data, variables, global_step):
   """Calls the optimizer as the original was called.
 
-  Returns what the last call returned, and what `apply_gradients` was handed,
-  unless `minimize` calls it.
+  Returns the result of the last call, and the gradients that were passed to
+  `apply_gradients`, unless `minimize` calls it.
   """
   match tape['calls']:
     case 'minimize':
@@ -113,16 +114,16 @@ def call(tape, opt, loss, data, variables, global_step):
       pairs = opt.compute_gradients(loss, variables)
   if 'clip_norm' in tape:
     grads, owned = zip(*pairs, strict=True)
-    clipped, _ = facade.clip_by_global_norm(grads, tape['clip_norm'])
+    clipped, _ = tf.clip_by_global_norm(grads, tape['clip_norm'])
     pairs = list(zip(clipped, owned, strict=True))
   handed = {v.op.name: grad for grad, v in pairs if grad is not None}
   return opt.apply_gradients(pairs, global_step=global_step), handed
 
 
-def observed(variables, opts, value=facade.Variable.value):
+def observed(variables, opts, value=tf.Variable.value):
   """Returns variables and slots in the form of `golden_tapes.recorded`."""
-  found = {'vars': {v.op.name: v for v in variables}}
-  found |= {'slots': [], 'non_slots': []}
+  result = {'vars': {v.op.name: v for v in variables}}
+  result |= {'slots': [], 'non_slots': []}
   for opt in opts:
     slots = {
         name: {
@@ -134,21 +135,19 @@ def observed(variables, opts, value=facade.Variable.value):
     }
     in_slots = [v for of_name in slots.values() for v in of_name.values()]
     others = {v.op.name: v for v in opt.variables() if v not in in_slots}
-    found['slots'].append(slots)
-    found['non_slots'].append(others)
+    result['slots'].append(slots)
+    result['non_slots'].append(others)
   return jax.device_get(
-      jax.tree.map(
-          value, found, is_leaf=lambda x: isinstance(x, facade.Variable)
-      )
+      jax.tree.map(value, result, is_leaf=lambda x: isinstance(x, tf.Variable))
   )
 
 
 class Replay:
-  """A tape, with variables in a graph of its own."""
+  """A tape, with variables in a new graph."""
 
   def __init__(self, tape):
     self.tape = tape
-    self.graph = facade.Graph()
+    self.graph = tf.Graph()
     with self.graph.as_default():
       self.variables, self.global_step = make_variables(tape)
 
@@ -156,8 +155,8 @@ class Replay:
     """Returns a step of the tape; after its last, this once more."""
     return self.tape['steps'][min(number, len(self.tape['steps']) - 1)]
 
-  def check_state(self, found, expected):
-    assert_close(found, golden_tapes.recorded(self.tape, expected))
+  def check_state(self, result, expected):
+    assert_close(result, golden_tapes.recorded(self.tape, expected))
     chex.assert_equal(int(self.global_step), expected['global_step'])
 
 
@@ -200,12 +199,17 @@ class CrossShardReplay(Replay):
     )
 
   def train(self, part):
-    """Returns what a shard hands to `apply_gradients`."""
-    own = {name: x[0] for name, x in part.items()}
+    """Returns the gradients that a shard passes to `apply_gradients`."""
+    local_part = {name: x[0] for name, x in part.items()}
     with self.graph.as_default():
-      loss = loss_of(self.tape, self.variables, own)
+      loss = loss_of(self.tape, self.variables, local_part)
       return call(
-          self.tape, self.opt, loss, own, self.variables, self.global_step
+          self.tape,
+          self.opt,
+          loss,
+          local_part,
+          self.variables,
+          self.global_step,
       )[1]
 
   def shard_values(self, variable):
@@ -217,9 +221,9 @@ class CrossShardReplay(Replay):
     self.check_groups([self.tape['initial']] * len(self.tape['groups']))
 
   def check_groups(self, expected):
-    found = observed(self.variables, [self.opt], self.shard_values)
+    result = observed(self.variables, [self.opt], self.shard_values)
     for group, of_group in zip(self.tape['groups'], expected, strict=True):
-      shards = [jax.tree.map(lambda x, i=i: x[i], found) for i in group]
+      shards = [jax.tree.map(lambda x, i=i: x[i], result) for i in group]
       self.check_state(shards[0], of_group)
       chex.assert_trees_all_equal(*shards, shards[0], strict=True)
 
@@ -265,11 +269,11 @@ def sync_replicas(tape):
   number = tape.get('sync_replicas_to_aggregate')
   if number is None:
     return opts
-  return [facade.SyncReplicasOptimizer(opt, number) for opt in opts]
+  return [tf.train.SyncReplicasOptimizer(opt, number) for opt in opts]
 
 
 def tower_optimizers(tape):
-  """Returns what makes the optimizers of one call of the `model_fn`."""
+  """Returns factories of the optimizers of one call of the `model_fn`."""
   match tape.get('optimizer_given_as', 'instance'):
     case 'instance':
       return lambda: [facade.TowerOptimizer(o) for o in sync_replicas(tape)]
@@ -285,22 +289,22 @@ class TowerReplay(Replay):
   def __init__(self, tape):
     super().__init__(tape)
     self.make = tower_optimizers(tape)
-    self.made = []
+    self.created = []
     reduction = tape['loss_reduction']
-    given = {} if reduction is None else {'loss_reduction': reduction}
-    self.run = facade.replicate_model_fn(
-        self.model_fn, devices=['/cpu:0'] * tape['towers'], **given
+    arguments = {} if reduction is None else {'loss_reduction': reduction}
+    self.run = tf.contrib.estimator.replicate_model_fn(
+        self.model_fn, devices=['/cpu:0'] * tape['towers'], **arguments
     )
 
   def model_fn(self, features, mode):
     tape, variables = self.tape, self.variables
     data = jax.tree.map(lambda x: x[0], features)
     towers = tape.get('gradient_only_in_towers', {})
-    free = [n for n, of in towers.items() if len(self.made) not in of]
+    free = [n for n, of in towers.items() if len(self.created) not in of]
     data = {name: x for name, x in data.items() if name not in free}
     loss = loss_of(tape, variables, data)
     opts = self.make()
-    self.made.append(opts)
+    self.created.append(opts)
     value, train_op = loss(), None
     for i, opt in enumerate(opts):
       owned, passed = variables, self.global_step
@@ -308,22 +312,22 @@ class TowerReplay(Replay):
         names = tape['owned_variables'][i]
         owned = [v for v in variables if v.op.name in names]
         passed = passed if tape['global_step_passed_by'][i] else None
-      # Their losses are sums over variables, so that the order is no matter.
-      with facade.control_dependencies([train_op]):
+      # Their losses are sums over variables, so the order does not matter.
+      with tf.control_dependencies([train_op]):
         train_op, _ = call(tape, opt, loss, data, owned, passed)
-    return facade.EstimatorSpec(mode, loss=value, train_op=train_op)
+    return tf.estimator.EstimatorSpec(mode, loss=value, train_op=train_op)
 
   def train(self, features):
-    self.made.clear()
+    self.created.clear()
     with self.graph.as_default():
-      self.run(features, mode=facade.ModeKeys.TRAIN)
+      self.run(features, mode=tf.estimator.ModeKeys.TRAIN)
 
   def check_initial(self):
     if 'initial' in self.tape:
       self.check_after(self.tape['initial'])
 
   def check_after(self, expected):
-    self.check_state(observed(self.variables, self.made[-1]), expected)
+    self.check_state(observed(self.variables, self.created[-1]), expected)
 
   def check(self, recorded, output):
     del output
@@ -383,9 +387,9 @@ class DropStaleTest(parameterized.TestCase):
     held = {}
 
     def check(expected):
-      found = observed(variables, [opt])
-      counter = found['non_slots'][0].pop('stale_counter')
-      replay.check_state(found, expected)
+      result = observed(variables, [opt])
+      counter = result['non_slots'][0].pop('stale_counter')
+      replay.check_state(result, expected)
       self.assertEqual(counter, expected['stale_counter'])
 
     first = golden_tapes.arrays(tape, tape['events'][0]['grads'])
@@ -402,9 +406,9 @@ class DropStaleTest(parameterized.TestCase):
 
         held[worker] = threads[worker].submit(compute, data).result()
 
-        given = zip(variables, held[worker], strict=True)
+        arguments = zip(variables, held[worker], strict=True)
         assert_close(
-            {v.op.name: grad for v, grad in given if grad is not None},
+            {v.op.name: grad for v, grad in arguments if grad is not None},
             golden_tapes.arrays(tape, event['grads']),
         )
       else:

@@ -1,4 +1,4 @@
-"""What the tests of the façade share: a graph, a harness, the wrappers."""
+"""Helpers for the tests of the façade: graphs, a harness and the wrappers."""
 
 import threading
 
@@ -10,20 +10,21 @@ import numpy as np
 import optax
 
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 W = np.float32([1, 2])
 # A batch, whose mean is 7.5.
 X = np.arange(16, dtype=np.float32)
 IN_TURN = ['/cpu:0'] * 4
 OPTIMIZERS = {
-    'gradient_descent': lambda: facade.GradientDescentOptimizer(0.5),
-    'adam': lambda: facade.AdamOptimizer(0.1),
+    'gradient_descent': lambda: tf.train.GradientDescentOptimizer(0.5),
+    'adam': lambda: tf.train.AdamOptimizer(0.1),
     'optax': lambda: facade.OptaxOptimizer(optax.adamw(0.1)),
 }
 
 
 def sgd(rate=1.0, **kwargs):
-  return facade.GradientDescentOptimizer(rate, **kwargs)
+  return tf.train.GradientDescentOptimizer(rate, **kwargs)
 
 
 def drop_stale(opt, staleness=0, **kwargs):
@@ -31,10 +32,10 @@ def drop_stale(opt, staleness=0, **kwargs):
 
 
 def sync_replicas(opt, number=1, **kwargs):
-  return facade.SyncReplicasOptimizer(opt, number, **kwargs)
+  return tf.train.SyncReplicasOptimizer(opt, number, **kwargs)
 
 
-# Wrappers, and where each trains: alone, on shards or in towers.
+# Wrappers, and where each of them trains: bare, on shards or in towers.
 WRAPPERS = {
     'bare': (lambda opt: opt, None),
     'cross_shard': (facade.CrossShardOptimizer, 4),
@@ -68,9 +69,9 @@ def mapped(fn, where, compiled=True):
   elif where:
 
     def model_fn(features, mode):
-      return facade.EstimatorSpec(mode, loss=0.0, train_op=fn(*features))
+      return tf.estimator.EstimatorSpec(mode, loss=0.0, train_op=fn(*features))
 
-    towers = facade.replicate_model_fn(model_fn, devices=where)
+    towers = tf.contrib.estimator.replicate_model_fn(model_fn, devices=where)
 
     def run(*batch):
       return towers(batch, mode='train').train_op
@@ -90,20 +91,20 @@ def train(opt, loss, step=None, where=None, times=1, compiled=True):
 
 def compilations(test):
   """Returns a list that grows with each compilation until the test ends."""
-  found = []
+  result = []
 
   def listen(event, duration, **kwargs):
     del duration, kwargs
     if 'compile' in event:
-      found.append(event)
+      result.append(event)
 
   jax.monitoring.register_event_duration_secs_listener(listen)
   test.addCleanup(jax.monitoring.unregister_event_duration_listener, listen)
-  return found
+  return result
 
 
 def run_threads(*functions):
-  """Runs functions in threads of their own, and returns their errors."""
+  """Runs functions in separate threads and returns their errors."""
   errors = []
 
   def run(function):
@@ -121,7 +122,7 @@ def run_threads(*functions):
 
 
 def _of_32_bits(tree):
-  """Returns what is expected in the dtypes of TensorFlow."""
+  """Converts expected arrays to the dtypes of TensorFlow."""
   narrow = {'float64': 'float32', 'int64': 'int32'}
 
   def convert(leaf):
@@ -132,12 +133,12 @@ def _of_32_bits(tree):
 
 
 class GraphTest(parameterized.TestCase):
-  """Tests with a graph of their own."""
+  """Tests that use a new graph."""
 
   def setUp(self):
     super().setUp()
     chex.assert_devices_available(8, 'cpu')
-    self.graph = self.enterContext(facade.Graph().as_default())
+    self.graph = self.enterContext(tf.Graph().as_default())
 
   def assert_equal(self, actual, expected):
     expected = _of_32_bits(expected)
@@ -154,7 +155,7 @@ class GraphTest(parameterized.TestCase):
 
   def values(self):
     """Returns the values of all variables, by name."""
-    return jax.device_get(facade.get_values(facade.global_variables()))
+    return jax.device_get(facade.get_values(tf.global_variables()))
 
 
 class OptimizerTest(GraphTest):
@@ -162,6 +163,6 @@ class OptimizerTest(GraphTest):
 
   def setUp(self):
     super().setUp()
-    self.w = facade.Variable(W, name='w')
-    self.b = facade.Variable(3.0, name='b')
-    self.step = facade.get_or_create_global_step()
+    self.w = tf.Variable(W, name='w')
+    self.b = tf.Variable(3.0, name='b')
+    self.step = tf.train.get_or_create_global_step()

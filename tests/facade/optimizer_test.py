@@ -1,4 +1,4 @@
-"""`Optimizer`: its methods, subclasses of programs, wrappers, slots."""
+"""`tf.train.Optimizer`: its methods, subclasses, wrappers and slots."""
 
 import tempfile
 
@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import cases
 import graphs
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 W, X, IN_TURN = graphs.W, graphs.X, graphs.IN_TURN
 GROUPS = [[0, 1], [2, 3]]
@@ -16,8 +17,8 @@ MADE, WRAPPERS = graphs.OPTIMIZERS, graphs.WRAPPERS
 sgd, drop_stale = graphs.sgd, graphs.drop_stale
 
 
-class Heavy(facade.Optimizer):
-  """Momentum by the protocol; counts updates in a variable of its own."""
+class Heavy(tf.train.Optimizer):
+  """Momentum by the protocol; counts updates in a separate variable."""
 
   def __init__(self, learning_rate, use_locking=False, name='Heavy'):
     super().__init__(use_locking, name)
@@ -49,7 +50,7 @@ class Resource(Heavy):
     return super()._apply_dense(grad, var)
 
 
-class Public(facade.Optimizer):
+class Public(tf.train.Optimizer):
   """Momentum as BERT's optimizer does it, in `apply_gradients`."""
 
   def __init__(self, learning_rate):
@@ -61,7 +62,7 @@ class Public(facade.Optimizer):
       if grad is None:
         continue
       name = f'{var.op.name}/Heavy'
-      ball = facade.get_variable(
+      ball = tf.get_variable(
           name, var.shape, jnp.float32, jnp.zeros, trainable=False
       )
       new = 0.5 * ball + grad
@@ -71,7 +72,7 @@ class Public(facade.Optimizer):
       global_step.assign_add(1)
 
 
-class Doubled(facade.Optimizer):
+class Doubled(tf.train.Optimizer):
   """A wrapper of a program, which doubles gradients.
 
   As Tensor2Tensor has it, it does not call the constructor.
@@ -88,20 +89,20 @@ class Doubled(facade.Optimizer):
     return self._opt.apply_gradients(doubled, global_step, name)
 
 
-class DoubledSgd(facade.GradientDescentOptimizer):
+class DoubledSgd(tf.train.GradientDescentOptimizer):
 
   def apply_gradients(self, grads_and_vars, global_step=None, name=None):
     doubled = [(2.0 * g, v) for g, v in grads_and_vars]
     return super().apply_gradients(doubled, global_step, name)
 
 
-class DoubledEach(facade.GradientDescentOptimizer):
+class DoubledEach(tf.train.GradientDescentOptimizer):
 
   def _apply_dense(self, grad, var):
     return super()._apply_dense(2.0 * grad, var)
 
 
-class DoubledResource(facade.GradientDescentOptimizer):
+class DoubledResource(tf.train.GradientDescentOptimizer):
 
   def _resource_apply_dense(self, grad, var):
     return super()._resource_apply_dense(2.0 * grad, var)
@@ -110,16 +111,22 @@ class DoubledResource(facade.GradientDescentOptimizer):
 class WrappersTest(graphs.GraphTest):
 
   @cases.parameters(*WRAPPERS)
-  def test_trains_as_alone_by_the_methods_of_a_program(self, name):
+  def test_overridden_methods_are_used_by_wrappers(self, name):
     wrap, where = WRAPPERS[name]
     opts = [
-        *(wrap(kind(1.0)) for kind in (DoubledSgd, DoubledEach)),
+        *(
+            wrap(optimizer_class(1.0))
+            for optimizer_class in (DoubledSgd, DoubledEach)
+        ),
         wrap(DoubledResource(1.0)),
-        *(wrap(Doubled(kind(0.25))) for kind in (Heavy, Resource, Public)),
-        wrap(facade.AdamOptimizer(0.1)),
+        *(
+            wrap(Doubled(optimizer_class(0.25)))
+            for optimizer_class in (Heavy, Resource, Public)
+        ),
+        wrap(tf.train.AdamOptimizer(0.1)),
     ]
-    variables = [facade.Variable(0.0, name=f'w{i}') for i in range(len(opts))]
-    step = facade.get_or_create_global_step()
+    variables = [tf.Variable(0.0, name=f'w{i}') for i in range(len(opts))]
+    step = tf.train.get_or_create_global_step()
 
     def train(x):  # The gradients are 7.5.
       for opt, w in zip(opts, variables, strict=True):
@@ -147,10 +154,10 @@ class WrappersTest(graphs.GraphTest):
     for key, value in (adam | {'w6': -0.2}).items():
       np.testing.assert_allclose(values[key], value, rtol=1e-4, err_msg=key)
     self.assertEqual(values['global_step'], 2 * len(opts))
-    found = [v.op.name for v in opts[-1].variables()]
-    counters = [n for n in found if n.startswith('stale_counter')]
+    actual = [v.op.name for v in opts[-1].variables()]
+    counters = [n for n in actual if n.startswith('stale_counter')]
     self.assertLen(counters, 'drop_stale' in name)
-    self.assertEqual(found, sorted([*adam, *counters]))
+    self.assertEqual(actual, sorted([*adam, *counters]))
     slot = opts[-1].get_slot(variables[-1], 'm')
     self.assertEqual(slot.name, 'w6/Adam:0')
     self.assertIsNone(opts[-1].get_slot(variables[-1], 'other'))
@@ -159,19 +166,19 @@ class WrappersTest(graphs.GraphTest):
       (lambda opt: facade.TowerOptimizer(drop_stale(opt)), IN_TURN),
       (lambda opt: facade.CrossShardOptimizer(opt, group_assignment=GROUPS), 4),
   )
-  def test_resumes_to_the_bit_through_orbax(self, wrap, where):
+  def test_resumes_bit_for_bit_through_orbax(self, wrap, where):
     def run(times, saved=None):
-      with facade.Graph().as_default():
-        w = facade.Variable(0.5, name='w')
-        step = facade.get_or_create_global_step()
-        opt = wrap(facade.AdamOptimizer(0.1))
+      with tf.Graph().as_default():
+        w = tf.Variable(0.5, name='w')
+        step = tf.train.get_or_create_global_step()
+        opt = wrap(tf.train.AdamOptimizer(0.1))
         run = graphs.mapped(
             lambda x: opt.minimize(lambda: jnp.mean(jnp.sin(w * x)), step),
             where,
         )
         if saved is not None:
           run.build(X)
-          facade.set_values(facade.global_variables(), saved)
+          facade.set_values(tf.global_variables(), saved)
         for _ in range(times):
           run(X)
         return self.values()
@@ -185,11 +192,11 @@ class WrappersTest(graphs.GraphTest):
     self.assert_equal(run(1, restored), run(3))
 
   @cases.parameters(*WRAPPERS)
-  def test_gradients_of_another_kind_change_nothing(self, name):
+  def test_gradients_of_another_dtype_raise(self, name):
     wrap, where = WRAPPERS[name]
-    w, b = facade.Variable(0.0, name='w'), facade.Variable(0.0, name='b')
-    step = facade.get_or_create_global_step()
-    inner = facade.AdamOptimizer(0.1)
+    w, b = tf.Variable(0.0, name='w'), tf.Variable(0.0, name='b')
+    step = tf.train.get_or_create_global_step()
+    inner = tf.train.AdamOptimizer(0.1)
     opt = wrap(inner)
 
     def apply(x):
@@ -197,19 +204,19 @@ class WrappersTest(graphs.GraphTest):
       pairs = [(jnp.mean(x), b), (jnp.int32(1), w)]
       return opt.apply_gradients(pairs, step)
 
-    with self.assertRaisesRegex(TypeError, 'got int32 for w:0'):
+    with self.assertRaisesRegex(TypeError, 'w:0 has the dtype int32'):
       graphs.mapped(apply, where, compiled=False)(X)
     self.assertEqual([float(w), float(b), int(step)], [0, 0, 0])
     self.assertEqual(inner.get_slot_names(), [])
 
   def test_variables_of_a_program_differ_between_groups(self):
-    w = facade.Variable(0.0, name='w')
+    w = tf.Variable(0.0, name='w')
     opt = facade.CrossShardOptimizer(Public(0.5), group_assignment=GROUPS)
 
     graphs.train(opt, lambda x: jnp.mean(w * x), where=4, times=2)
 
     means = jnp.float32([3.5, 3.5, 11.5, 11.5])
-    ball = facade.get_variable('w/Heavy')
+    ball = tf.get_variable('w/Heavy')
     self.assert_equal(ball.shard_values(), 1.5 * means)
     self.assert_equal(w.shard_values(), -0.5 * 2.5 * means)
 
@@ -221,8 +228,8 @@ class WrappersTest(graphs.GraphTest):
       (lambda: drop_stale(Public(1.0)), None, 1 + 1.5),
   )
   def test_a_dropped_gradient_changes_nothing(self, make, where, factor):
-    w, age = facade.Variable(0.0), facade.Variable(0, trainable=False)
-    step, opt = facade.get_or_create_global_step(), make()
+    w, age = tf.Variable(0.0), tf.Variable(0, trainable=False)
+    step, opt = tf.train.get_or_create_global_step(), make()
 
     def train(x):
       pairs = opt.compute_gradients(lambda: jnp.mean(w * x))
@@ -237,12 +244,12 @@ class WrappersTest(graphs.GraphTest):
     self.assertEqual(counts, [0, 1, 1])
     self.assertEqual([float(w), int(step)], [-7.5 * factor, 3])
 
-  def test_a_lock_must_not_be_hidden_inside_drop_stale(self):
-    w = facade.Variable(0.0)
-    step = facade.get_or_create_global_step()
+  def test_locking_inside_drop_stale_without_locking_raises(self):
+    w = tf.Variable(0.0)
+    step = tf.train.get_or_create_global_step()
     locked = Doubled(sgd(use_locking=True))
 
-    with self.assertRaisesRegex(ValueError, 'Give that one `use_locking=True`'):
+    with self.assertRaisesRegex(ValueError, 'Pass `use_locking=True` there'):
       drop_stale(locked).minimize(lambda: w * 1.0, step)
     opt = drop_stale(locked, use_locking=True)
     opt.minimize(lambda: w * 1.0, step)
@@ -252,13 +259,13 @@ class WrappersTest(graphs.GraphTest):
 
 class OptimizerTest(graphs.OptimizerTest):
 
-  def test_hands_everything_on(self):
+  def test_wrappers_forward_all_arguments(self):
     returned = sgd().minimize(
         lambda w: w**2,
         global_step=self.step,
         var_list=[self.w],
-        gate_gradients=facade.Optimizer.GATE_GRAPH,
-        aggregation_method=facade.AggregationMethod.ADD_N,
+        gate_gradients=tf.train.Optimizer.GATE_GRAPH,
+        aggregation_method=tf.AggregationMethod.ADD_N,
         colocate_gradients_with_ops=True,
         name='train',
         grad_loss=np.float32([0.5, 0.25]),
@@ -269,17 +276,20 @@ class OptimizerTest(graphs.OptimizerTest):
     self.assertIsNone(sgd().minimize(lambda: self.b**2))
 
   @cases.parameters(*MADE)
-  def test_without_a_gradient_variable_and_slots_stay(self, name):
+  def test_variables_and_slots_without_a_gradient_do_not_change(self, name):
     opt = MADE[name]()
     opt.apply_gradients([(None, self.w), (1.0, self.b)])
-    kept = [self.b, *(opt.get_slot(self.b, n) for n in opt.get_slot_names())]
-    before = facade.get_values(kept)
+    unchanged = [
+        self.b,
+        *(opt.get_slot(self.b, n) for n in opt.get_slot_names()),
+    ]
+    before = facade.get_values(unchanged)
     slots = [opt.get_slot(self.w, n) for n in opt.get_slot_names()]
 
     opt.apply_gradients([(None, self.b), (W, self.w)])
 
     self.assertEqual(slots, [None] * len(slots))
-    self.assert_equal(facade.get_values(kept), before)
+    self.assert_equal(facade.get_values(unchanged), before)
     self.assertFalse(np.array_equal(self.w, W))
 
   def test_all_variables_share_the_powers_of_adam(self):
@@ -290,14 +300,14 @@ class OptimizerTest(graphs.OptimizerTest):
 
     powers = {v.op.name: v.value() for v in opt.variables() if not v.shape}
     self.assert_equal(powers['beta1_power'], jnp.float32(0.9) ** 3)
-    # Of two optimizers, each has its own.
+    # Each of two optimizers has separate powers.
     other = MADE['adam']()
     other.apply_gradients([(1.0, self.b)])
     names = [x.get_slot(self.b, 'm').name for x in (opt, other)]
     self.assertEqual(names, ['b/Adam:0', 'b/Adam_2:0'])
     self.assertEmpty(set(opt.variables()) & set(other.variables()))
 
-  def test_lists_its_slots_as_tensorflow(self):
+  def test_lists_slots_like_tensorflow(self):
     opt = Heavy(lambda: 1.0 * self.step)
 
     opt.minimize(lambda: jnp.sum(self.w), self.step)
@@ -313,18 +323,18 @@ class OptimizerTest(graphs.OptimizerTest):
     self.assertIsNone(opt._get_non_slot_variable('ball'))
     self.assertEqual(opt.get_name(), 'Heavy')
 
-  def test_slots_are_made_in_the_graph_of_the_variables(self):
-    with facade.Graph().as_default():
+  def test_slots_are_created_in_the_graph_of_the_variables(self):
+    with tf.Graph().as_default():
       MADE['adam']().apply_gradients([(W, self.w), (1.0, self.b)])
-      self.assertEqual(facade.global_variables(), [])
+      self.assertEqual(tf.global_variables(), [])
 
     # Two powers, and two slots of each.
-    self.assertLen(facade.global_variables(), 3 + 2 + 4)
-    self.assertEqual(facade.trainable_variables(), [self.w, self.b])
+    self.assertLen(tf.global_variables(), 3 + 2 + 4)
+    self.assertEqual(tf.trainable_variables(), [self.w, self.b])
 
   @cases.parameters(False, True)
-  def test_slots_may_start_anywhere_and_late(self, compiled):
-    class Slots(facade.Optimizer):
+  def test_slots_have_initializers_and_are_created_late(self, compiled):
+    class Slots(tf.train.Optimizer):
       is_late = False
 
       def _create_slots(self, var_list):
@@ -353,8 +363,8 @@ class OptimizerTest(graphs.OptimizerTest):
     self.assert_holds(opt.get_slot(self.w, 'late'), jnp.float32([2, 2]))
     self.assert_holds(self.w, W - 3)
 
-  def test_an_error_in_the_middle_leaves_nothing_half_applied(self):
-    class Fails(facade.Optimizer):
+  def test_an_error_during_an_update_changes_nothing(self):
+    class Fails(tf.train.Optimizer):
       """Assigns a variable that it was not given, then fails."""
 
       fails = True
@@ -375,7 +385,7 @@ class OptimizerTest(graphs.OptimizerTest):
           self._apply_dense(grad, var)
         raise KeyError
 
-    other = facade.Variable(5.0, name='other')
+    other = tf.Variable(5.0, name='other')
     for opt in Fails(False, 'fails'), FailsItself(False, 'fails'):
       with self.assertRaises(KeyError):
         opt.minimize(lambda: self.b**2, self.step, [self.b])

@@ -1,4 +1,4 @@
-"""The optimizers: of `tf.train` (see the golden tapes), contrib and Optax."""
+"""Optimizers of `tf.train` (see also the golden tapes), contrib and Optax."""
 
 import jax
 import jax.numpy as jnp
@@ -9,32 +9,33 @@ import cases
 import graphs
 import recorded_parts
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 RECORDED = recorded_parts.RECORDED['optimizers']
 W = graphs.W
 
 
 class DecayedMomentum(
-    facade.DecoupledWeightDecayExtension, facade.MomentumOptimizer
+    tf.contrib.opt.DecoupledWeightDecayExtension, tf.train.MomentumOptimizer
 ):
   pass
 
 
 # By name as it was recorded: the optimizer.
 OPTIMIZERS = {
-    'adadelta': lambda: facade.AdadeltaOptimizer(0.5, 0.9, 1e-3),
-    'lars': lambda: facade.LARSOptimizer(
+    'adadelta': lambda: tf.train.AdadeltaOptimizer(0.5, 0.9, 1e-3),
+    'lars': lambda: tf.contrib.opt.LARSOptimizer(
         0.5, weight_decay=0.1, eeta=0.1, epsilon=0.01
     ),
-    'lars_skips': lambda: facade.LARSOptimizer(
+    'lars_skips': lambda: tf.contrib.opt.LARSOptimizer(
         0.5, 0.8, 0.1, 0.1, skip_list=['bias', 'scale:0'], use_nesterov=True
     ),
-    'adamw': lambda: facade.AdamWOptimizer(0.1, 0.05),
-    'adamw_chosen': lambda: facade.AdamWOptimizer(0.1, 0.05),
+    'adamw': lambda: tf.contrib.opt.AdamWOptimizer(0.1, 0.05),
+    'adamw_chosen': lambda: tf.contrib.opt.AdamWOptimizer(0.1, 0.05),
     'momentum_decayed': lambda: DecayedMomentum(
         0.1, learning_rate=0.05, momentum=0.9
     ),
-    'lazy_adam': lambda: facade.LazyAdamOptimizer(0.05, epsilon=0.1),
+    'lazy_adam': lambda: tf.contrib.opt.LazyAdamOptimizer(0.05, epsilon=0.1),
 }
 # By name: a transformation, and the slots of one variable.
 TRANSFORMATIONS = {
@@ -86,10 +87,10 @@ TRANSFORMATIONS = {
 class RecordedTest(graphs.GraphTest):
 
   @cases.parameters(*sorted(OPTIMIZERS))
-  def test_trains_as_in_tensorflow(self, name):
+  def test_optimizer_trains_like_tensorflow(self, name):
     opt = OPTIMIZERS[name]()
     variables = recorded_parts.variables()
-    step = facade.get_or_create_global_step()
+    step = tf.train.get_or_create_global_step()
     chosen = {'decay_var_list': [variables['layer/w']]}
 
     @facade.function
@@ -102,14 +103,14 @@ class RecordedTest(graphs.GraphTest):
     recorded_parts.check(self, train, RECORDED[name], tolerance)
 
   def test_slots_have_the_names_of_tensorflow(self):
-    w = facade.Variable(jnp.ones((2, 3)), name='w')
+    w = tf.Variable(jnp.ones((2, 3)), name='w')
     names = {'adadelta': ['accum', 'accum_update'], 'lars': ['momentum']}
 
     for name, expected in names.items():
       opt = OPTIMIZERS[name]()
       opt.apply_gradients([(jnp.ones((2, 3)), w)])
       self.assertEqual(opt.get_slot_names(), expected)
-    opt = facade.FtrlOptimizer(0.1, accum_name='sum', linear_name='z')
+    opt = tf.train.FtrlOptimizer(0.1, accum_name='sum', linear_name='z')
     opt.apply_gradients([(jnp.ones((2, 3)), w)])
     slots = [opt.get_slot(w, name).name for name in ('accum', 'linear')]
     self.assertEqual(slots, ['w/sum:0', 'w/z:0'])
@@ -118,30 +119,30 @@ class RecordedTest(graphs.GraphTest):
 class DecaysTest(graphs.GraphTest):
 
   @cases.parameters(
-      ('v', lambda decay: facade.AdamOptimizer(0.1, beta2=decay)),
-      ('accum', lambda decay: facade.AdadeltaOptimizer(0.1, decay)),
-      ('rms', lambda decay: facade.RMSPropOptimizer(0.1, decay)),
+      ('v', lambda decay: tf.train.AdamOptimizer(0.1, beta2=decay)),
+      ('accum', lambda decay: tf.train.AdadeltaOptimizer(0.1, decay)),
+      ('rms', lambda decay: tf.train.RMSPropOptimizer(0.1, decay)),
   )
   def test_are_subtracted_from_one_in_the_dtype_of_the_variable(
       self, slot, make
   ):
     self.enterContext(jax.enable_x64(True))
     for dtype in (np.float32, np.float64):
-      w, opt = facade.Variable(np.ones(2, dtype)), make(0.999)
+      w, opt = tf.Variable(np.ones(2, dtype)), make(0.999)
 
       opt.apply_gradients([(np.full(2, 1000, dtype), w)])
 
       before = 1 if slot == 'rms' else 0  # Of RMSProp, ones in TensorFlow.
       moved = before + (10**6 - before) * (dtype(1) - dtype(0.999))
-      found = np.asarray(opt.get_slot(w, slot))
-      np.testing.assert_allclose(found, moved, rtol=3e-7)
+      actual = np.asarray(opt.get_slot(w, slot))
+      np.testing.assert_allclose(actual, moved, rtol=3e-7)
 
 
 class WeightDecayTest(graphs.OptimizerTest):
 
-  def test_is_of_what_has_a_gradient_and_is_chosen(self):
-    decay = facade.Variable(0.25, trainable=False)
-    opt = facade.AdamWOptimizer(lambda: decay, learning_rate=0.0)
+  def test_decay_applies_to_selected_variables_with_a_gradient(self):
+    decay = tf.Variable(0.25, trainable=False)
+    opt = tf.contrib.opt.AdamWOptimizer(lambda: decay, learning_rate=0.0)
 
     opt.minimize(lambda: jnp.sum(self.w) * self.b, decay_var_list=[self.w])
     self.assert_holds(self.w, 0.75 * W)
@@ -158,23 +159,23 @@ class WeightDecayTest(graphs.OptimizerTest):
 
 class HyperparametersTest(graphs.OptimizerTest):
 
-  def test_have_any_form_and_are_read_at_each_update(self):
-    rate = facade.Variable(0.5, trainable=False, name='rate')
+  def test_hyperparameters_of_all_forms_are_read_at_each_update(self):
+    rate = tf.Variable(0.5, trainable=False, name='rate')
     forms = 0.5, np.float32(0.5), jnp.float32(0.5), rate, lambda: 1 * rate
-    with self.assertWarnsRegex(UserWarning, 'stays what it is') as warned:
+    with self.assertWarnsRegex(UserWarning, 'will not change') as warned:
       opts = [
           [make(form) for form in forms]
           for make in (
-              facade.GradientDescentOptimizer,
-              lambda x: facade.MomentumOptimizer(0.5, x),
-              lambda x: facade.AdamOptimizer(0.5, x, x),
-              lambda x: facade.RMSPropOptimizer(x, 0.5, x, centered=True),
-              facade.FtrlOptimizer,
+              tf.train.GradientDescentOptimizer,
+              lambda x: tf.train.MomentumOptimizer(0.5, x),
+              lambda x: tf.train.AdamOptimizer(0.5, x, x),
+              lambda x: tf.train.RMSPropOptimizer(x, 0.5, x, centered=True),
+              tf.train.FtrlOptimizer,
           )
       ]
     # It is the program's line that is warned of.
     self.assertEqual(warned.filename, __file__)
-    variables = [[facade.Variable(W) for _ in forms] for _ in opts]
+    variables = [[tf.Variable(W) for _ in forms] for _ in opts]
 
     @facade.function
     def step():
@@ -185,20 +186,20 @@ class HyperparametersTest(graphs.OptimizerTest):
 
     for value in (0.5, 0.5, 0.25):
       rate.assign(value)
-      for constant, *others, given, computed in jax.device_get(step()):
+      for constant, *others, expected_value, computed in jax.device_get(step()):
         for other in others:
           np.testing.assert_allclose(other, constant, rtol=1e-6)
-        np.testing.assert_allclose(computed, given, rtol=1e-6)
-        self.assertEqual(np.allclose(given, constant), value == 0.5)
+        np.testing.assert_allclose(computed, expected_value, rtol=1e-6)
+        self.assertEqual(np.allclose(expected_value, constant), value == 0.5)
 
   @cases.parameters('traced', 'towers', 'shard')
-  def test_a_rate_that_is_computed_in_the_step_is_that_of_the_step(self, kind):
+  def test_a_rate_computed_in_the_step_is_used(self, context):
     def train(*x):
-      opt = facade.GradientDescentOptimizer(0.5 * self.step)
+      opt = tf.train.GradientDescentOptimizer(0.5 * self.step)
       return opt.minimize(lambda: self.b * 1.0, self.step)
 
-    where = {'traced': None, 'towers': ['/cpu:0'], 'shard': 1}[kind]
-    run = graphs.mapped(train, where, kind != 'towers')
+    where = {'traced': None, 'towers': ['/cpu:0'], 'shard': 1}[context]
+    run = graphs.mapped(train, where, context != 'towers')
     for _ in range(3):
       run(np.zeros(1))
 
@@ -206,7 +207,7 @@ class HyperparametersTest(graphs.OptimizerTest):
 
   @cases.parameters(*graphs.OPTIMIZERS)
   def test_keeps_bfloat16(self, name):
-    half = facade.Variable(W, dtype=jnp.bfloat16)
+    half = tf.Variable(W, dtype=jnp.bfloat16)
     opt = graphs.OPTIMIZERS[name]()
 
     ((grad, _),) = opt.compute_gradients(
@@ -226,13 +227,13 @@ class HyperparametersTest(graphs.OptimizerTest):
 class OptaxTest(graphs.OptimizerTest):
 
   @cases.parameters((True, TRANSFORMATIONS), (False, ['multi_steps']))
-  def test_computes_what_optax_computes(self, compiled, names):
+  def test_matches_optax(self, compiled, names):
     params = {'w': W, 'b': np.float32(3)}
     variables, opts = {}, {}
     for name in names:
-      with facade.Graph().as_default():  # Some go by the variables' names.
+      with tf.Graph().as_default():  # Some go by the variables' names.
         variables[name] = {
-            key: facade.Variable(x, name=key) for key, x in params.items()
+            key: tf.Variable(x, name=key) for key, x in params.items()
         }
       opts[name] = facade.OptaxOptimizer(TRANSFORMATIONS[name][0])
       self.assertEqual(opts[name].get_slot_names(), [])
@@ -261,22 +262,22 @@ class OptaxTest(graphs.OptimizerTest):
 
     for name, (params, state) in jax.device_get(states).items():
       with self.subTest(name):
-        found = {k: v.value() for k, v in variables[name].items()}
-        self.assert_close(found, params, rtol=1e-6)
+        actual = {k: v.value() for k, v in variables[name].items()}
+        self.assert_close(actual, params, rtol=1e-6)
         leaves = [np.asarray(x) for x in jax.tree.leaves(state)]
-        found = [np.asarray(x) for x in opts[name].variables()]
+        actual = [np.asarray(x) for x in opts[name].variables()]
         for a, b in zip(
-            sorted(found, key=key), sorted(leaves, key=key), strict=True
+            sorted(actual, key=key), sorted(leaves, key=key), strict=True
         ):
           np.testing.assert_allclose(a, b, rtol=1e-6)
         opt, w = opts[name], variables[name]['w']
         slots = TRANSFORMATIONS[name][1]
         if slots is not None:
-          found = {n: opt.get_slot(w, n).name for n in opt.get_slot_names()}
-          self.assertEqual(found, slots)
+          actual = {n: opt.get_slot(w, n).name for n in opt.get_slot_names()}
+          self.assertEqual(actual, slots)
 
   def test_a_variable_may_be_named_like_a_field_of_the_state(self):
-    count = facade.Variable(1.0, name='count')
+    count = tf.Variable(1.0, name='count')
     opt = facade.OptaxOptimizer(optax.adam(0.1))
 
     opt.apply_gradients([(1.0, count)])
@@ -284,7 +285,7 @@ class OptaxTest(graphs.OptimizerTest):
     self.assertEqual(opt.get_slot_names(), ['mu', 'nu'])
     self.assertLess(float(count), 1)
 
-  def test_hands_over_the_parameters_that_have_a_gradient(self):
+  def test_passes_the_parameters_with_a_gradient(self):
     seen = []
 
     def update(updates, state, params=None):
@@ -306,15 +307,17 @@ class OptaxTest(graphs.OptimizerTest):
 
     self.assert_holds(self.b, 1.0)
 
-  def test_a_state_that_mixes_variables_is_for_the_same_ones(self):
+  def test_a_state_that_combines_variables_needs_the_same_variables(self):
     opt = facade.OptaxOptimizer(TRANSFORMATIONS['flat'][0])
     opt.apply_gradients([(1.0, self.b)])
 
-    with self.assertRaisesRegex(ValueError, 'Always update the same variables'):
+    with self.assertRaisesRegex(
+        ValueError, 'Update the same variables in each'
+    ):
       opt.apply_gradients([(W, self.w)])
     self.assert_holds(self.w, W)
 
-  def test_an_update_that_changes_the_state_changes_nothing(self):
+  def test_an_update_that_changes_the_state_structure_raises(self):
     changes = optax.GradientTransformation(
         lambda params: jnp.zeros([], jnp.int32),
         lambda updates, state, params: (updates, state + 0.5),

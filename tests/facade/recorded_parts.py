@@ -1,10 +1,10 @@
-"""What TensorFlow 1.15.5 computed for single parts.
+"""Recorded results of single parts of TensorFlow 1.15.5.
 
-`parts.json` holds decays of a rate of 0.5 at `steps`, by name and further
+`parts.json` contains decays of a rate of 0.5 at `steps`, by name and further
 arguments, and all variables after each of some steps with the gradients
-`grads`: of the optimizers that `optimizers_test.py` makes by the same calls,
-and of an average of decay 0.9 behind gradient descent of rate 0.5, plain and
-with the global step as `num_updates`.
+`grads`: for the optimizers that `optimizers_test.py` creates with the same
+calls, and for an average with the decay 0.9 after gradient descent with the
+rate 0.5, plain and with the global step as `num_updates`.
 """
 
 import json
@@ -12,7 +12,7 @@ import pathlib
 
 import numpy as np
 
-from shard_transforms import facade
+from shard_transforms.facade import tf
 
 _PATH = pathlib.Path(__file__).with_name('parts.json')
 RECORDED = json.loads(_PATH.read_text(encoding='utf-8'))
@@ -27,16 +27,16 @@ def check(test, train, recorded, tolerance):
   """Trains; compares all variables after each step with what is recorded."""
   for grads, expected in zip(GRADS, recorded, strict=False):
     train(grads)
-    found = test.values()
-    # TensorFlow names the second slot of a kind by a number, as we do.
-    test.assertEqual(found.keys(), expected.keys())
+    actual = test.values()
+    # The second slot of a name has a number, as in TensorFlow.
+    test.assertEqual(actual.keys(), expected.keys())
     for key, value in expected.items():
       atol = tolerance * np.max(np.abs(value))
       np.testing.assert_allclose(
-          found[key], value, tolerance, atol, err_msg=key
+          actual[key], value, tolerance, atol, err_msg=key
       )
 
 
 def variables():
   """Returns the variables in the state of the beginning, by name."""
-  return {name: facade.Variable(x, name=name) for name, x in START.items()}
+  return {name: tf.Variable(x, name=name) for name, x in START.items()}

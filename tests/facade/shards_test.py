@@ -1,4 +1,4 @@
-"""`shard`, the optimizers and variables in it, groups of shards, contexts."""
+"""`shard`: optimizers and variables inside, groups of shards, contexts."""
 
 import chex
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 import cases
 import graphs
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 X = graphs.X
 GROUPS = np.array([[0, 1], [2, 3]])
@@ -17,7 +18,7 @@ sgd = graphs.sgd
 class ShardTest(graphs.GraphTest):
 
   @cases.parameters(1, 2, 4)
-  def test_cuts_inputs_and_joins_outputs(self, num_shards):
+  def test_splits_inputs_and_concatenates_outputs(self, num_shards):
     x = np.arange(48.0, dtype=np.float32).reshape(3, 4, 4)
 
     out = facade.shard(
@@ -47,19 +48,19 @@ class ShardTest(graphs.GraphTest):
 
     self.assertEqual(out.sharding.device_set, set(devices))
 
-  def test_takes_an_input_of_another_mesh(self):
+  def test_accepts_an_input_on_another_mesh(self):
     mesh = jax.make_mesh((4,), ('data',))
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P('data')))
 
     self.assert_equal(facade.shard(lambda x: 2 * x, [x], 4), [2 * X])
 
   def test_compiles_once_in_a_function(self):
-    w = facade.Variable(1.0, name='w')
+    w = tf.Variable(1.0, name='w')
     calls = []
 
     def computation(x):
       calls.append(1)
-      opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
+      opt = facade.CrossShardOptimizer(tf.train.MomentumOptimizer(1.0, 0.5))
       opt.minimize(lambda: jnp.mean(w * x))
 
     step = graphs.mapped(computation, 4)
@@ -75,7 +76,7 @@ class ShardTest(graphs.GraphTest):
     self.assertEqual([*self.values()], ['w', 'w/Momentum'])
 
   def test_may_assign_other_variables_for_other_shapes(self):
-    w, b = facade.Variable(1.0), facade.Variable(1.0)
+    w, b = tf.Variable(1.0), tf.Variable(1.0)
     step = graphs.mapped(
         lambda x: (w if x.size > 1 else b).assign(3 * w + b), 4
     )
@@ -87,7 +88,7 @@ class ShardTest(graphs.GraphTest):
 
   @cases.parameters(False, True)
   def test_is_differentiated_in_a_loss(self, compiled):
-    w = facade.Variable(2.0)
+    w = tf.Variable(2.0)
 
     def loss(x):
       return jnp.sum(facade.shard(lambda x: w * x, [x], 4)[0])
@@ -96,8 +97,8 @@ class ShardTest(graphs.GraphTest):
 
     self.assert_holds(w, 2.0 - 120)
 
-  def test_a_function_knows_the_number_of_shards(self):
-    w = facade.Variable(0.0)
+  def test_a_function_in_a_context_uses_its_number_of_shards(self):
+    w = tf.Variable(0.0)
     opt = facade.CrossShardOptimizer(sgd())
     compute = facade.function(
         lambda: [g for g, _ in opt.compute_gradients(lambda: w * 8.0)]
@@ -114,11 +115,11 @@ class ShardTest(graphs.GraphTest):
         raise KeyError
 
     self.assertEqual(grads, [4, 2])
-    with self.assertRaisesRegex(ValueError, 'inside a shard context'):
+    with self.assertRaisesRegex(ValueError, 'outside of a shard context'):
       compute()
 
-  def test_takes_axes_that_others_map(self):
-    w = facade.Variable(0.0)
+  def test_accepts_axes_of_other_maps(self):
+    w = tf.Variable(0.0)
     opt = facade.CrossShardOptimizer(sgd(0.5))
 
     def gradient(x):
@@ -133,20 +134,20 @@ class ShardTest(graphs.GraphTest):
 
 class CrossShardOptimizerTest(graphs.GraphTest):
 
-  @cases.parameters((facade.Reduction.MEAN, 1), (facade.Reduction.SUM, 4))
-  def test_scales_what_has_a_gradient_for_its_loss(self, reduction, factor):
-    w = facade.Variable([1.0, 2.0])
+  @cases.parameters((tf.losses.Reduction.MEAN, 1), (tf.losses.Reduction.SUM, 4))
+  def test_scales_with_grad_loss(self, reduction, factor):
+    w = tf.Variable([1.0, 2.0])
     opt = facade.CrossShardOptimizer(sgd(), reduction)
-    given = {'var_list': [w], 'grad_loss': jnp.float32([4, 8])}
+    options = {'var_list': [w], 'grad_loss': jnp.float32([4, 8])}
 
-    graphs.mapped(lambda x: opt.minimize(lambda w: w * x[:2], **given), 4)(X)
+    graphs.mapped(lambda x: opt.minimize(lambda w: w * x[:2], **options), 4)(X)
 
     # The means of the first two of each shard are 6 and 7.
     self.assert_holds(w, jnp.float32([1 - 24 * factor, 2 - 56 * factor]))
 
-  def test_weights_that_were_trained_on_fewer_shards_go_on(self):
-    w = facade.Variable(0.0)
-    opt = facade.CrossShardOptimizer(facade.MomentumOptimizer(1.0, 0.5))
+  def test_training_continues_on_more_shards(self):
+    w = tf.Variable(0.0)
+    opt = facade.CrossShardOptimizer(tf.train.MomentumOptimizer(1.0, 0.5))
 
     for num_shards in (2, 1, 4):
       facade.shard(
@@ -157,10 +158,10 @@ class CrossShardOptimizerTest(graphs.GraphTest):
 
     self.assertEqual(float(w), -(1 + 1.5 + 1.75))
 
-  def test_has_what_an_optimizer_inside_assigns_reduced(self):
-    w, seen = facade.Variable(1.0, name='w'), facade.Variable(0.0, name='seen')
+  def test_assignments_of_the_inner_optimizer_are_reduced(self):
+    w, seen = tf.Variable(1.0, name='w'), tf.Variable(0.0, name='seen')
 
-    class Sees(facade.GradientDescentOptimizer):
+    class Sees(tf.train.GradientDescentOptimizer):
 
       def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         pairs = list(grads_and_vars)
@@ -172,14 +173,14 @@ class CrossShardOptimizerTest(graphs.GraphTest):
 
     self.assert_holds(seen, 7.5)
 
-  def test_groups_get_values_of_their_own(self):
-    w = facade.Variable(0.0, name='w')
+  def test_groups_have_separate_values(self):
+    w = tf.Variable(0.0, name='w')
 
     def train(inner, compiled=True):
       opt = facade.CrossShardOptimizer(inner, group_assignment=GROUPS)
       graphs.train(opt, lambda x: jnp.mean(w * x), where=4, compiled=compiled)
 
-    train(facade.MomentumOptimizer(1.0, 0.5), compiled=False)
+    train(tf.train.MomentumOptimizer(1.0, 0.5), compiled=False)
     # The means of the parts are 1.5, 5.5, 9.5 and 13.5.
     expected = jnp.float32([-3.5, -3.5, -11.5, -11.5])
     self.assert_equal(w.shard_values(), expected)
@@ -189,20 +190,20 @@ class CrossShardOptimizerTest(graphs.GraphTest):
         *(w.value, lambda: w + 1, lambda: jnp.sum(w)),
         *(lambda: np.asarray(w), lambda: w.assign_add(1.0)),
     ):
-      with self.assertRaisesRegex(ValueError, 'has a value per shard'):
+      with self.assertRaisesRegex(ValueError, 'has one value for each'):
         read()
     self.assertIn('a value per shard', repr(w))
     with self.assertRaisesRegex(ValueError, 'each of 4 shards.*used on 8'):
       facade.shard(lambda: w.value(), num_shards=8)
-    other = facade.Variable(2.0)
+    other = tf.Variable(2.0)
     (out,) = facade.shard(lambda: other.value(), num_shards=8)
     self.assert_equal(out, jnp.full(8, 2.0))
 
     # Slots are made before; assigning makes all shards the same again.
     train(sgd())
     self.assert_equal(w.shard_values(), 2 * expected)
-    with self.assertRaisesRegex(ValueError, 'made before it gets a value per'):
-      train(facade.AdagradOptimizer(0.1))
+    with self.assertRaisesRegex(ValueError, 'Use the same optimizer'):
+      train(tf.train.AdagradOptimizer(0.1))
     w.assign(1.0)
     self.assert_holds(w, 1.0)
     with self.assertRaisesRegex(ValueError, 'one value for all'):
@@ -218,31 +219,31 @@ class CrossReplicaSumTest(graphs.GraphTest):
       (1, None, X),
   )
   def test_sums_over_shards_and_groups(self, num_shards, groups, expected):
-    (found,) = facade.shard(
-        lambda x: facade.cross_replica_sum(x, groups), [X], num_shards
+    (actual,) = facade.shard(
+        lambda x: tf.tpu.cross_replica_sum(x, groups), [X], num_shards
     )
 
-    self.assert_equal(found, jnp.float32(expected))
+    self.assert_equal(actual, jnp.float32(expected))
 
-  def test_counts_what_is_the_same_on_all_shards_for_each(self):
-    w = facade.Variable(2.0)
+  def test_sums_replicated_values_once_per_shard(self):
+    w = tf.Variable(2.0)
 
-    (found,) = facade.shard(lambda: facade.cross_replica_sum(w), num_shards=4)
+    (actual,) = facade.shard(lambda: tf.tpu.cross_replica_sum(w), num_shards=4)
 
-    self.assert_equal(found, jnp.full(4, 8.0))
+    self.assert_equal(actual, jnp.full(4, 8.0))
 
   def test_gradients_flow_through_statistics_of_the_whole_batch(self):
     x = np.random.default_rng(0).normal(size=16).astype(np.float32)
 
     def train(num_shards):
-      w = facade.Variable(1.5)
+      w = tf.Variable(1.5)
       opt = facade.CrossShardOptimizer(sgd(0.1))
 
       def computation(x):
         def loss():
           y = jnp.tanh(w * x)
-          mean = facade.cross_replica_sum(jnp.mean(y)) / num_shards
-          square = facade.cross_replica_sum(jnp.mean(y * y)) / num_shards
+          mean = tf.tpu.cross_replica_sum(jnp.mean(y)) / num_shards
+          square = tf.tpu.cross_replica_sum(jnp.mean(y * y)) / num_shards
           z = (y - mean) / jnp.sqrt(square - mean * mean + 1e-3)
           return jnp.mean(jnp.sin(z) * x)
 

@@ -12,6 +12,7 @@ from absl.testing import parameterized
 
 import cases
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 PATH = pathlib.Path(__file__).with_name('signatures.json')
 EXPECTED = json.loads(PATH.read_text(encoding='utf-8'))
@@ -28,19 +29,19 @@ class SignaturesTest(parameterized.TestCase):
         ).parameters.values()
     ]
 
-    found = str(inspect.Signature(parameters))[1:-1]
-    self.assertEqual(found, EXPECTED['signatures'][name])
+    actual = str(inspect.Signature(parameters))[1:-1]
+    self.assertEqual(actual, EXPECTED['signatures'][name])
 
   @cases.parameters(*EXPECTED['constants'])
   def test_constants(self, name):
-    members = vars(getattr(facade, name)).items()
+    members = vars(operator.attrgetter(name)(facade)).items()
 
-    found = {n: v for n, v in members if n.isupper()}
-    self.assertEqual(found, EXPECTED['constants'][name])
+    actual = {n: v for n, v in members if n.isupper()}
+    self.assertEqual(actual, EXPECTED['constants'][name])
 
   def test_all_reductions_are_valid(self):
-    keys = set(EXPECTED['constants']['Reduction'].values())
+    keys = set(EXPECTED['constants']['tf.losses.Reduction'].values())
 
-    self.assertCountEqual(facade.Reduction.all(), keys)
+    self.assertCountEqual(tf.losses.Reduction.all(), keys)
     for key in keys:
-      facade.Reduction.validate(key)
+      tf.losses.Reduction.validate(key)

@@ -1,4 +1,4 @@
-"""Small programs give what TensorFlow 1.15.5 gives, or an error."""
+"""Small programs match TensorFlow 1.15.5, or raise an error."""
 
 import gc
 import warnings
@@ -116,8 +116,8 @@ def total_loss():
 
 def a_variable_of_that_name():
   w = tf.Variable(1.0, name='w')
-  found = [variable(), variable()]
-  return w is found[0], found[0] is found[1], found[0].name
+  actual = [variable(), variable()]
+  return w is actual[0], actual[0] is actual[1], actual[0].name
 
 
 def optimizers_by_a_flag():
@@ -133,7 +133,9 @@ def optimizers_by_a_flag():
       op = tower_adam().minimize(lambda: b * b * features[0], var_list=[b])
     return tf.estimator.EstimatorSpec(mode, loss=0.0, train_op=op)
 
-  step = facade.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)
+  step = tf.contrib.estimator.replicate_model_fn(
+      model_fn, devices=['/cpu:0'] * 2
+  )
   for stage in 'aaabbb':
     step(np.ones(2, np.float32), mode='train', params={'stage': stage})
   return [round(float(v), 4) for v in (a, b)]
@@ -153,7 +155,7 @@ def optimizer_in_a_branch():
     op = tf.cond(step < 5, update, lambda: step + 0)
     return tf.estimator.EstimatorSpec(mode, loss=0.0, train_op=op)
 
-  train = facade.replicate_model_fn(model_fn, devices=['/cpu:0'])
+  train = tf.contrib.estimator.replicate_model_fn(model_fn, devices=['/cpu:0'])
   x = np.ones(2, np.float32)
   train(x, mode='train')
   facade.function(lambda: train(x, mode='train').loss)()
@@ -185,24 +187,26 @@ def averages_that_are_chosen_among_all_variables():
   return int(step), len(averages), len(tf.moving_average_variables())
 
 
-def run(step, kind, times=3):
+def run(step, context, times=3):
   """Runs a step, which takes a one; returns all variables."""
   mapped = graphs.mapped(
-      lambda x: step(x[0]), 2 if 'shards' in kind else None, 'function' in kind
+      lambda x: step(x[0]),
+      2 if 'shards' in context else None,
+      'function' in context,
   )
   for _ in range(times):
     mapped(np.ones(2, np.float32))
   return {v.op.name: round(float(v), 6) for v in tf.global_variables()}
 
 
-def wrapped(opt, kind):
-  return facade.CrossShardOptimizer(opt) if 'shards' in kind else opt
+def wrapped(opt, context):
+  return facade.CrossShardOptimizer(opt) if 'shards' in context else opt
 
 
-def averages_of_averages(kind):
+def averages_of_averages(context):
   w = variable(ONES)
   ema = tf.train.ExponentialMovingAverage(0.5)
-  opt = wrapped(tf.train.GradientDescentOptimizer(1.0), kind)
+  opt = wrapped(tf.train.GradientDescentOptimizer(1.0), context)
 
   def step(x):
     train_op = opt.minimize(lambda: x * w, var_list=[w])
@@ -210,15 +214,15 @@ def averages_of_averages(kind):
     with tf.control_dependencies([train_op]):
       ema.apply(averaged)
 
-  return run(step, kind)
+  return run(step, context)
 
 
-def target_network(kind):
+def target_network(context):
   def net(scope):
     with tf.variable_scope(scope):
       return tf.get_variable('w', [], initializer=ONES())
 
-  opt = wrapped(tf.train.GradientDescentOptimizer(0.5), kind)
+  opt = wrapped(tf.train.GradientDescentOptimizer(0.5), context)
 
   def step(x):
     actor = net('actor')
@@ -230,12 +234,12 @@ def target_network(kind):
       for target, param in zip(targets, params, strict=True):
         target.assign(0.5 * target + 0.5 * param)
 
-  return run(step, kind, 2 if 'function' in kind else 1)
+  return run(step, context, 2 if 'function' in context else 1)
 
 
-def new_variables(kind):
+def new_variables(context):
   """The names that a step finds at its lines."""
-  seen, opt = [], wrapped(tf.train.MomentumOptimizer(0.5, 0.5), kind)
+  seen, opt = [], wrapped(tf.train.MomentumOptimizer(0.5, 0.5), context)
 
   def names(find, *args):
     return [x.op.name for x in find(*args)]
@@ -262,7 +266,7 @@ def new_variables(kind):
         f' {len(tf.losses.get_regularization_losses())}'
     )
 
-  run(step, kind)
+  run(step, context)
   lines = [[*dict.fromkeys(x)] for x in seen]  # A loss may run twice.
   return lines[0], [x for x in lines if x != lines[0]]
 
@@ -277,7 +281,9 @@ def variables_that_towers_find():
     op = opt.minimize(lambda: w * features[0], var_list=[w])
     return tf.estimator.EstimatorSpec(mode, loss=0.0, train_op=op)
 
-  step = facade.replicate_model_fn(model_fn, devices=['/cpu:0'] * 2)
+  step = tf.contrib.estimator.replicate_model_fn(
+      model_fn, devices=['/cpu:0'] * 2
+  )
   for _ in range(2):
     step(np.ones(2, np.float32), mode='train')
   return seen
@@ -327,10 +333,10 @@ def variables_built_by_a_function():
     return tf.losses.get_total_loss()
 
   facade.function(loss).build()
-  found = float(seen), len(tf.trainable_variables())
+  actual = float(seen), len(tf.trainable_variables())
   opt = tf.train.GradientDescentOptimizer(0.5)
   _, value = facade.function(lambda: opt.minimize(loss, return_loss=True))()
-  return *found, float(value), float(seen)
+  return *actual, float(value), float(seen)
 
 
 def slots_in_a_scope():
@@ -353,39 +359,39 @@ def constrained(opt):
   return round(float(w), 4)
 
 
-# What each call of a step must see at its lines.
+# Values that each call of a step must read at its lines.
 LINES = [
     *('None []', '0 []', "[] ['w']"),
     "global_step ['global_step', 'w', 'w/Momentum'] 1",
 ]
 PROGRAMS = {
     **{
-        f'averages of averages, {kind}': (
-            lambda kind=kind: averages_of_averages(kind),
+        f'averages of averages, {context}': (
+            lambda context=context: averages_of_averages(context),
             {'w': -2.0, 'w/ExponentialMovingAverage': average},
         )
         # Where nothing is compiled, it begins with the value after the step.
-        for kind, average in (
+        for context, average in (
             *(('plain', -1.25), ('function', -1.125)),
             ('function of shards', -1.125),
         )
     },
     **{
-        f'target network, {kind}': (
-            lambda kind=kind: target_network(kind),
+        f'target network, {context}': (
+            lambda context=context: target_network(context),
             {'actor/w': 1 - 0.5 * n, 'target/w': target},
         )
-        for kind, n, target in (
+        for context, n, target in (
             *(('plain', 1, 0.75), ('shards', 1, 0.75)),
             *(('function', 2, 0.375), ('function of shards', 2, 0.375)),
         )
     },
     **{
-        f'new variables, {kind}': (
-            lambda kind=kind: new_variables(kind),
+        f'new variables, {context}': (
+            lambda context=context: new_variables(context),
             (LINES, []),
         )
-        for kind in ('function', 'function of shards')
+        for context in ('function', 'function of shards')
     },
     'built variables': (variables_built_by_a_function, (0.0, 1, 2.0, 1.0)),
     'variables of towers': (variables_that_towers_find, [0, 1, 0, 1]),
@@ -527,17 +533,17 @@ class SmallProgramsTest(graphs.GraphTest):
       (reads_after_assignments, 'added', None, [1, 0.5]),
       (reads_after_assignments, 'branches', None, [1, 0]),
   )
-  def test_what_tensorflow_does_not_order_is_warned_of(
+  def test_a_read_after_an_assignment_warns(
       self, program, order, words, expected
   ):
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
       warnings.simplefilter('always')
       values = program(order)
 
     self.assertEqual(values, expected)
     # Each trace warns once, of the program's line.
-    self.assertLen(found, 2 if words else 0)
-    for warning in found:
+    self.assertLen(actual, 2 if words else 0)
+    for warning in actual:
       self.assertRegex(str(warning.message), words)
       self.assertEqual(warning.filename, __file__)
 
@@ -554,20 +560,20 @@ class SmallProgramsTest(graphs.GraphTest):
     self.assertIn('training/beta1_power', names)
 
   @cases.parameters(*PROGRAMS)
-  def test_gives_what_tensorflow_gives(self, name):
+  def test_matches_tensorflow_or_raises(self, name):
     program, expected = PROGRAMS[name]
 
     self.assertEqual(program(), expected)
 
-  def test_a_rate_that_a_condition_chose_is_warned_of(self):
+  def test_a_rate_from_a_condition_outside_of_a_step_warns(self):
     step = tf.train.get_or_create_global_step()
 
-    with self.assertWarnsRegex(UserWarning, 'stays what it is'):
+    with self.assertWarnsRegex(UserWarning, 'will not change'):
       tf.train.GradientDescentOptimizer(
           tf.cond(tf.less(step, 2), lambda: 0.5, lambda: 0.25)
       )
 
-  def test_a_rate_by_a_condition_is_read_at_each_update(self):
+  def test_a_conditional_rate_is_read_at_each_update(self):
     w, step = tf.Variable(0.0), tf.train.get_or_create_global_step()
     rate = tf.train.exponential_decay(1.0, step, 1, 0.5)
     opt = tf.train.GradientDescentOptimizer(
@@ -579,7 +585,7 @@ class SmallProgramsTest(graphs.GraphTest):
 
     self.assert_close(w.value(), jnp.float32(-1.5375))
 
-  def test_what_has_no_effect_says_so(self):
+  def test_names_without_effect_warn(self):
     for call in (
         lambda: tf.device('/gpu:1').__enter__(),
         lambda: tf.summary.scalar('loss', 1.0),
@@ -587,7 +593,7 @@ class SmallProgramsTest(graphs.GraphTest):
       with self.assertWarnsRegex(UserWarning, 'has no effect here'):
         self.assertIsNone(call())
 
-  def test_a_step_that_drops_leaves_nothing_behind(self):
+  def test_a_dropped_step_leaves_no_references(self):
     w, step = tf.Variable(1.0), tf.train.get_or_create_global_step()
     shared = tf.train.GradientDescentOptimizer(0.1)
 
@@ -601,7 +607,7 @@ class SmallProgramsTest(graphs.GraphTest):
 
     train()
     train()
-    gc.freeze()  # What there is need not be looked through.
+    gc.freeze()  # Excludes existing objects from the search.
     before = num_objects()
     compiled = graphs.compilations(self)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""`TowerOptimizer` and `replicate_model_fn`: towers take turns."""
+"""`TowerOptimizer` and `replicate_model_fn`."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import numpy as np
 import cases
 import graphs
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 X, IN_TURN = graphs.X, graphs.IN_TURN
 sgd = graphs.sgd
@@ -16,8 +17,8 @@ class TowersTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
-    self.w = facade.Variable(0.0, name='w')
-    self.step = facade.get_or_create_global_step()
+    self.w = tf.Variable(0.0, name='w')
+    self.step = tf.train.get_or_create_global_step()
 
   def loss(self, x):
     return jnp.mean(self.w * x)
@@ -27,28 +28,30 @@ class TowersTest(graphs.GraphTest):
 
     def model_fn(features):
       loss = jnp.sum(jnp.asarray(features))
-      return facade.EstimatorSpec('train', None, loss, train_op(features))
+      return tf.estimator.EstimatorSpec('train', None, loss, train_op(features))
 
-    towers = facade.replicate_model_fn(model_fn, reduction, devices)
+    towers = tf.contrib.estimator.replicate_model_fn(
+        model_fn, reduction, devices
+    )
     return towers(x, mode='train')
 
   @cases.parameters(
-      facade.Reduction.SUM, facade.Reduction.SUM_BY_NONZERO_WEIGHTS
+      tf.losses.Reduction.SUM, tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS
   )
-  def test_every_reduction_but_sum_is_a_mean(self, key):
+  def test_every_reduction_except_sum_is_a_mean(self, key):
     spec = self.run_model(
         lambda x: facade.TowerOptimizer(sgd()).minimize(lambda: self.loss(x)),
         reduction=key,
     )
 
-    divisor = 1 if key == facade.Reduction.SUM else 4
+    divisor = 1 if key == tf.losses.Reduction.SUM else 4
     self.assert_holds(self.w, -30.0 / divisor)
     self.assert_equal(spec.loss, jnp.float32(120 / divisor))
 
   @cases.parameters(True, False)
-  def test_what_is_assigned_beside_the_loss_counts_once(self, compiled):
-    metric = facade.Variable(0.0, trainable=False, name='metric')
-    seen = facade.Variable(0, trainable=False, name='seen')
+  def test_assignments_outside_of_the_loss_count_once(self, compiled):
+    metric = tf.Variable(0.0, trainable=False, name='metric')
+    seen = tf.Variable(0, trainable=False, name='seen')
 
     def train_op(x):
       def loss():
@@ -80,7 +83,7 @@ class TowersTest(graphs.GraphTest):
 
     self.assertEqual([float(self.w), int(self.step)], [-7.5, 1])
 
-  def test_a_function_in_towers_is_part_of_each(self):
+  def test_a_function_in_towers_becomes_part_of_each_tower(self):
     opt = facade.TowerOptimizer(sgd())
     update = facade.function(lambda x: opt.minimize(lambda: self.loss(x)))
     update(np.float32([1]))
@@ -90,13 +93,13 @@ class TowersTest(graphs.GraphTest):
     self.assert_holds(self.w, -1 - 7.5)
 
   @cases.parameters([[1, 1, 1, 2]], [[1, 0, 1, 1]], [[0] * 4])
-  def test_unequal_calls_are_an_error_and_change_nothing(self, numbers):
+  def test_unequal_calls_raise(self, numbers):
     towers = iter(numbers)
 
     def train_op(x):
       opt = facade.TowerOptimizer(sgd())
       for _ in range(next(towers)):
-        with facade.control_dependencies([None]):  # One after the other.
+        with tf.control_dependencies([None]):  # One after the other.
           opt.minimize(lambda: self.loss(x), self.step)
 
     with self.assertRaisesRegex(
@@ -105,35 +108,35 @@ class TowersTest(graphs.GraphTest):
       self.run_model(train_op)
     self.assertEqual([float(self.w), int(self.step)], [0, 0])
 
-  def test_variables_that_each_call_would_make_are_refused(self):
+  def test_new_variables_in_each_call_raise(self):
     for num_towers in (1, 2):
-      with self.assertRaisesRegex(ValueError, r'facade\.get_variable'):
+      with self.assertRaisesRegex(ValueError, r'tf\.get_variable'):
         self.run_model(
-            lambda x: facade.Variable(1.0), devices=['/cpu:0'] * num_towers
+            lambda x: tf.Variable(1.0), devices=['/cpu:0'] * num_towers
         )
-      with self.assertRaisesRegex(ValueError, r'facade\.get_variable'):
-        facade.shard(lambda: facade.Variable(1.0), num_shards=num_towers)
-    self.assertLen(facade.global_variables(), 2)
+      with self.assertRaisesRegex(ValueError, r'tf\.get_variable'):
+        facade.shard(lambda: tf.Variable(1.0), num_shards=num_towers)
+    self.assertLen(tf.global_variables(), 2)
 
-  def test_the_name_is_a_use(self):
-    opt = facade.TowerOptimizer(lambda: facade.AdamOptimizer(name='Mine'))
+  def test_reading_the_name_counts_as_use(self):
+    opt = facade.TowerOptimizer(lambda: tf.train.AdamOptimizer(name='Mine'))
 
     self.assertFalse(facade.TowerOptimizer.has_been_used())
     self.assertEqual(opt.get_name(), 'Mine')
 
     self.assertTrue(facade.TowerOptimizer.has_been_used())
     key = facade.TowerOptimizer.COLLECTION_FOR_GRAPH_STATES
-    self.assertLen(facade.get_collection(key), 1)
+    self.assertLen(tf.get_collection(key), 1)
 
 
 class ReplicateModelFnTest(graphs.GraphTest):
 
-  def test_splits_the_batch_and_joins_what_comes_back(self):
+  def test_splits_the_batch_and_concatenates_predictions(self):
     shapes = []
 
     def model_fn(features, labels, mode, params, config):
       shapes.append((labels.shape, params, config))
-      return facade.EstimatorSpec(
+      return tf.estimator.EstimatorSpec(
           mode,
           predictions={'twice': 2 * features['x'], 'label': labels},
           loss=jnp.sum(labels),
@@ -142,8 +145,8 @@ class ReplicateModelFnTest(graphs.GraphTest):
 
     x = np.arange(24.0, dtype=np.float32).reshape(8, 3)
     labels = np.arange(8, dtype=np.int32)
-    replicated = facade.replicate_model_fn(
-        model_fn, facade.Reduction.MEAN, IN_TURN
+    replicated = tf.contrib.estimator.replicate_model_fn(
+        model_fn, tf.losses.Reduction.MEAN, IN_TURN
     )
 
     spec = replicated({'x': x}, labels, 'eval', {'rate': 1}, 'config')

@@ -1,4 +1,4 @@
-"""Variables: how they are made, read, assigned; that they act as arrays."""
+"""Variables: creation, reading, assignment, and use as arrays."""
 
 import copy
 import operator
@@ -12,6 +12,7 @@ import numpy as np
 import cases
 import graphs
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 X = np.float32([1.5, 2, 3])
 W = np.float32([1, 2, 4])
@@ -31,52 +32,57 @@ class MakingTest(graphs.GraphTest):
       (lambda: [1.0], jnp.float32),
   )
   def test_starts_from_its_initial_value(self, initial, dtype):
-    variable = facade.Variable(initial)
+    variable = tf.Variable(initial)
 
-    given = initial() if callable(initial) else initial
-    np.testing.assert_array_equal(variable.value(), given)
+    expected_value = initial() if callable(initial) else initial
+    np.testing.assert_array_equal(variable.value(), expected_value)
     self.assertFalse(variable.value().weak_type)
     self.assertEqual(
         (variable.dtype, variable.shape, variable.ndim, variable.size),
-        (dtype, np.shape(given), np.ndim(given), np.size(given)),
+        (
+            dtype,
+            np.shape(expected_value),
+            np.ndim(expected_value),
+            np.size(expected_value),
+        ),
     )
 
-  def test_starts_from_the_value_of_another_and_in_a_given_dtype(self):
-    first = facade.Variable(W)
-    second = facade.Variable(first)
+  def test_starts_from_another_variable_with_a_dtype(self):
+    first = tf.Variable(W)
+    second = tf.Variable(first)
 
     first.assign(X)
 
     self.assert_holds(second, W)
-    half = facade.Variable([1, 2], dtype=jnp.bfloat16)
+    half = tf.Variable([1, 2], dtype=jnp.bfloat16)
     self.assert_holds(half, jnp.array([1, 2], jnp.bfloat16))
 
   def test_appends_a_number_to_a_name_that_is_taken(self):
-    made = [facade.Variable(1.0, name='w') for _ in range(3)]
-    unnamed = [facade.Variable(1.0) for _ in range(2)]
+    named = [tf.Variable(1.0, name='w') for _ in range(3)]
+    unnamed = [tf.Variable(1.0) for _ in range(2)]
 
     self.assertEqual(
-        [v.name for v in made + unnamed],
+        [v.name for v in named + unnamed],
         ['w:0', 'w_1:0', 'w_2:0', 'Variable:0', 'Variable_1:0'],
     )
-    self.assertEqual(made[1].op.name, 'w_1')
+    self.assertEqual(named[1].op.name, 'w_1')
 
-  def test_joins_the_collections_of_its_graph(self):
-    w = facade.Variable(1.0)
-    mean = facade.Variable(1.0, trainable=False)
-    mine = facade.Variable(W, True, ['mine'])
+  def test_is_added_to_the_collections_of_its_graph(self):
+    w = tf.Variable(1.0)
+    mean = tf.Variable(1.0, trainable=False)
+    mine = tf.Variable(W, True, ['mine'])
 
-    self.assertEqual(facade.global_variables(), [w, mean])
-    self.assertEqual(facade.trainable_variables(), [w, mine])
-    self.assertEqual(facade.get_collection('mine'), [mine])
+    self.assertEqual(tf.global_variables(), [w, mean])
+    self.assertEqual(tf.trainable_variables(), [w, mine])
+    self.assertEqual(tf.get_collection('mine'), [mine])
     self.assertEqual([w.trainable, mean.trainable], [True, False])
     self.assertIs(w.graph, self.graph)
 
-  def test_keeps_its_value_when_a_buffer_is_used_again(self):
+  def test_does_not_alias_a_numpy_buffer(self):
     # Whether JAX goes on using a buffer depends on where it lies.
     for _ in range(20):
       buffer = np.zeros(1_000_000, np.float32)
-      w = facade.Variable(buffer)
+      w = tf.Variable(buffer)
       buffer[:] = 7
       self.assertEqual(float(w.value().max()), 0)
 
@@ -90,7 +96,7 @@ class AssignTest(graphs.GraphTest):
 
   @cases.parameters('assign', 'assign_add', 'assign_sub')
   def test_sets_the_value_and_returns_it(self, method):
-    w = facade.Variable(W)
+    w = tf.Variable(W)
 
     returned = getattr(w, method)(X, use_locking=True, name='changed')
 
@@ -100,7 +106,7 @@ class AssignTest(graphs.GraphTest):
 
   @cases.parameters(jnp.int32, jnp.bfloat16)
   def test_keeps_the_dtype(self, dtype):
-    w, x = facade.Variable([1, 2], dtype=dtype), facade.Variable([3, 4])
+    w, x = tf.Variable([1, 2], dtype=dtype), tf.Variable([3, 4])
 
     w.assign(x, read_value=False)
     w.assign_add([1, 1])
@@ -112,9 +118,9 @@ class ArrayTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
-    self.w = facade.Variable(W, name='w')
+    self.w = tf.Variable(W, name='w')
 
-  @cases.product(op=OPERATORS, kind=(np.asarray, jnp.asarray, facade.Variable))
+  @cases.product(op=OPERATORS, kind=(np.asarray, jnp.asarray, tf.Variable))
   def test_works_with_operators_on_both_sides(self, op, kind):
     other = kind(X)
 
@@ -123,13 +129,13 @@ class ArrayTest(graphs.GraphTest):
     w, x = jnp.asarray(W), jnp.asarray(X)
     self.assert_equal(results, (op(w, x), op(x, w)))
 
-  def test_works_with_numbers_and_lists_and_alone(self):
+  def test_works_with_numbers_and_lists_and_unary_operators(self):
     for other in 2, 0.5, np.float32(0.5), [1, 2, 3]:
       expected = jnp.asarray(W) * jnp.asarray(other)
       self.assert_equal((self.w * other, other * self.w), (expected, expected))
-    v = facade.Variable(-W)
+    v = tf.Variable(-W)
     self.assert_equal((-v, +v, abs(v)), tuple(map(jnp.asarray, (W, -W, W))))
-    half = facade.Variable([1, 2], dtype=jnp.bfloat16)
+    half = tf.Variable([1, 2], dtype=jnp.bfloat16)
     self.assert_equal(2.0 * half + 1, jnp.array([3, 5], jnp.bfloat16))
 
   @cases.parameters(
@@ -159,17 +165,17 @@ class ArrayTest(graphs.GraphTest):
     np.testing.assert_array_equal(x, X + W, strict=True)
 
   def test_a_scalar_becomes_a_python_number(self):
-    self.assertEqual(float(facade.Variable(1.5)), 1.5)
-    self.assertEqual(int(facade.Variable(3)), 3)
-    self.assertEqual('abcd'[facade.Variable(3)], 'd')
-    self.assertFalse(bool(facade.Variable(0)))
-    self.assertEqual(f'{facade.Variable(1.5):.3f}', '1.500')
+    self.assertEqual(float(tf.Variable(1.5)), 1.5)
+    self.assertEqual(int(tf.Variable(3)), 3)
+    self.assertEqual('abcd'[tf.Variable(3)], 'd')
+    self.assertFalse(bool(tf.Variable(0)))
+    self.assertEqual(f'{tf.Variable(1.5):.3f}', '1.500')
 
   def test_is_equal_to_itself_only(self):
-    other = facade.Variable(W)
+    other = tf.Variable(W)
 
-    found = [self.w == self.w, self.w != self.w, self.w == other]
-    self.assertEqual([*found, self.w != other], [True, False, False, True])
+    actual = [self.w == self.w, self.w != self.w, self.w == other]
+    self.assertEqual([*actual, self.w != other], [True, False, False, True])
     self.assertIs(self.w == W, False)
     self.assertEqual({self.w: 'w', other: 'other'}[self.w], 'w')
 
@@ -178,7 +184,7 @@ class ArrayTest(graphs.GraphTest):
     self.assertEqual(repr(self.w), "<Variable 'w:0' shape=(3,) dtype=float32>")
 
   def test_has_the_methods_of_tensorflow(self):
-    w = facade.Variable(jnp.ones((2, 3), jnp.float32))
+    w = tf.Variable(jnp.ones((2, 3), jnp.float32))
 
     self.assertEqual(w.get_shape().as_list(), [2, 3])
     self.assertEqual((w.shape.ndims, w.shape.num_elements()), (2, 6))
@@ -187,7 +193,7 @@ class ArrayTest(graphs.GraphTest):
 
   @cases.parameters(copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt)))
   def test_an_optimizer_without_slots_is_copied(self, copied):
-    opt = facade.MomentumOptimizer(0.5, 0.9)
+    opt = tf.train.MomentumOptimizer(0.5, 0.9)
 
     other = copied(opt)
     for each in (opt, other):
@@ -215,13 +221,13 @@ class TracedTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
-    self.w = facade.Variable(1.0, name='w')
+    self.w = tf.Variable(1.0, name='w')
 
   def times(self, x):
     return self.w * x
 
   @cases.parameters(*TRACED)
-  def test_sees_and_trains_what_was_assigned_since(self, name):
+  def test_jax_transformations_use_new_assignments(self, name):
     net = TRACED[name](self.times)
     opt = graphs.sgd(0.5)
     predict = facade.function(net)
@@ -235,14 +241,14 @@ class TracedTest(graphs.GraphTest):
       with self.assertRaises(KeyError):
         opt.minimize(lambda: fails(x))
       before = net(x)
-      (grad,) = facade.gradients(lambda: net(x), [self.w])
+      (grad,) = tf.gradients(lambda: net(x), [self.w])
       net(x)
-      with facade.control_dependencies([self.w.assign(10.0)]):
+      with tf.control_dependencies([self.w.assign(10.0)]):
         assigned = net(x)
         train_op = opt.minimize(lambda: net(x))
-      with facade.control_dependencies([train_op]):
+      with tf.control_dependencies([train_op]):
         train_op = opt.minimize(lambda: net(x))
-      with facade.control_dependencies([train_op]):
+      with tf.control_dependencies([train_op]):
         return before, grad, assigned, net(x)
 
     for value in (1.0, 3.0):
@@ -250,10 +256,10 @@ class TracedTest(graphs.GraphTest):
       self.assertEqual(float(predict(2.0)), 2 * value)
       self.assertEqual([*map(float, step(2.0))], [2 * value, 2, 20, 16])
     self.assertEqual(float(predict(1.0)), 8)
-    with self.assertRaisesRegex(ValueError, r'must not be read.*facade\.funct'):
+    with self.assertRaisesRegex(ValueError, r'was read.*facade\.funct'):
       net(jnp.float32(2))
 
-  def test_what_reads_no_variable_is_traced_once(self):
+  def test_a_function_without_variables_is_traced_once(self):
     traces = []
 
     @jax.jit
@@ -267,11 +273,11 @@ class TracedTest(graphs.GraphTest):
     # Once for all towers, in each of the two traces of the step.
     self.assertLen(traces, 2)
 
-  def test_sees_variables_of_other_graphs_and_those_made_inside(self):
-    with facade.Graph().as_default():
-      v = facade.Variable(1.0)
+  def test_uses_variables_of_other_graphs_and_new_ones(self):
+    with tf.Graph().as_default():
+      v = tf.Variable(1.0)
     block = jax.checkpoint(
-        lambda x: facade.get_variable('made', initializer=lambda: 1.0) * x * v
+        lambda x: tf.get_variable('made', initializer=lambda: 1.0) * x * v
     )
     opt = graphs.sgd(0.5)
     step = facade.function(lambda x: opt.minimize(lambda: block(x)))
@@ -280,33 +286,33 @@ class TracedTest(graphs.GraphTest):
       v.assign(value)
       step(2.0)
 
-    self.assertEqual(float(facade.get_variable('made')), 1 - 1 - 10)
+    self.assertEqual(float(tf.get_variable('made')), 1 - 1 - 10)
 
   @cases.parameters(*TRACED)
   def test_finds_other_variables_in_other_scopes_and_graphs(self, name):
     net = TRACED[name](
-        lambda x: facade.get_variable('made', initializer=lambda: 1.0) * x
+        lambda x: tf.get_variable('made', initializer=lambda: 1.0) * x
     )
-    with facade.Graph().as_default() as other:
+    with tf.Graph().as_default() as other:
       elsewhere = facade.function(net)
-    with facade.variable_scope('b'):
+    with tf.variable_scope('b'):
       in_scope = facade.function(net)
 
     @facade.function
     def step(x):
-      with facade.variable_scope('a'):
-        found = [net(x)]
-      return [*found, in_scope(x), elsewhere(x), net(x)]
+      with tf.variable_scope('a'):
+        actual = [net(x)]
+      return [*actual, in_scope(x), elsewhere(x), net(x)]
 
     step.build(1.0)
     for i, name in enumerate(('a/made', 'b/made', 'made')):
-      facade.get_variable(name).assign(i + 2)
+      tf.get_variable(name).assign(i + 2)
     with other.as_default():
-      facade.get_variable('made').assign(9)
+      tf.get_variable('made').assign(9)
 
     self.assertEqual([*map(float, step(1.0))], [2, 3, 9, 4])
 
-  def test_works_under_transformations_that_keep_nothing(self):
+  def test_works_under_transformations_without_caches(self):
     self.assertEqual(float(jax.grad(self.times)(2.0)), 1.0)
     ones = np.ones(2, np.float32)
     self.assert_equal(jax.vmap(self.times)(ones), ones)
@@ -318,8 +324,8 @@ class TracedTest(graphs.GraphTest):
           0, 3, lambda _, x: graphs.sgd().minimize(lambda: w * x) or x, 1.0
       ),
   )
-  def test_an_assignment_that_jax_would_do_once_is_refused(self, assign):
+  def test_an_assignment_in_a_jax_trace_raises(self, assign):
     for run in (assign, facade.function(lambda: assign(self.w))):
-      with self.assertRaisesRegex(ValueError, 'must not be (assigned|read)'):
+      with self.assertRaisesRegex(ValueError, '(cannot be assigned|was read)'):
         run(self.w) if run is assign else run()
     self.assertEqual(float(self.w), 1.0)

@@ -1,4 +1,4 @@
-"""Workers are threads: stale gradients are dropped, replicas in step meet."""
+"""Worker threads: dropped stale gradients and synchronous replicas."""
 
 import types
 
@@ -8,6 +8,7 @@ import numpy as np
 import cases
 import graphs
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 sgd, drop_stale = graphs.sgd, graphs.drop_stale
 
@@ -16,8 +17,8 @@ class WorkersTest(graphs.GraphTest):
 
   def setUp(self):
     super().setUp()
-    self.w = facade.Variable(0.0, name='w')
-    self.step = facade.get_or_create_global_step()
+    self.w = tf.Variable(0.0, name='w')
+    self.step = tf.train.get_or_create_global_step()
 
   def run_threads(self, *workers):
     """Runs workers in the graph of the test."""
@@ -26,8 +27,8 @@ class WorkersTest(graphs.GraphTest):
       with self.graph.as_default():
         worker()
 
-    found = [lambda worker=worker: in_graph(worker) for worker in workers]
-    return graphs.run_threads(*found)
+    actual = [lambda worker=worker: in_graph(worker) for worker in workers]
+    return graphs.run_threads(*actual)
 
   def minimize(self, opt, gradient=1.0):
     return opt.minimize(lambda: self.w * gradient, self.step)
@@ -39,8 +40,8 @@ class WorkersTest(graphs.GraphTest):
 class DropStaleTest(WorkersTest):
 
   @cases.parameters((0, 0, 1), (0, 1, 0), (2, 2, 1), (2, 3, 0), (-1, 0, 0))
-  def test_applies_what_is_fresh_enough(self, staleness, age, applies):
-    inner = facade.AdamOptimizer(0.5)
+  def test_applies_gradients_up_to_the_staleness(self, staleness, age, applies):
+    inner = tf.train.AdamOptimizer(0.5)
     opt = drop_stale(inner, staleness)
     inner.apply_gradients([(1.0, self.w)], self.step)
     self.assertEqual(int(opt.stale_counter), 0)
@@ -68,7 +69,7 @@ class DropStaleTest(WorkersTest):
       return self.w * 1.0
 
     self.assertEqual(int(opt.minimize(loss, self.step)), 1)
-    # What was recorded before the last update counts no longer.
+    # Steps recorded before the last update do not count.
     pairs = self.pairs(opt)
     self.assertEqual(int(opt.apply_gradients(pairs, self.step)), 1)
     # It counts for every update that follows.
@@ -86,7 +87,7 @@ class DropStaleTest(WorkersTest):
 
     self.assertEqual(counts, [3, 3, 3])
 
-  def test_in_a_function_what_was_not_computed_is_dropped(self):
+  def test_in_a_function_a_gradient_without_a_step_is_dropped(self):
     opt = drop_stale(sgd(), 5)
     step = facade.function(
         lambda grad: opt.apply_gradients([(grad, self.w)], self.step)
@@ -96,7 +97,7 @@ class DropStaleTest(WorkersTest):
     self.assert_holds(self.w, 0.0)
 
   def test_wrappers_of_one_optimizer_share_the_counter(self):
-    inner = facade.AdamOptimizer()
+    inner = tf.train.AdamOptimizer()
     wrappers = [drop_stale(x, -1) for x in (inner, inner, sgd())]
 
     for opt in wrappers:
@@ -113,8 +114,8 @@ class DropStaleTest(WorkersTest):
   @cases.parameters((False, 0), (True, 3))
   def test_no_update_is_lost_and_none_applied_twice(self, compiled, staleness):
     num_workers, num_steps = 4, 40 if compiled else 8
-    w = facade.Variable(np.zeros(num_workers, np.float32), name='each')
-    inner = facade.MomentumOptimizer(1.0, 0.0)
+    w = tf.Variable(np.zeros(num_workers, np.float32), name='each')
+    inner = tf.train.MomentumOptimizer(1.0, 0.0)
     accepted = np.zeros(num_workers, np.float32)
 
     def worker(i):
@@ -148,7 +149,7 @@ class DropStaleTest(WorkersTest):
   @cases.parameters(
       lambda opt: opt, facade.CrossShardOptimizer, facade.TowerOptimizer
   )
-  def test_locking_of_the_innermost_optimizer_holds(self, wrap):
+  def test_locking_of_the_inner_optimizer_is_used(self, wrap):
     # Several optimizers of one variable: TensorFlow 1 locked the variable.
     def worker():
       opt = wrap(sgd(use_locking=True))
@@ -160,7 +161,7 @@ class DropStaleTest(WorkersTest):
 
     self.assert_holds(self.w, 100.0)
 
-  def test_locking_holds_in_towers(self):
+  def test_locking_is_used_in_towers(self):
     inner = sgd()
 
     def worker():
@@ -181,7 +182,7 @@ class DropStaleTest(WorkersTest):
 class SyncReplicasTest(WorkersTest):
 
   def optimizer(self, *args, inner=None, timeout=60.0, **kwargs):
-    opt = facade.SyncReplicasOptimizer(inner or sgd(), *args, **kwargs)
+    opt = tf.train.SyncReplicasOptimizer(inner or sgd(), *args, **kwargs)
     opt.timeout_secs = timeout
     return opt
 
@@ -198,24 +199,29 @@ class SyncReplicasTest(WorkersTest):
 
     return run
 
-  def test_replicas_in_step_train_as_one_of_their_mean(self):
+  def test_synchronous_replicas_train_with_their_mean(self):
     grads = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
-    opt = self.optimizer(3, inner=facade.AdamOptimizer(0.1))
+    opt = self.optimizer(3, inner=tf.train.AdamOptimizer(0.1))
 
     errors = self.run_threads(
-        *(self.worker(opt, 5, lambda i, own=own: own[i]) for own in grads)
+        *(
+            self.worker(
+                opt, 5, lambda i, worker_grads=worker_grads: worker_grads[i]
+            )
+            for worker_grads in grads
+        )
     )
 
     self.assertEmpty(errors)
     self.assertEqual(int(self.step), 5)
-    with facade.Graph().as_default():
-      alone, inner = facade.Variable(0.0), facade.AdamOptimizer(0.1)
+    with tf.Graph().as_default():
+      reference, inner = tf.Variable(0.0), tf.train.AdamOptimizer(0.1)
       for grad in grads.mean(0):
-        inner.apply_gradients([(grad, alone)])
-    self.assert_close(self.w.value(), alone.value())
+        inner.apply_gradients([(grad, reference)])
+    self.assert_close(self.w.value(), reference.value())
 
   @cases.parameters((2, 4, 10), (4, 2, 3))
-  def test_backups_are_dropped_and_few_hand_in_several(
+  def test_backups_are_dropped_and_few_workers_contribute_several(
       self, needed, workers, steps
   ):
     opt = self.optimizer(needed, total_num_replicas=workers)
@@ -239,8 +245,8 @@ class SyncReplicasTest(WorkersTest):
     self.assertEqual([float(self.w), int(self.step)], [-1, 1])
 
   @cases.parameters(False, True)
-  def test_another_optimizer_may_count_the_same_step(self, both):
-    b = facade.Variable(0.0, name='b')
+  def test_another_optimizer_may_use_the_same_global_step(self, both):
+    b = tf.Variable(0.0, name='b')
     opts = [self.optimizer(1, total_num_replicas=2, inner=sgd(0.5))]
     opts.append(
         self.optimizer(1, total_num_replicas=2, inner=sgd(0.5))
@@ -259,26 +265,26 @@ class SyncReplicasTest(WorkersTest):
         [float(self.w), float(b), int(self.step)], [7 / 8] * 2 + [6]
     )
 
-  def test_a_worker_does_not_wait_for_ever(self):
+  def test_a_worker_times_out(self):
     opt = self.optimizer(2, timeout=0.1)
-    other = facade.Variable(0.0, name='other')
+    other = tf.Variable(0.0, name='other')
 
-    # What a worker withdraws when its time is over is no longer in the way.
+    # Gradients of a worker that timed out are withdrawn.
     for variable in (self.w, other):
       with self.assertRaisesRegex(
-          TimeoutError, 'not over within .*fewer than 2 gradients'
+          TimeoutError, 'did not end within .*fewer than 2 gradients'
       ):
         opt.apply_gradients([(1.0, variable)], self.step)
     self.assertEqual([float(self.w), int(self.step)], [0, 0])
 
   def test_workers_must_have_the_same_variables(self):
-    other = facade.Variable(0.0, name='other')
+    other = tf.Variable(0.0, name='other')
     opt = self.optimizer(3, total_num_replicas=2)
     with self.assertRaises(TypeError):
       opt.apply_gradients([(1, other)], self.step)
     opt.apply_gradients([(1.0, self.w)], self.step)
 
-    with self.assertRaisesRegex(ValueError, 'of the same variables'):
+    with self.assertRaisesRegex(ValueError, 'update the same variables'):
       opt.apply_gradients([(1.0, other)], self.step)
 
   def test_one_replica_is_the_inner_optimizer_and_compiles(self):
@@ -288,7 +294,7 @@ class SyncReplicasTest(WorkersTest):
     )
     opt = self.optimizer(
         1,
-        inner=facade.MomentumOptimizer(1.0, 0.5),
+        inner=tf.train.MomentumOptimizer(1.0, 0.5),
         variable_averages=averages,
         variables_to_average=[self.w],
     )
@@ -301,7 +307,7 @@ class SyncReplicasTest(WorkersTest):
     self.assert_equal(calls[-1], [self.w.value()])
     self.assertEqual(opt.get_name(), 'sync_replicas')
 
-  def test_replicas_in_towers_meet(self):
+  def test_replicas_in_towers_synchronize(self):
     opt = self.optimizer(2)
 
     def worker(value):
@@ -319,7 +325,7 @@ class SyncReplicasTest(WorkersTest):
     self.assertEmpty(errors)
     self.assertEqual([float(self.w), int(self.step)], [2.5, 1])
 
-  def test_an_error_of_the_worker_that_applies_reaches_all(self):
+  def test_an_error_in_one_worker_reaches_all(self):
     averages = types.SimpleNamespace(apply=lambda variables: {}['average'])
     opt = self.optimizer(
         2, variable_averages=averages, variables_to_average=[self.w]

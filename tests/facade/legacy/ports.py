@@ -38,5 +38,5 @@ def module(name):
 def classes(text):
   """Returns the texts of the classes of a script."""
   nodes = ast.parse(text).body
-  found = [node for node in nodes if isinstance(node, ast.ClassDef)]
-  return [ast.get_source_segment(text, node) for node in found]
+  actual = [node for node in nodes if isinstance(node, ast.ClassDef)]
+  return [ast.get_source_segment(text, node) for node in actual]

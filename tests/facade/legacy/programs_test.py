@@ -1,14 +1,14 @@
-"""Training scripts of TensorFlow 1, ported, train as TensorFlow trained them.
+"""Ported training scripts of TensorFlow 1 train like the originals.
 
-`programs` has the training parts as their repositories write them, in our words
-and with a small model, and what the porting page changes in them; `recorded`
-the batches and what TensorFlow 1.15.5 computed with the originals: the initial
-variables, those after each step, and at last all of them. There, each shard was
-a graph with a session in a thread, whose assignments waited for the reads in
-lines before them, as on a TPU; NumPy made the sum, in the order of the shards,
-as `CrossShardOptimizer` has no kernel on CPUs. Towers and stale gradients were
-TensorFlow's own. The moving averages of batch normalization, which each shard
-kept for itself, are means.
+`programs` contains the training parts of public repositories, in our words and
+with a small model, and the changes of the porting page. `recorded` contains the
+batches and the results of the originals in TensorFlow 1.15.5: the initial
+variables, the variables after each step, and all variables at the end. In
+TensorFlow, each shard was a graph with a session in a thread, whose assignments
+waited for the reads in earlier lines, like on a TPU. NumPy summed over the
+shards in their order, because `CrossShardOptimizer` does not have a CPU kernel.
+Towers and stale gradients used the classes of TensorFlow. The moving averages
+of batch normalization are means over the shards.
 """
 
 import collections
@@ -21,14 +21,15 @@ import numpy as np
 import cases
 from legacy import ports
 from shard_transforms import facade
+from shard_transforms.facade import tf
 
 NUM_SHARDS = 4
-# Where each trains: on shards, in towers, or the whole batch alone.
+# Where each program trains: on shards, in towers, or on one device.
 PROGRAMS = {
     **dict.fromkeys(('bert', 'xlnet', 'mnist_tpu', 'resnet'), 'shards'),
     **dict.fromkeys(('amoeba_net', 'tensor2tensor', 'gpt2'), 'shards'),
     **{'compare_gan': 'shards', 'official_mnist': 'towers', 'ssd': 'towers'},
-    'stale_user': 'alone',
+    'stale_user': 'single',
 }
 
 
@@ -39,17 +40,17 @@ def recorded(name):
 
 def train(name, initial):
   """Yields the variables by name after each step, and once more at last."""
-  facade.get_or_create_global_step()
+  tf.train.get_or_create_global_step()
   model_fn = ports.module(name).model_fn
   params = {'initial': {k: np.float32(x) for k, x in initial.items()}}
   kind = PROGRAMS[name]
   if kind == 'towers':
-    model_fn = facade.replicate_model_fn(
+    model_fn = tf.contrib.estimator.replicate_model_fn(
         model_fn, devices=['/cpu:0'] * NUM_SHARDS
     )
 
   def computation(features, labels):
-    mode = facade.ModeKeys.TRAIN
+    mode = tf.estimator.ModeKeys.TRAIN
     return model_fn(features, labels, mode=mode, params=params).loss
 
   @facade.function
@@ -59,7 +60,7 @@ def train(name, initial):
 
   for batch in recorded('batches'):
     step(*map(np.float32, batch))
-    values = jax.device_get(facade.get_values(facade.global_variables()))
+    values = jax.device_get(facade.get_values(tf.global_variables()))
     yield values
   yield values
 
@@ -68,12 +69,12 @@ class ProgramsTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enterContext(facade.Graph().as_default())
+    self.enterContext(tf.Graph().as_default())
     # TensorFlow adds a bias to rows without a word, and so do the scripts.
     self.enterContext(jax.numpy_rank_promotion('allow'))
 
   @cases.parameters(*PROGRAMS)
-  def test_trains_as_tensorflow(self, name):
+  def test_trains_like_tensorflow(self, name):
     initial, *steps, end = recorded(name)
     # The scope of a `tf.cond` is in names of TensorFlow.
     end = {k.removeprefix('cond/'): v for k, v in end.items()}
@@ -81,12 +82,12 @@ class ProgramsTest(parameterized.TestCase):
     trained = [*train(name, initial)]
 
     self.assertEqual(set(end), set(trained[-1]))
-    for found, expected in zip(trained, [*steps, end], strict=True):
+    for actual, expected in zip(trained, [*steps, end], strict=True):
       for key, value in expected.items():
         # Of the largest number of each array: slots may be small.
         tolerance = 2e-5 if name == 'compare_gan' else 2e-6
         np.testing.assert_allclose(
-            np.ravel(found[key]),
+            np.ravel(actual[key]),
             value,
             rtol=tolerance,
             atol=tolerance * np.max(np.abs(value)),
@@ -96,7 +97,7 @@ class ProgramsTest(parameterized.TestCase):
 
 class PortsTest(parameterized.TestCase):
 
-  def test_change_as_few_lines_as_the_page_says(self):
+  def test_ports_change_as_few_lines_as_the_page_says(self):
     changes = []
     for name in PROGRAMS:
       before, after = (
@@ -109,7 +110,7 @@ class PortsTest(parameterized.TestCase):
     self.assertEqual([len(changes), min(changes), max(changes)], [11, 4, 18])
 
   @cases.parameters('bert', 'gpt2')
-  def test_keep_the_class_of_the_optimizer(self, name):
+  def test_ports_keep_the_optimizer_classes(self, name):
     before, after = map(ports.classes, ports.texts(name))
 
     self.assertNotEmpty(before)

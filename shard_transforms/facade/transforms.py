@@ -1,4 +1,4 @@
-"""`adam`, `ftrl` and, by norms of layers, `lars`."""
+"""Optax transformations with the arithmetic of TensorFlow 1."""
 
 from collections.abc import Callable
 import functools
@@ -11,26 +11,24 @@ import jax.numpy as jnp
 import optax
 
 _Arguments = ParamSpec('_Arguments')
-_Made = TypeVar('_Made')
+_Result = TypeVar('_Result')
 
 
 def _checked(
-    factory: Callable[_Arguments, _Made],
-) -> Callable[_Arguments, _Made]:
-  """Returns a factory that refuses arguments that are NaN.
+    factory: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+  """Makes a factory refuse arguments that are NaN.
 
   Raises:
-    ValueError: When it is called, if one is.
+    ValueError: When the factory is called, if an argument is NaN.
   """
 
   @functools.wraps(factory)
-  def make(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
-    given = inspect.signature(factory).bind(*args, **kwargs).arguments
-    for name, value in given.items():
+  def make(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    arguments = inspect.signature(factory).bind(*args, **kwargs).arguments
+    for name, value in arguments.items():
       if isinstance(value, float) and math.isnan(value):
-        raise ValueError(
-            f'`{name}` of `{factory.__name__}` must not be NaN, got {value!r}.'
-        )
+        raise ValueError(f'`{name}` of `{factory.__name__}` is NaN.')
     return factory(*args, **kwargs)
 
   return make
@@ -43,7 +41,7 @@ class AdamState(NamedTuple):
     beta1_power: :math:`\beta_1^{t+1}` after t updates, float32 [].
     beta2_power: :math:`\beta_2^{t+1}` after t updates, float32 [].
     m: The first moment, a tree like the parameters.
-    v: The second moment, the same.
+    v: The second moment, a tree like the parameters.
   """
 
   beta1_power: jax.Array
@@ -61,18 +59,18 @@ def adam(
   .. math:: u = -\eta \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t}
      \frac{m}{\sqrt{v} + \epsilon}
 
-  It differs from `optax.adam` in three ways. Its epsilon is added before the
-  bias of the second moment is corrected (the "epsilon hat" of the paper). It
-  subtracts the betas from 1 in the dtype of the parameters, which makes `v`
-  1.3e-5 smaller for a `beta2` of 0.999. And it keeps the powers of the betas
-  instead of a count, as checkpoints of TensorFlow 1 do; once a power
-  underflows, no count can be recovered from it.
+  It differs from `optax.adam` in three ways. Epsilon is added before the bias
+  correction of the second moment (the "epsilon hat" of the paper). The betas
+  are subtracted from 1 in the dtype of the parameters, which makes `v` smaller
+  by a factor of 1.3e-5 for a `beta2` of 0.999. The state contains the powers of
+  the betas instead of a count, like checkpoints of TensorFlow 1.
 
   Args:
-    learning_rate: The rate. Each argument is a number or a scalar array.
+    learning_rate: The learning rate, like all arguments a number or a scalar
+      array.
     beta1: The decay of the first moment.
     beta2: The decay of the second moment.
-    epsilon: The number that keeps the divisor from zero.
+    epsilon: A number that is added to the divisor.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `AdamState`.
@@ -82,8 +80,8 @@ def adam(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from shard_transforms import tf1
-    >>> tx = tf1.adam(0.5, 0.9, 0.999, 1e-8)
+    >>> from shard_transforms import facade
+    >>> tx = facade.adam(0.5, 0.9, 0.999, 1e-8)
     >>> updates, _ = tx.update(jnp.array([2.0]), tx.init(jnp.zeros(1)))
     >>> print(updates.round(3))
     [-0.5]
@@ -123,12 +121,12 @@ def adam(
 
 
 def _move(decay, average, value):
-  """Returns a moving average.
+  """Updates a moving average.
 
-  As in TensorFlow, 1 - `decay` is the difference of numbers of the dtype of the
-  average: for 0.999 in 32 bits, it is 1.3e-5 (relative) below 0.001.
+  As in TensorFlow, 1 - `decay` is computed in the dtype of the average: for
+  0.999 in float32, it is 1.3e-5 (relative) below 0.001.
   """
-  # In 16 bits, the average would not move: 0.999 is 1 there.
+  # In 16 bits, 0.999 rounds to 1, and the average would not change.
   wide = jnp.float32 if average.dtype.itemsize < 4 else average.dtype
   change = (value - average).astype(wide) * (1 - jnp.asarray(decay, wide))
   return average + change.astype(average.dtype)
@@ -155,7 +153,7 @@ def ftrl(
     l2_regularization_strength: float = 0.0,
     l2_shrinkage_regularization_strength: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Follows the regularized leader, each coordinate at its own rate.
+  r"""FTRL-proximal as TensorFlow 1 computes it.
 
   With the exponent :math:`p` = -`learning_rate_power` and the shrunk gradient
   :math:`g' = g + 2 \lambda_s x`,
@@ -170,7 +168,7 @@ def ftrl(
 
   Args:
     learning_rate: The rate :math:`\eta`, a number or a scalar array.
-    learning_rate_power: How it decays, not positive.
+    learning_rate_power: The exponent of the decay, not positive.
     initial_accumulator_value: The initial :math:`n`, not negative.
     l1_regularization_strength: :math:`\lambda_1`, not negative.
     l2_regularization_strength: :math:`\lambda_2`, not negative.
@@ -186,8 +184,8 @@ def ftrl(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from shard_transforms import tf1
-    >>> tx, w = tf1.ftrl(0.5), jnp.zeros(1)
+    >>> from shard_transforms import facade
+    >>> tx, w = facade.ftrl(0.5), jnp.zeros(1)
     >>> updates, _ = tx.update(jnp.ones(1), tx.init(w), w)
     >>> print(f'{updates[0]:.3f}')
     -0.477
@@ -265,19 +263,19 @@ def lars(
   .. math:: u = -\eta \frac{\epsilon_\eta |w|}{|g| + \lambda |w| + \epsilon}
      (g + \lambda w)
 
-  The norm of the gradient and that of the decay are added. In `optax.lars`, the
-  divisor is the norm of their sum. Momentum contains the rate.
+  The divisor is the sum of the norms of the gradient and the decay; in
+  `optax.lars`, it is the norm of their sum. The momentum contains the learning
+  rate.
 
   Args:
-    learning_rate: The rate :math:`\eta`. This and the next four are numbers or
-      scalar arrays.
+    learning_rate: The learning rate :math:`\eta`. The first five arguments are
+      numbers or scalar arrays.
     momentum: The decay of the momentum.
     weight_decay: The decay :math:`\lambda` of the weights.
     eeta: The factor :math:`\epsilon_\eta` of the ratio.
-    epsilon: The number that keeps the divisor from zero.
-    mask: Which leaves have a rate of their own and decay, a tree of booleans
-      or a function of the parameters that returns one; the others take
-      `learning_rate` as it is.
+    epsilon: A number that is added to the divisor.
+    mask: A tree of booleans, or a function of the parameters that returns one.
+      Leaves that are masked out do not decay and take `learning_rate` as it is.
     nesterov: Whether to use Nesterov momentum.
 
   Returns:
@@ -289,8 +287,8 @@ def lars(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from shard_transforms import tf1
-    >>> tx = tf1.lars(1.0, momentum=0.0, weight_decay=0.0, eeta=0.5)
+    >>> from shard_transforms import facade
+    >>> tx = facade.lars(1.0, momentum=0.0, weight_decay=0.0, eeta=0.5)
     >>> w = jnp.array([3.0, 4.0])
     >>> updates, _ = tx.update(jnp.array([0.0, 2.0]), tx.init(w), w)
     >>> print(updates)
@@ -305,8 +303,10 @@ def lars(
   def adapt(grad, param):
     weight, gradient = optax.safe_norm(param, 0.0), optax.safe_norm(grad, 0.0)
     divisor = gradient + weight_decay * weight + epsilon
-    known = (weight > 0) & (gradient > 0)
-    ratio = jnp.where(known, eeta * weight / jnp.where(known, divisor, 1), 1)
+    is_nonzero = (weight > 0) & (gradient > 0)
+    ratio = jnp.where(
+        is_nonzero, eeta * weight / jnp.where(is_nonzero, divisor, 1), 1
+    )
     return (ratio * (grad + weight_decay * param)).astype(grad.dtype)
 
   def adapted(updates, params):
@@ -315,7 +315,7 @@ def lars(
 
   def scaled(updates, params):
     del params
-    # The rate may be an array of another type.
+    # The learning rate may be an array of another dtype.
     return jax.tree.map(lambda g: (learning_rate * g).astype(g.dtype), updates)
 
   return optax.with_extra_args_support(
@@ -330,4 +330,6 @@ def lars(
 
 def _check_params(name, params):
   if params is None:
-    raise ValueError(f'`update` of `{name}` must be given the parameters.')
+    raise ValueError(
+        f'`{name}` needs the parameters. Call `update(updates, state, params)`.'
+    )

@@ -1,7 +1,7 @@
-"""Optimizers of `tf1`: dtypes, arguments and edge cases, but not their numbers.
+"""`adam`, `ftrl` and `lars`: dtypes, arguments and edge cases.
 
-Numbers are compared with recordings in `facade/golden_test.py` and
-`facade/optimizers_test.py`.
+Their numerical results are compared with recordings in `golden_test.py` and
+`optimizers_test.py`.
 """
 
 import inspect
@@ -15,16 +15,16 @@ import numpy as np
 import optax
 
 import cases
-from shard_transforms import tf1
+from shard_transforms import facade
 
 RNG = np.random.default_rng(0)
 PARAMS = {'w': RNG.normal(size=(2, 3)).astype(np.float32), 'b': np.float32(0.5)}
 GRADS = {'w': RNG.normal(size=(2, 3)).astype(np.float32), 'b': np.float32(-3)}
 # Of numbers that may be arrays.
 FACTORIES = {
-    'adam': lambda *rates: tf1.adam(*(rates or (0.1, 0.8, 0.95, 0.1))),
-    'ftrl': lambda *rates: tf1.ftrl(*(rates or (0.5,)), **FTRL),
-    'lars': lambda *rates: tf1.lars(*(rates or (0.1,))),
+    'adam': lambda *rates: facade.adam(*(rates or (0.1, 0.8, 0.95, 0.1))),
+    'ftrl': lambda *rates: facade.ftrl(*(rates or (0.5,)), **FTRL),
+    'lars': lambda *rates: facade.lars(*(rates or (0.1,))),
 }
 FTRL = {
     'learning_rate_power': -0.7,
@@ -43,18 +43,18 @@ def assert_close(actual, expected, rtol=1e-5, atol=0.0):
 
 
 class OptimizerTest(parameterized.TestCase):
-  """What all of them promise."""
+  """Properties that all transformations have."""
 
   @cases.parameters(
-      (tf1.adam, 0.1, math.nan, 0.9, 1e-8),
-      (tf1.ftrl, math.nan),
-      (tf1.lars, 0.1, math.nan),
+      (facade.adam, 0.1, math.nan, 0.9, 1e-8),
+      (facade.ftrl, math.nan),
+      (facade.lars, 0.1, math.nan),
   )
-  def test_names_an_argument_that_is_not_a_number(self, factory, *numbers):
+  def test_nan_arguments_raise(self, factory, *numbers):
     names = [*inspect.signature(factory).parameters]
     name = names[[*map(math.isnan, numbers)].index(True)]
 
-    with self.assertRaisesRegex(ValueError, f'`{name}` of .* must not be NaN'):
+    with self.assertRaisesRegex(ValueError, f'`{name}` of .* is NaN'):
       factory(*numbers)
 
   @cases.product(name=FACTORIES, dtype=(jnp.bfloat16, jnp.float64))
@@ -71,10 +71,10 @@ class OptimizerTest(parameterized.TestCase):
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
 
   @cases.parameters('ftrl', 'lars')
-  def test_needs_the_parameters(self, name):
+  def test_missing_parameters_raise(self, name):
     tx = FACTORIES[name]()
 
-    with self.assertRaisesRegex(ValueError, f'of `{name}` must be given the p'):
+    with self.assertRaisesRegex(ValueError, f'`{name}` needs the p'):
       tx.update(GRADS, tx.init(PARAMS))
 
   @cases.parameters('adam', 'ftrl', 'lars', ('lars', np.float32(0.1)))
@@ -91,13 +91,13 @@ class OptimizerTest(parameterized.TestCase):
     chex.assert_trees_all_equal((updates, after), without)
 
   @cases.parameters(*FACTORIES)
-  def test_takes_a_tree_without_leaves(self, name):
+  def test_accepts_an_empty_tree(self, name):
     tx = FACTORIES[name]()
 
     self.assertEqual(tx.update({}, tx.init({}), {})[0], {})
 
   @cases.parameters(('adam', 0.1, 0.8, 0.95, 0.1), ('ftrl', 0.5), ('lars', 0.1))
-  def test_numbers_may_be_arrays(self, name, *numbers):
+  def test_hyperparameters_may_be_arrays(self, name, *numbers):
     @jax.jit
     def update(numbers):
       tx = FACTORIES[name](*numbers)
@@ -115,7 +115,7 @@ class AdamTest(parameterized.TestCase):
 
   @cases.parameters(0.999, np.float32(0.999))
   def test_subtracts_betas_from_one_in_the_dtype_of_the_parameters(self, beta):
-    tx = tf1.adam(0.1, beta, beta, 1e-8)
+    tx = facade.adam(0.1, beta, beta, 1e-8)
 
     _, state = tx.update(GRADS, tx.init(PARAMS))
 
@@ -124,8 +124,8 @@ class AdamTest(parameterized.TestCase):
     squares = jax.tree.map(lambda g: part * g * g, GRADS)
     assert_close(state.v, squares, rtol=3e-7)
 
-  def test_goes_on_below_the_smallest_power(self):
-    tx = tf1.adam(0.1, 0.8, 0.95, 1e-8)
+  def test_continues_after_a_power_underflows(self):
+    tx = facade.adam(0.1, 0.8, 0.95, 1e-8)
     state = tx.init(PARAMS)._replace(
         beta1_power=jnp.float32(0), beta2_power=jnp.float32(0)
     )
@@ -139,7 +139,7 @@ class AdamTest(parameterized.TestCase):
 class FtrlTest(parameterized.TestCase):
 
   def test_zero_gradients_from_a_zero_sum_stay_finite(self):
-    tx = tf1.ftrl(
+    tx = facade.ftrl(
         0.5, initial_accumulator_value=0.0, l2_regularization_strength=0.1
     )
 
@@ -147,13 +147,13 @@ class FtrlTest(parameterized.TestCase):
 
     chex.assert_tree_all_finite(updates)
 
-  def test_refuses_numbers_of_the_wrong_sign(self):
+  def test_arguments_of_the_wrong_sign_raise(self):
     for name in FTRL:
       value = 0.5 if name == 'learning_rate_power' else -0.1
       with self.assertRaisesRegex(
           ValueError, f'`{name}` must not be .*{value}'
       ):
-        tf1.ftrl(0.5, **{name: value})
+        facade.ftrl(0.5, **{name: value})
 
 
 class LarsTest(parameterized.TestCase):
@@ -162,31 +162,31 @@ class LarsTest(parameterized.TestCase):
     return jax.jit(tx.update)(grads, tx.init(params), params)[0]
 
   @cases.parameters(False, True)
-  def test_momentum_holds_the_rate(self, nesterov):
+  def test_momentum_contains_the_rate(self, nesterov):
     zeros = jax.tree.map(np.zeros_like, PARAMS)
-    tx = tf1.lars(0.5, 0.8, mask=False, nesterov=nesterov)
+    tx = facade.lars(0.5, 0.8, mask=False, nesterov=nesterov)
     state = tx.init(PARAMS)
-    found = []
+    result = []
     for rate, grads in ((0.5, GRADS), (0.0, zeros)):
-      tx = tf1.lars(rate, 0.8, mask=False, nesterov=nesterov)
+      tx = facade.lars(rate, 0.8, mask=False, nesterov=nesterov)
       updates, state = tx.update(grads, state, PARAMS)
-      found.append(updates)
+      result.append(updates)
 
     factors = (1.8, 0.64) if nesterov else (1.0, 0.8)
-    for updates, factor in zip(found, factors, strict=True):
+    for updates, factor in zip(result, factors, strict=True):
       expected = jax.tree.map(lambda g, f=factor: -0.5 * f * g, GRADS)
       assert_close(updates, expected, rtol=1e-6)
 
-  def test_a_norm_of_zero_takes_the_rate_as_it_is(self):
+  def test_a_zero_norm_uses_the_unscaled_rate(self):
     zeros = jax.tree.map(np.zeros_like, PARAMS)
 
-    updates = self.first(tf1.lars(0.5, weight_decay=0.0), zeros)
-    still = self.first(tf1.lars(0.5, weight_decay=0.0), grads=zeros)
+    updates = self.first(facade.lars(0.5, weight_decay=0.0), zeros)
+    still = self.first(facade.lars(0.5, weight_decay=0.0), grads=zeros)
 
     assert_close(updates, jax.tree.map(lambda g: -0.5 * g, GRADS))
     chex.assert_trees_all_close(still, zeros)
 
   def test_takes_a_schedule_by_inject_hyperparams(self):
-    tx = optax.inject_hyperparams(tf1.lars)(lambda count: 0.1 * (count + 1))
+    tx = optax.inject_hyperparams(facade.lars)(lambda count: 0.1 * (count + 1))
 
-    assert_close(self.first(tx), self.first(tf1.lars(0.1)), rtol=1e-6)
+    assert_close(self.first(tx), self.first(facade.lars(0.1)), rtol=1e-6)
