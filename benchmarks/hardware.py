@@ -210,7 +210,15 @@ def rows_of(name: str) -> int:
 
 
 def loss_fn(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-  """Returns a loss that uses all parameters, of rows [rows, width]."""
+  """Returns a loss that uses all parameters, of rows [rows, width].
+
+  A matrix of many rows is an embedding: rows are looked up by token, and it is
+  tied to the logits.
+  """
+  embedding = params[-1]
+  if embedding.ndim == 2 and embedding.shape[0] > x.shape[1]:
+    tokens = jnp.abs(1e4 * x).astype(jnp.int32) % embedding.shape[0]
+    x = jnp.tile(embedding[tokens[:, 0]], 2)[:, : x.shape[1]]
   for w in params:
     if w.ndim == 1:
       x = jnp.tanh(x * w)

@@ -277,6 +277,9 @@ class SurfaceTest(parameterized.TestCase):
   @cases.parameters(*NAMESPACES)
   def test_docstrings_have_every_section(self, package):
     for name in package.__all__:
+      if package is facade and hasattr(facade.tf.train, name):
+        # TensorFlow documents it.
+        continue
       with self.subTest(name):
         value = getattr(package, name)
         found, wanted = sections(value.__doc__), wanted_sections(value)
