@@ -38,6 +38,9 @@ _SHAPES = flags.DEFINE_multi_enum(
     ['matrices', 'stacked', 'large', 'layers', 'gpt2', 'gpt2_50304', 'leaves'],
     'The models to compile.',
 )
+_DTYPE = flags.DEFINE_enum(
+    'dtype', 'float32', ['float32', 'bfloat16'], 'Of parameters and batches.'
+)
 _MESH = flags.DEFINE_list(
     'mesh', [], 'Sizes of axes of the mesh, such as 16,16; by default, one.'
 )
@@ -57,6 +60,7 @@ HEADINGS = (
     'step',
     'collectives and MB sent',
     'branches, loops',
+    'state MB',
     'temporary MB over plain',
     'code MB',
     'compilation over plain',
@@ -173,6 +177,10 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
       'tower_reduce(4)': st.tower_reduce(4, inner, axis_name=axes),
       'local_updates': st.local_updates(adam, outer, axes, every=20),
       'shard_update': st.shard_update(adam, axes),
+      'master_weights': optax.chain(mean, st.master_weights(adam)),
+      'shard_update(master_weights)': st.shard_update(
+          st.master_weights(adam), axes
+      ),
       'muon': optax.chain(mean, muon),
       'owned_update(muon)': owned,
       'by layer, owned_update(muon)': by_layer(owned),
@@ -184,7 +192,7 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
   }
 
 
-def shapes_of(name: str) -> list[jax.ShapeDtypeStruct]:
+def shapes_of(name: str, dtype: str = 'float32') -> list[jax.ShapeDtypeStruct]:
   """Returns the parameters of a model, in the order in which it uses them."""
   shapes = 8 * [(1024, 1024)]
   if name == 'stacked':
@@ -200,7 +208,7 @@ def shapes_of(name: str) -> list[jax.ShapeDtypeStruct]:
     vocabulary = 50304 if name == 'gpt2_50304' else 50257
     layer = [(768, 2304), (768, 768), (768, 3072), (3072,), (3072, 768)]
     shapes = [(1024, 768), *4 * [*layer, (768,), (768,)], (vocabulary, 768)]
-  return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
 
 
 def rows_of(name: str) -> int:
@@ -322,6 +330,7 @@ class Measured(NamedTuple):
     report: What it sends.
     branches: How many conditionals the program has.
     loops: How many loops.
+    state: Megabytes of the state of the optimizer on a device.
     temporary: Megabytes of temporary memory on a device.
     code: Megabytes of the program; XLA for GPUs does not tell.
     seconds: How long processors compiled, all together.
@@ -332,6 +341,7 @@ class Measured(NamedTuple):
   report: st.monitoring.WireReport
   branches: int
   loops: int
+  state: float
   temporary: float
   code: float
   seconds: float
@@ -400,7 +410,7 @@ def measure(
   spec = P(*(None,) * len(batches), mesh.axis_names)
   x = jax.ShapeDtypeStruct(
       (*batches, rows * mesh.size, max(64, params[0].shape[-2])),
-      jnp.float32,
+      params[0].dtype,
       sharding=NamedSharding(mesh, spec),
   )
   whole = NamedSharding(mesh, P())
@@ -420,11 +430,22 @@ def measure(
       report,
       opcodes['conditional'],
       opcodes['while'],
+      megabytes_of_shard(state),
       report.memory.temp_size_in_bytes / 1e6,
       report.memory.generated_code_size_in_bytes / 1e6,
       seconds,
       starts_of(module),
   )
+
+
+def megabytes_of_shard(state: Any) -> float:
+  """Returns how many megabytes of a state each device keeps."""
+
+  def num_bytes(x):
+    shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+    return math.prod(shape) * x.dtype.itemsize
+
+  return sum(map(num_bytes, jax.tree.leaves(state))) / 1e6
 
 
 def row(case: str, found: Measured, plain: Measured) -> str:
@@ -437,6 +458,7 @@ def row(case: str, found: Measured, plain: Measured) -> str:
       f'`{case}`' if case.isidentifier() else case,
       ', '.join(f'{n} {k} {megabytes[k]:.1f}' for k, n in count.items()),
       f'{found.branches}, {found.loops}',
+      f'{found.state:.1f}',
       f'{found.temporary - plain.temporary:+.1f}',
       f'{found.code:.1f}' if found.code else '',
       f'{found.seconds / plain.seconds:.1f}',
@@ -470,7 +492,7 @@ def main(argv: Sequence[str]) -> None:
   measure(plain_case, shapes_of('leaves')[:2], mesh)
   print(timing.setting())
   for name in _SHAPES.value:
-    params = shapes_of(name)
+    params = shapes_of(name, _DTYPE.value)
     plain = measure(plain_case, params, mesh, rows_of(name), options)
     print(
         f'\n{name}: the plain step has {plain.temporary:.1f} MB of temporary'

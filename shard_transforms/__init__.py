@@ -39,6 +39,8 @@ from shard_transforms._src.transforms.gradients import per_shard
 from shard_transforms._src.transforms.gradients import value_and_grad
 from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
+from shard_transforms._src.transforms.master_weights import MasterWeightsState
+from shard_transforms._src.transforms.master_weights import master_weights
 from shard_transforms._src.transforms.on_mesh import on_mesh
 from shard_transforms._src.transforms.reduce_towers import reduce_towers
 from shard_transforms._src.transforms.scale_by_staleness import (
@@ -66,6 +68,7 @@ __all__ = (
     'DropStaleState',
     'GuardState',
     'LocalUpdatesState',
+    'MasterWeightsState',
     'ScaleByStalenessState',
     'ShardUpdateState',
     'SpikeRule',
@@ -85,6 +88,7 @@ __all__ = (
     'init_state',
     'local_params',
     'local_updates',
+    'master_weights',
     'on_mesh',
     'per_shard',
     'place_state',

@@ -29,6 +29,7 @@ from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import init_state
+from shard_transforms import master_weights
 from shard_transforms import per_shard
 from shard_transforms import reduce_towers
 from shard_transforms import reproducible
@@ -144,6 +145,10 @@ CALLS = {
         ),
         '`inner` of `drop_stale` must be an': of(drop_stale, 2, optax.sgd),
         '`inner` of `guard` must be an': of(guard, optax.sgd),
+        '`inner` of `master_weights` must be': of(master_weights, optax.sgd),
+        '`params` of `master_weights` must be arrays.* `jax.eval_shape': of(
+            master_weights(SGD).init, jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+        ),
         '`inner` of `reduce_towers` must be': of(reduce_towers, 2, optax.sgd),
         '`inner` of `shard_update` must be': of(shard_update, optax.sgd, AXIS),
         '`inner` of `tower_reduce` must be': of(tower_reduce, 2, optax.sgd),
@@ -288,6 +293,8 @@ BENCHES = {
         'shard_map',
         extra_args=READ,
     ),
+    'masters': Bench(master_weights(SGD), None),
+    'slices of masters': Bench(shard_update(master_weights(SGD), AXIS)),
     'guarded': Bench(guard(MEAN, AXIS, on_bad='exclude')),
 }
 
@@ -427,6 +434,9 @@ UPDATES = {
         '`state` of `drop_stale` must be a `DropStaleState`': to(
             'stale', state=other_state(SGD, PARAMS)
         ),
+        '`state` of `master_weights` must be a `MasterWeightsState`': to(
+            'masters', state=other_state(SGD, PARAMS)
+        ),
         '`state` of `shard_update` must be a `ShardUpdateState`': to(
             'slices', state=other_state(SGD, PARAMS)
         ),
@@ -444,6 +454,18 @@ UPDATES = {
         ),
         r'a leading axis of 3 towers, got the shape \(2, 9\) at': to(
             'stacked', updates=with_leaf(w=lambda w: w[1:])
+        ),
+        '`params` of `master_weights` must be the pres.* got None. Call': to(
+            'masters', params=lambda _: None
+        ),
+        '`params` of `master_weights` must be the present para.*, got None': to(
+            'slices of masters', params=lambda _: None
+        ),
+        r"float32 copy of .* None instead of \(9,\) at \['w'\]. A para": to(
+            'masters', params=with_leaf(w=lambda w: w.astype(jnp.bfloat16))
+        ),
+        r'`updates` of `master_weights` .* got \(4,\) instead of \(9,\)': to(
+            'masters', updates=with_leaf(w=lambda w: w[:4])
         ),
         # Weights.
         'must be finite .* negative, got nan': to('sum', weight=math.nan),

@@ -33,6 +33,7 @@ from shard_transforms import delay_updates
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import local_updates
+from shard_transforms import master_weights
 from shard_transforms import monitoring
 from shard_transforms import owners
 from shard_transforms import reduce_towers
@@ -250,6 +251,15 @@ ROWS = {
         ),
         per_shard=True,
         keeps=True,
+        moves=True,
+    ),
+    # Its copies are of the parameters of the first step.
+    'master_weights': Row(lambda inner, n: master_weights(inner), moves=True),
+    'shard_update_of_master_weights': Row(
+        lambda inner, n: shard_update(master_weights(inner), AXIS),
+        per_shard=True,
+        refuser='shard_update',
+        cuts=True,
         moves=True,
     ),
     'delay_updates': Row(

@@ -30,6 +30,7 @@ from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
+from shard_transforms import master_weights
 from shard_transforms import reduce_towers
 from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
@@ -177,6 +178,11 @@ ROWS = {
             ),
             AXIS,
         ),
+        factor=-0.5,
+    ),
+    'tower_reduce of shard_update of master_weights': Row(
+        towers_of(shard_update(master_weights(SGD), AXIS)),
+        'in turn',
         factor=-0.5,
     ),
     'clip_by_global_norm of track_divergence': Row(

@@ -1,0 +1,213 @@
+"""`master_weights`: float32 copies of 16-bit parameters for the optimizer."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import leaves as leaves_lib
+
+_CALLER = 'master_weights'
+
+
+class MasterWeightsState(NamedTuple):
+  """State of `master_weights`.
+
+  Attributes:
+    master_weights: The float32 copies of the parameters, in their tree.
+      Parameters of 32 bits and more need none: `optax.MaskedNode()` is in
+      their place.
+    inner_state: State of the inner transformation, made for the copies.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> tx = shard_transforms.master_weights(optax.adam(0.1))
+    >>> state = tx.init({'w': jnp.ones(3, jnp.bfloat16), 'b': jnp.ones(3)})
+    >>> print(state.master_weights)
+    {'b': MaskedNode(), 'w': Array([1., 1., 1.], dtype=float32)}
+    >>> print(optax.tree_utils.tree_get(state, 'mu')['w'].dtype)
+    float32
+  """
+
+  master_weights: optax.Params
+  inner_state: optax.OptState
+
+
+def master_weights(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Runs the optimizer on float32 copies of 16-bit parameters.
+
+  A step of less than 1/512 of a bfloat16 parameter is lost when it is added to
+  the parameter. Here, it is added to a float32 copy, the master weight m, and
+  the update takes the parameter p to the rounded copy:
+
+  .. math:: m \leftarrow m + \mathrm{inner}(g, m), \quad
+     u = \mathrm{round}_{16}(m) - p
+
+  `inner` receives gradients and parameters in float32, so its moments are in
+  float32, too. Leaves of 32 bits and more pass through: for these, the result
+  is that of `inner`. Updates keep their dtypes. Updates of 16 bits are what
+  `shard_update(master_weights(inner), axis_name)` gathers, in half the bytes;
+  it also divides the copies among the shards.
+
+  `optax.apply_updates` gives exactly the rounded copy if a step at most halves
+  or doubles the parameter. After a larger step, or one that changes the sign,
+  the update may be rounded once more, to its own dtype. The next step starts
+  from the parameter as it is and corrects the error. Errors never add up,
+  because the copies are not rounded.
+
+  Put transformations that change the size of the step, such as `optax.scale`,
+  into `inner`, and those that decide whether a step is taken, such as `guard`,
+  `drop_stale` and `tower_reduce`, around.
+
+  `init` copies the parameters as they are, in 16 bits. To start from float32
+  values, replace `master_weights` in the state by `optax.tree_utils.tree_set`;
+  in a sharded state, do this between `full_state` and `place_state`.
+
+  Args:
+    inner: The optimizer that runs in float32.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with a `MasterWeightsState`,
+    whose `update` requires the parameters, and passes extra arguments to
+    `inner`.
+
+  Raises:
+    TypeError: If `inner` is not an Optax transformation; in `init`, if a
+      16-bit parameter is not an array; in `update`, if a leaf is an integer or
+      boolean, or the state is of another transformation.
+    ValueError: In `update`, if parameters are missing, or if updates or
+      parameters do not fit the state.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> def train(tx, params, steps=100):
+    ...   state = tx.init(params)
+    ...   for _ in range(steps):
+    ...     updates, state = tx.update(jnp.ones_like(params), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    ...   return params
+    >>> sgd, one = optax.sgd(0.001), jnp.bfloat16(1)
+    >>> print(train(sgd, one), train(shard_transforms.master_weights(sgd), one))
+    1 0.898438
+
+  References:
+    Micikevicius et al., Mixed Precision Training, 2018,
+    https://arxiv.org/abs/1710.03740.
+  """
+  inner = arguments.as_inner(inner, _CALLER)
+
+  def init_fn(params):
+    masters = jax.tree.map(_master, params)
+    return MasterWeightsState(masters, inner.init(_chosen(masters, params)))
+
+  def update_fn(updates, state, params=None, **extra_args):
+    arguments.check_update(updates, state, MasterWeightsState, (), _CALLER)
+    masters = state.master_weights
+    _check_params(params, masters)
+    wide_params = _chosen(masters, params)
+    arguments.check_like(updates, wide_params, _CALLER)
+    steps, inner_state = inner.update(
+        _map(_widened, masters, updates),
+        state.inner_state,
+        wide_params,
+        **extra_args,
+    )
+    masters = _map(_moved, masters, steps)
+    updates = _map(_update, masters, steps, updates, params)
+    return updates, MasterWeightsState(masters, inner_state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _master(param):
+  """Returns the float32 copy of a parameter, if it has fewer bits.
+
+  Raises:
+    TypeError: If there are no values to copy.
+  """
+  if not _is_narrow(param):
+    return optax.MaskedNode()
+  if isinstance(param, jax.ShapeDtypeStruct):
+    raise TypeError(
+        f'`params` of `{_CALLER}` must be arrays, because its state has copies'
+        f' of them, got {param}. For the types of the state, call'
+        ' `jax.eval_shape(tx.init, params)`.'
+    )
+  return leaves_lib.as_accumulator(param)
+
+
+def _is_narrow(leaf):
+  dtype = leaves_lib.dtype_of(leaf)
+  return leaves_lib.accumulator_dtype(dtype) != dtype
+
+
+def _is_masked(node):
+  return isinstance(node, optax.MaskedNode)
+
+
+def _map(fn, masters, *trees):
+  """Maps trees, also where a leaf has no copy."""
+  return jax.tree.map(fn, masters, *trees, is_leaf=_is_masked)
+
+
+def _chosen(masters, params):
+  """Returns what `inner` updates: copies, and parameters that have none."""
+  return _map(lambda m, p: p if _is_masked(m) else m, masters, params)
+
+
+def _widened(master, update):
+  if _is_masked(master) or update is None:
+    return update
+  return leaves_lib.as_accumulator(update)
+
+
+def _moved(master, step):
+  """Returns the copy of a parameter after a step."""
+  if _is_masked(master) or step is None:
+    return master
+  return optax.apply_updates(master, step)
+
+
+def _update(master, step, update, param):
+  """Returns what takes a parameter to its rounded copy."""
+  if _is_masked(master) or step is None:
+    return step
+  rounded = master.astype(param.dtype).astype(master.dtype)
+  return (rounded - param.astype(master.dtype)).astype(update.dtype)
+
+
+def _check_params(params, masters):
+  """Checks that a state was made for these parameters.
+
+  Raises:
+    ValueError: If it was not, or there are none.
+  """
+  if params is None:
+    raise ValueError(
+        f'`params` of `{_CALLER}` must be the present parameters, got None.'
+        ' Call `tx.update(updates, state, params)`.'
+    )
+  expected = {
+      path: jnp.shape(leaf)
+      for path, leaf in jax.tree.leaves_with_path(params)
+      if _is_narrow(leaf)
+  }
+  copies = {p: jnp.shape(m) for p, m in jax.tree.leaves_with_path(masters)}
+  for path in expected | copies:
+    shapes = copies.get(path), expected.get(path)
+    if shapes[0] != shapes[1]:
+      raise ValueError(
+          f'State of `{_CALLER}` must be made for these parameters, got a'
+          f' float32 copy of the shape {shapes[0]} instead of {shapes[1]} at'
+          f' {leaves_lib.name_of(path)}. A parameter has a copy if it has 16'
+          ' bits: make the state with `init` for parameters in the dtype of'
+          ' the step.'
+      )
