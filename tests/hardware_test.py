@@ -67,8 +67,9 @@ OF_TPU = (
     'large: guard, skip',
     'large: shard_update',
     'gpt2: shard_update',
+    'gpt2 bfloat16: shard_update(master_weights)',
 )
-OF_GPU = ('gpt2: shard_update',)
+OF_GPU = ('gpt2: shard_update', 'gpt2 bfloat16: shard_update(master_weights)')
 OVERLAP = 'layers: by hand', 'layers: guard, skip'
 # The first sixty of a thousand.
 SMALL = 'leaves: adasum', 'leaves: coordinate_median', 'leaves: majority_vote'
@@ -87,7 +88,8 @@ import hardware, topology
 def facts(case):
   *model, case = case.split(': ')
   (model,) = model or ['matrices']
-  shapes = hardware.shapes_of(model)[:60]
+  model, *dtype = model.split()
+  shapes = hardware.shapes_of(model, *dtype)[:60]
   found = hardware.measure(case, shapes, mesh, hardware.rows_of(model))
   times, payload = collections.Counter(), collections.Counter()
   for c in found.report.collectives:
@@ -257,6 +259,20 @@ class HardwareTest(parameterized.TestCase):
     # Its columns are divided. A copy of it takes 154 MB, copies of a shard's
     # part of its two moments 39 MB.
     self.assertLess(found['temporary'], most * MEGABYTES['gpt2'])
+
+  @cases.parameters(TPU, GPU)
+  def test_updates_of_master_weights_are_gathered_in_16_bits(self, name):
+    wide = facts(name, 'gpt2: shard_update')
+    found = facts(name, 'gpt2 bfloat16: shard_update(master_weights)')
+
+    # Gradients are summed in float32. All but a few bytes of short leaves.
+    self.assertLess(found['sent'], 0.7502 * wide['sent'])
+    self.assertAlmostEqual(
+        found['payload']['reduce_scatter'], wide['payload']['reduce_scatter']
+    )
+    # Two moments of float32, and the copies.
+    self.assertAlmostEqual(found['state'], 1.5 * wide['state'], delta=0.1)
+    self.assertAlmostEqual(wide['state'], MEGABYTES['gpt2'] / 4, delta=0.1)
 
   @cases.product(name=(TPU, GPU), case=SMALL)
   def test_small_leaves_share_buffers(self, name, case):
