@@ -1,0 +1,237 @@
+"""What sees slices over another axis than its own: a table of the documents."""
+
+import functools
+import pathlib
+
+from absl.testing import parameterized
+import chex
+import jax
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import cases
+import modes
+import shard_transforms as st
+
+pytestmark = pytest.mark.slow
+AXIS, MODEL = modes.AXIS, 'model'
+SHARDS, STEPS = 4, 4
+DOCUMENT = pathlib.Path(__file__).parents[1] / 'docs' / 'composing.md'
+# How leaves are sharded over `MODEL`, where not all of them are slices.
+MIXED = {'w': P(None, MODEL), 'v': P(MODEL), 'b': P()}
+SLICES = {'w': P(None, MODEL), 'v': P(MODEL)}
+SHAPES = {'w': (8, 6), 'v': (12, 4), 'b': (5,)}
+ADAM = optax.adam(0.1, eps=1e-2)
+MEAN = st.cross_shard_mean(AXIS)
+
+
+def then(*links):
+  """Returns a row of links before Adam, which takes no specs."""
+  return lambda sharded: optax.chain(*links, ADAM)
+
+
+def of(tx):
+  """Returns a row of a transformation that takes no specs."""
+  return lambda sharded: tx
+
+
+def clipped(axes, sharded=None):
+  clip = st.clip_by_global_norm(0.5, axes, sharded=sharded)
+  return optax.chain(clip, ADAM)
+
+
+def both(sharded):
+  """Returns the specs of slices over `MODEL` that are sliced over `AXIS`."""
+  if sharded is None:
+    return None
+  # A norm needs to know the axes, and not the dimensions.
+  return {k: P((AXIS, *filter(None, x))) for k, x in sharded.items()}
+
+
+# Each takes the specs for `sharded=`, or `None`.
+ROWS = {
+    '`cross_shard_mean`, `cross_shard_sum`, `reproducible.mean`, then Adam': [
+        then(MEAN),
+        then(st.cross_shard_sum(AXIS)),
+        then(st.reproducible.mean(AXIS)),
+    ],
+    "`clip_by_global_norm(c, 'model')`": [
+        lambda sharded: optax.chain(MEAN, clipped(MODEL, sharded))
+    ],
+    "`guard(tx, 'data')`": [
+        lambda sharded: st.guard(
+            optax.chain(MEAN, ADAM), AXIS, sharded=sharded
+        ),
+        lambda sharded: st.guard(
+            optax.chain(MEAN, ADAM),
+            AXIS,
+            on_bad='exclude',
+            sharded=sharded,
+        ),
+    ],
+    "`shard_update(adam, 'data')`": [of(st.shard_update(ADAM, AXIS))],
+    "`shard_update` of `clip_by_global_norm(c, ('data', 'model'))`": [
+        lambda sharded: st.shard_update(
+            clipped((AXIS, MODEL), both(sharded)), AXIS
+        )
+    ],
+    '`tower_reduce`, `drop_stale`, `scale_by_staleness`': [
+        of(st.tower_reduce(2, then(MEAN)(None), axis_name=AXIS)),
+        of(st.drop_stale(8, then(MEAN)(None), axis_name=AXIS)),
+        of(st.scale_by_staleness('inverse', then(MEAN)(None), axis_name=AXIS)),
+    ],
+    '`compensate_delay`, `delay_updates`': [
+        then(st.compensate_delay(0.1, axis_name=AXIS), MEAN),
+        then(MEAN, st.delay_updates(1)),
+    ],
+    '`compressed_mean`, `coordinate_median`, `trimmed_mean`, `majority_vote`': [
+        then(
+            st.compression.compressed_mean(
+                AXIS, st.compression.cast('bfloat16'), min_elements=1
+            )
+        ),
+        then(st.aggregators.coordinate_median(AXIS)),
+        then(st.aggregators.trimmed_mean(AXIS, 1)),
+        then(st.aggregators.majority_vote(AXIS)),
+    ],
+    '`adasum`': [then(st.aggregators.adasum(AXIS))],
+    '`adamw`, `lion`, `rmsprop`, `ema`, `MultiSteps` of Optax': [
+        of(optax.chain(MEAN, optax.adamw(0.1, eps=1e-2))),
+        of(optax.chain(MEAN, optax.lion(0.1))),
+        of(optax.chain(MEAN, optax.rmsprop(0.1, eps=1e-2))),
+        then(MEAN, optax.ema(0.9)),
+        of(
+            optax.chain(
+                MEAN, optax.MultiSteps(ADAM, 2).gradient_transformation()
+            )
+        ),
+    ],
+    '`clip_by_global_norm` of Optax': [
+        then(MEAN, optax.clip_by_global_norm(0.5))
+    ],
+    '`apply_if_finite` of Optax': [
+        of(optax.chain(MEAN, optax.apply_if_finite(ADAM, 3)))
+    ],
+    '`clip_by_block_rms`, `lamb`, `lars`, `contrib.muon` of Optax': [
+        then(MEAN, optax.clip_by_block_rms(0.1)),
+        of(optax.chain(MEAN, optax.lamb(0.1))),
+        of(optax.chain(MEAN, optax.lars(0.1))),
+        of(optax.chain(MEAN, optax.contrib.muon(0.1))),
+    ],
+}
+OF_NAN = "`guard(tx, 'data')`", '`apply_if_finite` of Optax'
+# How `jax.shard_map` is called, and which leaves are slices.
+COLUMNS = {
+    'types are tracked': (MIXED, True),
+    'the same, if all leaves are slices': (SLICES, True),
+    '`check_vma=False`': (MIXED, False),
+}
+
+
+def data_of(specs, is_broken):
+  """Returns parameters, and where the shards want them [steps, shards, ...]."""
+  rng = np.random.default_rng(0)
+  params = {k: rng.normal(size=SHAPES[k]).astype('f') for k in specs}
+  targets = {
+      k: rng.normal(size=(STEPS, SHARDS, *SHAPES[k])).astype('f') for k in specs
+  }
+  if is_broken:
+    targets['w'][2, 1, 0, 0] = np.nan
+  return params, targets
+
+
+def trained(tx, specs, is_checked, is_broken):
+  """Returns the parameters after some steps.
+
+  Args:
+    tx: The transformation.
+    specs: How leaves are sharded over `MODEL`.
+    is_checked: Whether JAX tracks types.
+    is_broken: Whether an element of an update is NaN.
+  """
+  mesh = jax.make_mesh((SHARDS, 2), (AXIS, MODEL), (AxisType.Auto,) * 2)
+  params, targets = data_of(specs, is_broken)
+  state_specs = st.state_specs(tx, params, mesh, in_specs=specs)
+  update = optax.with_extra_args_support(tx).update
+
+  def shard(params, state, targets):
+    def step(carry, target):
+      params, state = carry
+      grads = jax.tree.map(lambda p, x: p - x[0], params, target)
+      updates, state = update(
+          grads, state, params, local_step=STEPS, read_params=params
+      )
+      return (optax.apply_updates(params, updates), state), None
+
+    return lax.scan(step, (params, state), targets)[0][0]
+
+  mapped = jax.shard_map(
+      shard,
+      mesh=mesh,
+      in_specs=(
+          specs,
+          state_specs,
+          {k: P(None, AXIS, *x) for k, x in specs.items()},
+      ),
+      out_specs=specs,
+      check_vma=is_checked,
+  )
+  own = {
+      k: jax.device_put(x, NamedSharding(mesh, specs[k]))
+      for k, x in params.items()
+  }
+  state = st.init_state(tx, own, mesh, in_specs=specs)
+  return jax.device_get(jax.jit(mapped)(own, state, targets))
+
+
+@functools.cache
+def of_whole(row, i, is_mixed):
+  """Returns what a transformation trains where leaves are whole."""
+  specs = dict.fromkeys(MIXED if is_mixed else SLICES, P())
+  return trained(ROWS[row][i](None), specs, True, row in OF_NAN)
+
+
+def outcome(row, i, specs, is_checked):
+  """Returns whether a transformation trains on slices as on whole leaves."""
+  expected = of_whole(row, i, specs is MIXED)
+
+  def try_with(sharded):
+    try:
+      found = trained(ROWS[row][i](sharded), specs, is_checked, row in OF_NAN)
+    except (TypeError, ValueError):
+      return 'refused'
+    try:
+      chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+    except AssertionError:
+      return 'differs'
+    return 'yes'
+
+  words = try_with(None)
+  if words == 'refused' and try_with(specs) == 'yes':
+    return 'needs `sharded=`'
+  return words
+
+
+class SlicesTest(parameterized.TestCase):
+
+  @cases.parameters(*ROWS)
+  def test_the_table_is_what_happens(self, row):
+    cells = []
+    for specs, is_checked in COLUMNS.values():
+      found = {
+          outcome(row, i, specs, is_checked) for i in range(len(ROWS[row]))
+      }
+      self.assertLen(found, 1, f'Split the row: {found}')
+      cells += found
+
+    line = '| ' + ' | '.join([row, *cells]) + ' |'
+    self.assertIn(f'\n{line}\n', DOCUMENT.read_text(encoding='utf-8'))
+
+  def test_columns_are_those_of_the_document(self):
+    header = '| with slices over `model` | ' + ' | '.join(COLUMNS) + ' |'
+    self.assertIn(f'\n{header}\n', DOCUMENT.read_text(encoding='utf-8'))
