@@ -188,7 +188,37 @@ SAME: dict[str, Any] = dict(
     local_step=lambda index: lax.pmin(jnp.minimum(index, 0), AXIS)
 )
 
+HALF = np.ones(8, jnp.bfloat16)
+MASTERS = st.master_weights(SGD)
+
 ROWS = {
+    'copies of types': Row(
+        lambda: MASTERS.init(jax.eval_shape(lambda: HALF)),
+        'must be arrays',
+        {
+            '`jax.eval_shape(tx.init, params)`': lambda: jax.eval_shape(
+                MASTERS.init, jax.eval_shape(lambda: HALF)
+            )
+        },
+    ),
+    'copies without parameters': Row(
+        lambda: MASTERS.update(HALF, MASTERS.init(HALF)),
+        'must be the present parameters',
+        {
+            '`tx.update(updates, state, params)`': lambda: MASTERS.update(
+                HALF, MASTERS.init(HALF), HALF
+            )
+        },
+    ),
+    'copies of parameters of 32 bits': Row(
+        lambda: MASTERS.update(HALF, MASTERS.init(W), HALF),
+        'made for these parameters',
+        {
+            'make the state with `init` for parameters': lambda: MASTERS.update(
+                HALF, MASTERS.init(HALF), HALF
+            )
+        },
+    ),
     'a sum of JAX': Row(
         with_gradient(jax.grad(loss)),
         'is already reduced',
