@@ -33,8 +33,8 @@ def mesh():
 def initial_params():
   rng = np.random.default_rng(0)
   return {
-      'w': np.float32(rng.normal(size=(16, 32)) / 4),
-      'v': np.float32(rng.normal(size=(32, 8)) / 6),
+      'w': rng.normal(size=(16, 32)).astype(np.float32) / 4,
+      'v': rng.normal(size=(32, 8)).astype(np.float32) / 6,
       'b': np.zeros(8, np.float32),
   }
 
@@ -42,7 +42,7 @@ def initial_params():
 def windows():
   """Returns windows of micro-batches, [windows, towers, rows, features]."""
   rng = np.random.default_rng(1)
-  return np.float32(rng.normal(size=(WINDOWS, TOWERS, 32, 16)))
+  return rng.normal(size=(WINDOWS, TOWERS, 32, 16)).astype(np.float32)
 
 
 def loss_fn(params, x):
