@@ -231,7 +231,7 @@ class KilledTest(parameterized.TestCase):
   def assert_both_fail(self, process, err, status):
     self.assertEqual(process.returncode, 1, err)
     for child in range(2):
-      end = f'process {child} of 2 that exited with status {status}'
+      end = f'process {child} of 2 exited with status {status}'
       self.assertRegex(err, f'FAILED: .* {end}[,.]')
 
   def test_refuses_another_training_and_changed_bits_but_not_those_before(self):
