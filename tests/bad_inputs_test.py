@@ -162,13 +162,13 @@ CALLS = {
         '`tx` of `state_shardings` must be an Optax .* got None': of(
             state_shardings, None, PARAMS, MESH
         ),
-        '`state` of `metrics` must have .*`optimizer.opt_state`': of(
+        '`state` of `metrics` contains .*`optimizer.opt_state`': of(
             metrics, nnx.State({'num_updates': np.int32(0)})
         ),
         "`command` must be a sequence of arguments, got 'python train.py'": of(
             run_processes, 1, 'python train.py'
         ),
-        '`fun` of `cross_check` must be a function, got array': of(
+        '`fun` of `cross_check` must be callable, got array': of(
             cross_check, MATRIX, AXIS
         ),
     },
@@ -214,10 +214,10 @@ CALLS = {
         "`on_bad='exclude'` of `guard` must come with `axis_name`": of(
             guard, SGD, on_bad='exclude'
         ),
-        '`decode` of a `Compressor` must give float32': of(
+        '`decode` of a `Compressor` must return float32': of(
             sent_as(2, 'float16'), MATRIX
         ),
-        '`encode` of a `Compressor` must give arrays with elements': of(
+        '`encode` of a `Compressor` returned a payload without elements': of(
             sent_as(0), MATRIX
         ),
         **{
@@ -241,10 +241,12 @@ CALLS = {
         r"leading dimension of length 1.*got the shape \(\) at \['b'\]": of(
             state_specs, per_shard_state(), PARAMS, MESH
         ),
-        '`mesh` must have the 1 devices of the program, got 4': of(
+        'The program runs on 1 devices, but `mesh` has 4': of(
             wire_report, jnp.sum, MATRIX, compiled=True, mesh=OTHER_MESH
         ),
-        'have 2 shards or more, got': of(cross_checked, MATRIX[:1]),
+        'needs 2 shards or more over `axis_name`, got': of(
+            cross_checked, MATRIX[:1]
+        ),
         'inconsistent sizes|divisible': of(cross_checked, MATRIX, MATRIX[1:]),
     },
 }

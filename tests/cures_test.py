@@ -393,13 +393,13 @@ ROWS = {
     ),
     'an outer that does not reduce': Row(
         averaging(SGD),
-        'must reduce over all of `axis_name`',
-        {'Begin it with `cross_shard_mean`': averaging(MEAN_SGD)},
+        'differ between shards',
+        {'Reduce over all of `axis_name` first': averaging(MEAN_SGD)},
     ),
     'an inner that sends': Row(
         averaging(MEAN_SGD, inner=MEAN_SGD),
-        'must not send',
-        {'belongs into `outer`': averaging(MEAN_SGD)},
+        'communicates over `axis_name`',
+        {'into `outer`': averaging(MEAN_SGD)},
     ),
     'integers': Row(
         masked_ints(lambda tx: tx),
@@ -426,9 +426,9 @@ ROWS = {
     ),
     'a guard in a window': Row(
         kept(st.tower_reduce(2, st.guard(MEAN_SGD, AXIS), axis_name=AXIS)),
-        'decides in each step',
+        'may leave out a step',
         {
-            'Put `guard` around it': kept(
+            'Put `guard` around that': kept(
                 st.guard(st.tower_reduce(2, MEAN_SGD, axis_name=AXIS), AXIS)
             )
         },
@@ -438,7 +438,7 @@ ROWS = {
             optax.chain(st.delay_updates(1, axis_name=AXIS), MEAN),
             weight=weight,
         ),
-        'must come after the reduction',
+        'Delay the mean instead',
         {
             'optax.chain(cross_shard_mean': step(
                 optax.chain(MEAN, st.delay_updates(1)), weight=weight
@@ -447,7 +447,7 @@ ROWS = {
     ),
     'no parameters': Row(
         step(st.local_updates(SGD, MEAN_SGD, AXIS, every=1), with_params=False),
-        'must be the parameters, got None',
+        'needs the parameters',
         {
             'Call `tx.update(updates, state, params)`': step(
                 st.local_updates(SGD, MEAN_SGD, AXIS, every=1)

@@ -1,6 +1,6 @@
 """One device in NumPy, in float64: what all shards and towers must give.
 
-`monitoring/one_device_test.py` does not test it, but the public check
+`monitoring/single_device_check_test.py` does not test it, but the public check
 `assert_trains_as_one_device`.
 """
 

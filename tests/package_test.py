@@ -61,7 +61,7 @@ FLOORS = [
 # What a maintainer reads first, and the modules of other packages that it uses.
 CORE = ('base', 'gates', 'reduction', 'state', 'transforms')
 DOORS = {
-    '_src/gates/gating.py': ['analysis.plain_sums', 'analysis.weight_flow'],
+    '_src/gates/gating.py': ['analysis.plain_sums', 'analysis.weight_analysis'],
     '_src/transforms/sliced_inner.py': ['analysis.elementwise'],
 }
 

@@ -1,4 +1,4 @@
-"""Which operations are element-wise; experiments_test has whole optimizers."""
+"""Tests of element-wise operations; see also optax_optimizers_test."""
 
 import functools
 

@@ -4,7 +4,7 @@ Such a transformation gives the same numbers on slices of the parameters as on
 the whole. It is recognized from its program, traced on types alone, by two
 questions that are both needed:
 
-* Which results depend on an element (`element_flow`)? An abstract
+* Which results depend on an element (`element_analysis`)? An abstract
   interpretation, with a kind in place of each array. Comparing programs does
   not show this: the steps of `u * b[0]` are the same on slices where `b` has
   one element, although all shards but one then multiply by the zero of its
@@ -30,7 +30,7 @@ from jax import core
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.analysis import element_flow
+from shard_transforms._src.analysis import element_analysis
 from shard_transforms._src.analysis import equivalence
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.base import axes as axes_lib
@@ -86,7 +86,7 @@ def find_problem(
   program, keeps_shapes = trace(whole, state)
   if not keeps_shapes:
     return 'it changes the trees or the shapes of the updates or of its state'
-  flow = element_flow.Flow(axes)
+  flow = element_analysis.Flow(axes)
   of_state = jax.tree.map(_kind_of_state, is_cut, state)
   before, of_params = (_kinds(updates), of_state), _kinds(params, axes)
   taken = _like(before[0], of_params), before, of_params
@@ -136,8 +136,8 @@ def _problem_of_shapes(state, is_cut, given):
 
 def _kind_of_state(is_cut, leaf):
   if not is_cut:
-    return element_flow.Shared()
-  return element_flow.Elements(of=leaf.shape)
+    return element_analysis.Shared()
+  return element_analysis.Elements(of=leaf.shape)
 
 
 def _kinds(tree, axes=()):
@@ -145,10 +145,10 @@ def _kinds(tree, axes=()):
 
   def kind(leaf):
     if axes_lib.varying_axes(leaf).intersection(axes):
-      return element_flow.OWN_NUMBERS
+      return element_analysis.OWN_NUMBERS
     if _can_be_cut(leaf):
-      return element_flow.Elements(True, jnp.shape(leaf))
-    return element_flow.Shared()
+      return element_analysis.Elements(True, jnp.shape(leaf))
+    return element_analysis.Shared()
 
   return jax.tree.map(kind, tree)
 
@@ -169,17 +169,17 @@ def _problem_of_elements(flow, program, taken, given):
     place = ('state', 'updates', 'state')[number.idx]
     name = f'its {place} at {leaves_lib.name_of(path)}'
     match result:
-      case element_flow.Mixed(reason):
+      case element_analysis.Mixed(reason):
         return f'{reason}, in {name}'
-      case element_flow.Partial():
+      case element_analysis.Partial():
         return f'{name} depends on a sum over one slice'
-      case element_flow.Elements(of=shape):
-        if isinstance(kind, element_flow.Shared):
+      case element_analysis.Elements(of=shape):
+        if isinstance(kind, element_analysis.Shared):
           return f'{name}, which is not cut, depends on elements'
         if shape != kind.of:
           return f'{name} depends on elements of another shape, {shape}'
-      case _ if isinstance(kind, element_flow.Elements):
-        if not element_flow.is_one(value, result):
+      case _ if isinstance(kind, element_analysis.Elements):
+        if not element_analysis.is_one(value, result):
           return (
               f'{name} depends on their shapes: each place has its own number'
           )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shard_transforms._src.analysis import weight_flow
+from shard_transforms._src.analysis import weight_analysis
 from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import states
@@ -207,9 +207,9 @@ def _read_program(step, params, state):
   steps = np.zeros(1, np.int32)
   traced = jax.jit(step).trace(params, state, (params,), steps, None, params)
   # Gates forward every argument, so a signature proves nothing.
-  marks = [weight_flow.UPDATES] * len(jax.tree.leaves(params))
+  marks = [weight_analysis.UPDATES] * len(jax.tree.leaves(params))
   marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
-  _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
+  _, depends = weight_analysis.sums_without(traced.jaxpr, marks, ())
   return any(depends), traced.lower().as_text()
 
 

@@ -112,7 +112,7 @@ def of_scalars(w, xs):
   return lax.scan(turn, w, xs)[0]
 
 
-IN_LOOP = 'float32[4,16] in each of 4 turns of a loop that only adds'
+IN_LOOP = 'float32[4,16] in each of 4 iterations of a loop that only adds'
 ONE_BY_ONE = 'reduces 4 float32[4,16] one by one, and only adds up the results'
 # A step, what it is given, and what the warning says.
 COULD_WAIT = {
@@ -120,13 +120,13 @@ COULD_WAIT = {
     'moved': (*total_of(lambda t, g: (t.T + g.T / 3).T), [IN_LOOP]),
     'turns that are not known': (
         *(of_unknown_length, (W, X, array(dtype=jnp.int32))),
-        ['in each turn of a loop'],
+        ['in each iteration of a loop'],
     ),
     'layers in a loop': (
         *(accumulate(add, stacked), (array(5, 16, 16), XS)),
-        ['float32[16,16] in each of 4 turns of a loop that', 'sends 35,840 by'],
+        ['float32[16,16] in each of 4 iterations of a loop', 'sends 35,840 by'],
     ),
-    'scalars': (of_scalars, (array(), XS), ['in each of 4 turns']),
+    'scalars': (of_scalars, (array(), XS), ['in each of 4 iterations']),
     'in Python, moved': (
         in_python(lambda x: (x[0] - x[1] / 3) - (x[2] + x[3]).T.T),
         *(MICRO_BATCHES, [ONE_BY_ONE]),
@@ -137,7 +137,7 @@ COULD_WAIT = {
     ),
     'unrolled in part': (
         *(unrolled, MICRO_BATCHES),
-        ['reduces 2 float32[4,16] in each of 2 turns'],
+        ['reduces 2 float32[4,16] in each of 2 iterations'],
     ),
 }
 
@@ -528,7 +528,9 @@ class AccumulationTest(parameterized.TestCase):
 
     (warning,) = warnings_of(scanned(tx), W, state_of(tx), XS)
 
-    self.assertIn('in each of 4 turns of a loop that only adds up', warning)
+    self.assertIn(
+        'in each of 4 iterations of a loop that only adds up', warning
+    )
 
   @cases.parameters(*READING)
   def test_does_not_warn_of_a_step_that_reads_the_gradient(self, name):

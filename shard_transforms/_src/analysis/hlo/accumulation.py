@@ -9,7 +9,7 @@ import collections
 from collections.abc import Iterator
 from collections.abc import Sequence
 
-from shard_transforms._src.analysis.hlo import flow
+from shard_transforms._src.analysis.hlo import dataflow
 from shard_transforms._src.analysis.hlo import program as hlo_program
 
 _REDUCTIONS = ('all-reduce', 'reduce-scatter')
@@ -20,7 +20,9 @@ _LINEAR = *_ADDITIONS, *_REDUCTIONS, 'get-tuple-element', 'slice'
 _SUMMED, _STACKED = 'summed', 'stacked'
 
 
-def carried(graph: flow.Graph) -> Iterator[tuple[flow.Node, flow.Loop]]:
+def carried(
+    graph: dataflow.Graph,
+) -> Iterator[tuple[dataflow.Node, dataflow.Loop]]:
   """Yields reductions that are only added up in what a loop carries.
 
   Each result comes with the outermost loop behind which it could be reduced;
@@ -63,15 +65,15 @@ def _last_loop(node, ends, kept):
     if _STACKED not in marked.union(*map(kept.get, places)):
       found = loop
     numbers = {i for _, i in places}
-    values = loop.node and flow.results(loop.node)
+    values = loop.node and dataflow.results(loop.node)
     values = [x for x in values or () if (x.index or 0) in numbers]
     loop = loop.outer
   return found
 
 
 def joined(
-    module: hlo_program.Module, graph: flow.Graph
-) -> Iterator[Sequence[flow.Node]]:
+    module: hlo_program.Module, graph: dataflow.Graph
+) -> Iterator[Sequence[dataflow.Node]]:
   """Yields results of several reductions that are only added to each other.
 
   Those of one group come from the same lines of the program, as where a loop in
@@ -91,7 +93,7 @@ def joined(
   yield from (group for group in groups.values() if len(group) > 1)
 
 
-def sender(result: flow.Node) -> flow.Node:
+def sender(result: dataflow.Node) -> dataflow.Node:
   """Returns the collective that a value is a result of."""
   return result if result.index is None else result.inputs[0]
 
@@ -100,7 +102,7 @@ def _reduced(graph):
   """Yields the results of reductions, one for each array."""
   for node in graph.nodes:
     if node.collective in _REDUCTIONS:
-      yield from flow.results(node)
+      yield from dataflow.results(node)
 
 
 def _ends(graph, totals):
@@ -134,8 +136,8 @@ def _is_linear(node, given):
     return given is node.inputs[0]
   if node.opcode == 'dynamic-update-slice':
     return given in node.inputs[:2]
-  is_sum = node.opcode in _LINEAR and flow.is_inexact(node)
-  return is_sum or flow.is_multiple(node, given)
+  is_sum = node.opcode in _LINEAR and dataflow.is_inexact(node)
+  return is_sum or dataflow.is_multiple(node, given)
 
 
 def _total(graph, node):
@@ -189,7 +191,7 @@ def _unless_emptied(node, fixed):
       is_switch = switch not in fixed and _is_switch(switch)
       totals |= {other} if is_switch else set()
   elif node.opcode == 'select' and (
-      node.inputs[0] not in fixed and flow.is_repeated(node.inputs[0])
+      node.inputs[0] not in fixed and dataflow.is_repeated(node.inputs[0])
   ):
     arms = {*map(_origin, node.inputs[1:])}
     totals = {arm for arm in arms if not _is_number(arm, '0')}
@@ -201,7 +203,7 @@ def _is_read_at_times(graph, total, place):
   """Whether nothing but one place sees a total in each turn."""
   seen = {total}
   for node in graph.nodes:
-    if node.opcode == 'select' and flow.is_repeated(node.inputs[0]):
+    if node.opcode == 'select' and dataflow.is_repeated(node.inputs[0]):
       decision, *arms = node.inputs
       is_seen = decision in seen or all(arm in seen for arm in arms)
     elif node.opcode == 'multiply' and any(map(_is_switch, node.inputs)):
@@ -219,8 +221,8 @@ def _is_switch(node):
     return node.array.size == 1
   if node.opcode == 'select':
     zeros = [n for n in node.inputs[1:] if _is_number(n, '0')]
-    return bool(zeros) and flow.is_repeated(node.inputs[0])
-  if node.opcode == 'broadcast' or node.opcode in flow.MOVES:
+    return bool(zeros) and dataflow.is_repeated(node.inputs[0])
+  if node.opcode == 'broadcast' or node.opcode in dataflow.MOVES:
     return _is_switch(node.inputs[0])
   if node.array.size > 1:
     return False
@@ -230,7 +232,7 @@ def _is_switch(node):
 
 
 def _is_number(node, text):
-  origins = flow.sources(node, ('broadcast', *flow.MOVES))
+  origins = dataflow.sources(node, ('broadcast', *dataflow.MOVES))
   return all(
       origin.opcode == 'constant' and origin.instruction.operand_text == text
       for origin in origins
@@ -239,6 +241,6 @@ def _is_number(node, text):
 
 def _origin(node):
   """Returns the value that was moved."""
-  while node.opcode in flow.MOVES:
+  while node.opcode in dataflow.MOVES:
     (node,) = node.inputs[:1]
   return node

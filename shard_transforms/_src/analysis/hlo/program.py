@@ -145,7 +145,7 @@ class Instruction:
     return tuple(re.findall(r'%?([\w.\-]+)', ' '.join(texts)))
 
   @property
-  def num_turns(self) -> int | None:
+  def num_iterations(self) -> int | None:
     """The trip count of a loop, if the compiler knows it."""
     found = _TRIPS.search(self.attribute_text.replace(' ', ''))
     return int(found[1]) if found else None

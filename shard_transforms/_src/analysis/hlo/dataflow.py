@@ -125,7 +125,7 @@ def graph(module: hlo_program.Module) -> Graph:
   return Graph(builder.nodes, builder.loops)
 
 
-def single_turn(
+def single_iteration(
     module: hlo_program.Module,
     computation: hlo_program.Computation,
     loop: hlo_program.Instruction,
@@ -247,8 +247,8 @@ class _Builder:
 
   def _while(self, computation, instruction, start, around):
     condition, body = self._module.called(instruction)
-    turn = single_turn(self._module, computation, instruction)
-    if instruction.num_turns == 1 or (turn and turn[1]):
+    turn = single_iteration(self._module, computation, instruction)
+    if instruction.num_iterations == 1 or (turn and turn[1]):
       return self.run(body, around, [start])[1]
     if turn:
       decision = start[turn[0]] if isinstance(start, tuple) else start

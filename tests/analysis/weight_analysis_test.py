@@ -6,7 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 
 import cases
-from shard_transforms._src.analysis import weight_flow
+from shard_transforms._src.analysis import weight_analysis
 from shard_transforms._src.gates import gating
 
 AXIS = 'data'
@@ -112,8 +112,8 @@ class WeightFlowTest(parameterized.TestCase):
   def test_follows_updates_and_weight(self, fn, sums, alone):
     axis_env = [(AXIS, 8), ('model', 2)]
     jaxpr = jax.make_jaxpr(fn, axis_env=axis_env)(jnp.ones(8), 1.0).jaxpr
-    given = [weight_flow.UPDATES, weight_flow.WEIGHT]
+    given = [weight_analysis.UPDATES, weight_analysis.WEIGHT]
 
-    found = weight_flow.sums_without(jaxpr, given, (AXIS,))
+    found = weight_analysis.sums_without(jaxpr, given, (AXIS,))
 
     self.assertEqual(found, (sums, [alone]))

@@ -1,4 +1,4 @@
-"""`assert_trains_as_one_device`: N shards against one device, in tests."""
+"""`assert_trains_as_one_device`: a test of N shards against one device."""
 
 import collections
 from collections.abc import Callable
@@ -14,62 +14,63 @@ from shard_transforms._src.base import arguments
 
 _CALLER = 'assert_trains_as_one_device'
 
-# What to look for where a part is the first that differs, in the order in which
-# a step computes them.
+# Possible causes if a part is the first that differs, in the order in which a
+# step computes the parts.
 _CAUSES = {
     'loss': (
         'random keys that depend on the shard, or are the same on all shards;'
-        ' different numbers of rows or tokens without that number as `weight`;'
-        ' batch statistics of a shard alone; in a later step, no reduction at'
-        ' all.'
+        ' different numbers of rows or tokens that are not passed as `weight`;'
+        ' batch statistics of only one shard; in a later step, a missing'
+        ' reduction.'
     ),
     'statistics': (
-        'batch statistics of a shard alone: take their mean over the shards'
+        'batch statistics of only one shard: average them over the shards'
         ' inside the model.'
     ),
     'gradient': (
         'a loss that is reduced before its gradient is taken: use'
         ' `shard_transforms.value_and_grad`; a missing or wrong `weight`; batch'
-        ' statistics of a shard alone.'
+        ' statistics of only one shard.'
     ),
     'update': (
-        'no reduction at all; clipping, signs, moments or noise before the'
+        'a missing reduction; clipping, signs, moments or noise before the'
         ' mean: put the reduction first; a missing or wrong `weight`; random'
         ' keys that depend on the shard.'
     ),
 }
 _CAUSES_OF_COPIES = (
-    'no reduction at all, which no type shows under `check_vma=False`,'
+    'a missing reduction, which types do not show under `check_vma=False`,'
     ' `jax.pmap` and `jax.vmap`; a metric that is not reduced: return its'
     ' `shard_transforms.shard_mean`; random keys that depend on the shard;'
-    ' state that differs between shards although its spec is `P()`: make it'
+    ' state that differs between shards although its spec is `P()`: create it'
     ' with `init_state`, and map it with `state_specs`.'
 )
 _CAUSES_OF_MORE = (
     '`jax.grad` of replicated parameters, which JAX sums: use'
-    ' `shard_transforms.value_and_grad` and `cross_shard_mean`; a sum in place'
+    ' `shard_transforms.value_and_grad` and `cross_shard_mean`; a sum instead'
     ' of a mean.'
 )
 _CAUSES_OF_LESS = (
-    'a loss that is a sum over examples: take its mean, or reduce by'
+    'a loss that is a sum over examples: use its mean, or reduce with'
     ' `cross_shard_sum`; a gradient that is divided by the number of shards'
-    ' again.'
+    ' twice.'
 )
-# A leaf that is smaller than this part of the others may be rounding alone.
+# A leaf that is smaller than this fraction of the others may consist of
+# rounding errors.
 _SMALL = 1e-3
 
 
 class _Leaf(NamedTuple):
-  """The values of a leaf in all its copies, and those of one device.
+  """The values of a leaf in all copies, and the values of one device.
 
-  They are float64, or complex128.
+  Values are float64 or complex128.
 
   Attributes:
-    name: Its name.
+    name: The name of the leaf.
     found: The values of all shards.
-    expected: The values of one device, as often.
-    num_copies: How many copies of the leaf there are, on devices or as rows.
-    num_values: How many of these have different bits.
+    expected: The values of one device, repeated for each shard.
+    num_copies: The number of copies of the leaf, on devices or as rows.
+    num_values: The number of copies with different bits.
   """
 
   name: str
@@ -79,13 +80,13 @@ class _Leaf(NamedTuple):
   num_values: int
 
   def difference(self, scale: float = 0) -> float:
-    """Returns how large the difference is, relative to at least `scale`."""
+    """Returns the size of the difference, relative to at least `scale`."""
     size = _root_mean_square(self.found - self.expected)
     with np.errstate(divide='ignore'):
       return size / max(_root_mean_square(self.expected), scale) if size else 0
 
   def is_times(self, factor: float, rtol: float) -> bool:
-    """Whether all values are so many times those of one device."""
+    """Whether all values are `factor` times those of one device."""
     return self._replace(found=self.found / factor).difference() <= rtol
 
 
@@ -95,43 +96,43 @@ def assert_trains_as_one_device(
     *,
     rtol: float = 1e-3,
 ) -> None:
-  r"""Asserts that several shards train as one device; for tests.
+  r"""Asserts that several shards train like one device; for tests.
 
-  No type and no error shows clipping before the mean, a loss that is a sum,
-  batch statistics of a shard alone, or a random key that depends on the shard.
-  This calls `run(1)` and `run(num_shards)`, which run your own step on the same
-  global batch, and compares what they return.
+  Clipping before the mean, a loss that is a sum, batch statistics of only one
+  shard, or a random key that depends on the shard are not detected by types or
+  errors. This function calls `run(1)` and `run(num_shards)`, which run your
+  training step on the same global batch, and compares the results.
 
   A leaf agrees if :math:`\lVert a - b\rVert \le r \max(\lVert b\rVert, s)`.
-  There :math:`b` is that of one device, :math:`r` is `rtol`, and :math:`s` is a
-  thousandth of the norm that the leaf would have if its elements were as large
-  as those of its whole part. All copies on devices are compared, and first of
-  all with each other: they must have equal bits, because copies that differ a
-  little train different models.
+  Here :math:`b` is the leaf of one device, :math:`r` is `rtol`, and :math:`s`
+  is a thousandth of the norm that the leaf would have if its elements had the
+  average size of the elements in its part. All copies on devices are compared,
+  first with each other: they must have equal bits, because copies with small
+  differences train different models.
 
   Args:
-    run: Takes a number of shards; returns a mapping with some of the keys
-      'loss', 'statistics', 'gradient' and 'update', each a tree of arrays. All
-      are values of the whole batch: the `shard_mean` of losses and gradients,
-      and as update the parameters after the step minus those before. A leading
-      axis of shards, as `jax.pmap` adds it, is compared row by row. Return
-      the loss of the first step: a later one may differ because of an earlier
-      update. Return the update: its copies show a reduction that is missing.
-      Return the gradient if the optimizer clips, takes signs or is like Adam:
-      these hide a gradient that is N times too large.
+    run: A function of the number of shards that returns a mapping with some of
+      the keys 'loss', 'statistics', 'gradient' and 'update', each a tree of
+      arrays. All values are for the whole batch: the `shard_mean` of losses and
+      gradients, and as update the parameters after the step minus those before.
+      A leading axis of shards, as added by `jax.pmap`, is compared row by row.
+      Return the loss of the first step, because a later loss may differ due to
+      an earlier update. Return the update, whose copies reveal a missing
+      reduction. Return the gradient if the optimizer clips, uses signs or is
+      similar to Adam, which hides a gradient that is N times too large.
     num_shards: The number of shards, at least 2.
-    rtol: The relative difference that still counts as rounding. Give more for
-      16-bit parameters. Adam and signs magnify rounding where a gradient is
-      about zero: in the test, give Adam an `eps` such as 1e-3.
+    rtol: The largest relative difference that counts as rounding. Increase it
+      for 16-bit parameters. Adam and signs magnify rounding where a gradient is
+      about zero: in the test, set `eps` of Adam to a value such as 1e-3.
 
   Raises:
     AssertionError: If copies of a result differ from each other, or results
-      from those of one device. The message lists the parts that differ, in the
-      order in which a step computes them, and the usual causes.
-    TypeError: If an argument or what `run` returns is of the wrong kind.
+      differ from those of one device. The message lists the parts that differ,
+      in the order in which a step computes them, and the usual causes.
+    TypeError: If an argument or the result of `run` has the wrong type.
     ValueError: If `num_shards` is less than 2, `rtol` is not positive, results
-      of one device are not finite, or `run` returns no known keys, or other
-      trees or shapes for other numbers of shards.
+      of one device are not finite, or `run` returns unknown keys, or trees or
+      shapes that depend on the number of shards.
 
   Examples:
     >>> import jax
@@ -149,16 +150,16 @@ def assert_trains_as_one_device(
     >>> st.monitoring.assert_trains_as_one_device(run, 4)
     Traceback (most recent call last):
         ...
-    AssertionError: 4 shards must train as one device, but they differ in
+    AssertionError: 4 shards do not train like one device. They differ in
       update: relative difference 0.5
-    The usual causes of the first: no reduction at all; clipping, signs, ...
+    Usual causes of the first difference: a missing reduction; clipping, ...
   """
   num_shards = arguments.as_at_least('num_shards', num_shards, 2)
   rtol = arguments.as_positive('rtol', rtol)
-  expected, found = _checked(run(1)), _checked(run(num_shards))
+  expected, found = _check_results(run(1)), _check_results(run(num_shards))
   if jax.tree.structure(expected) != jax.tree.structure(found):
     raise ValueError(
-        f'`run` of `{_CALLER}` must return the same tree for each number of'
+        f'`run` of `{_CALLER}` must return the same tree for any number of'
         f' shards, got {jax.tree.structure(expected)} for one and'
         f' {jax.tree.structure(found)} for {num_shards}.'
     )
@@ -172,22 +173,27 @@ def assert_trains_as_one_device(
     scale = _scale(leaves)
     for leaf in leaves:
       if not leaf.difference(scale) <= rtol:
-        known = {num_shards: _CAUSES_OF_MORE, 1 / num_shards: _CAUSES_OF_LESS}
-        factors = [x for x in known if leaf.is_times(x, rtol)]
+        causes_of_factor = {
+            num_shards: _CAUSES_OF_MORE,
+            1 / num_shards: _CAUSES_OF_LESS,
+        }
+        factors = [x for x in causes_of_factor if leaf.is_times(x, rtol)]
         lines.append(
             f'\n  {leaf.name}: relative difference {leaf.difference(scale):.2g}'
             + ''.join(f', {x:.3g} times that of one device' for x in factors)
         )
-        causes = causes or (known[factors[0]] if factors else _CAUSES[part])
+        causes = causes or (
+            causes_of_factor[factors[0]] if factors else _CAUSES[part]
+        )
   if lines:
     raise AssertionError(
-        f'{num_shards} shards must train as one device, but they differ in'
-        f'{"".join(lines)}\nThe usual causes of the first: {causes}'
+        f'{num_shards} shards do not train like one device. They differ in'
+        f'{"".join(lines)}\nUsual causes of the first difference: {causes}'
     )
 
 
 def _check_copies(parts, num_shards):
-  """Checks that all copies of a leaf have equal bits.
+  """Checks that all copies of each leaf have equal bits.
 
   Raises:
     AssertionError: If they do not.
@@ -202,29 +208,29 @@ def _check_copies(parts, num_shards):
   ]
   if lines:
     raise AssertionError(
-        f'{num_shards} shards must train as one device, but the copies of a'
-        f' result differ from each other in{"".join(lines)}\nThe usual causes'
-        f' of the first: {_CAUSES_OF_COPIES}'
+        f'{num_shards} shards do not train like one device. The copies of a'
+        f' result differ from each other in{"".join(lines)}\nUsual causes of'
+        f' the first difference: {_CAUSES_OF_COPIES}'
     )
 
 
 def _scale(leaves):
-  """Returns the size below which differences in a part are rounding."""
+  """Returns the size below which differences in a part count as rounding."""
   everything = np.concatenate([x.expected for x in leaves] or [np.zeros(0)])
   return _SMALL * _root_mean_square(everything)
 
 
-def _checked(results):
-  """Returns what `run` has returned.
+def _check_results(results):
+  """Checks the results of `run`.
 
   Raises:
-    TypeError: If that is not a mapping.
-    ValueError: If it has no known keys, or others.
+    TypeError: If they are not a mapping.
+    ValueError: If they have no keys, or unknown keys.
   """
   if not isinstance(results, Mapping):
     raise TypeError(
-        f'`run` of `{_CALLER}` must return a mapping, got'
-        f' {type(results).__name__}. Its keys are some of {list(_CAUSES)}.'
+        f'`run` of `{_CALLER}` must return a mapping with some of the keys'
+        f' {list(_CAUSES)}, got {type(results).__name__}.'
     )
   if not results or not results.keys() <= _CAUSES.keys():
     raise ValueError(
@@ -245,44 +251,44 @@ def _leaves(part, found, expected):
       jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
   ):
     name = part + jax.tree_util.keystr(path)
-    a, b = jnp.asarray(a), _widened(b)
+    a, b = jnp.asarray(a), _widen(b)
     if b.shape not in (a.shape, (1, *a.shape[1:])[: a.ndim]):
       raise ValueError(
-          f'`run` of `{_CALLER}` must return values of the whole batch, got'
-          f' shape {b.shape} for one shard and {a.shape} for several at {name}.'
-          ' Return the `shard_transforms.shard_mean`.'
+          f'`run` of `{_CALLER}` must return values for the whole batch, got'
+          f' the shape {b.shape} for one shard and {a.shape} for several at'
+          f' {name}. Return the `shard_transforms.shard_mean`.'
       )
     if not np.isfinite(b).all():
       raise ValueError(
-          f'`run(1)` of `{_CALLER}` must return finite values, got {b} at'
+          f'`run(1)` of `{_CALLER}` returned values that are not finite: {b} at'
           f' {name}.'
       )
     has_rows = b.shape != a.shape
     b = np.broadcast_to(b, a.shape)
     copies = [
-        (np.ravel(_widened(x.data)), np.ravel(b[x.index]))
+        (np.ravel(_widen(x.data)), np.ravel(b[x.index]))
         for x in a.addressable_shards
     ]
-    own, one = map(np.concatenate, zip(*copies, strict=True))
+    values, expected_values = map(np.concatenate, zip(*copies, strict=True))
     num_copies, num_values = _count_copies(a, has_rows)
-    leaves.append(_Leaf(name, own, one, num_copies, num_values))
+    leaves.append(_Leaf(name, values, expected_values, num_copies, num_values))
   return leaves
 
 
 def _count_copies(array, has_rows):
-  """Returns the largest number of copies, and of those with other bits."""
+  """Returns the largest numbers of copies and of different values."""
   bits = collections.defaultdict(list)
   for shard in array.addressable_shards:
     data = np.asarray(shard.data)
     rows = data if has_rows else [data]
-    # Each row is a copy of what one device has.
+    # Each row is a copy of the values on one device.
     index = str(shard.index[1:] if has_rows else shard.index)
     bits[index] += [np.asarray(row).tobytes() for row in rows]
   num_copies = max(map(len, bits.values()), default=0)
   return num_copies, max((len(set(x)) for x in bits.values()), default=0)
 
 
-def _widened(x):
+def _widen(x):
   return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
