@@ -70,7 +70,7 @@ WAYS = {
     'stacked': (_stacked, True),
     'sharded': (_sharded, True),
     'clipped in a gate': (_gated, True),
-    'towers alike': (_towers, False),
+    'unweighted towers': (_towers, False),
     'in any order': (_in_any_order, False),
 }
 
@@ -401,7 +401,7 @@ REFUSALS = {
         lambda: _traced(_towers(2), X[:6]),
         'number of shards .* power of two',
     ),
-    'updates that are no stack': (
+    'updates without a stack': (
         lambda: _traced(reproducible.mean(modes.AXIS, num_towers=2)),
         'leading axis of 2 towers, got .*3',
     ),
@@ -428,7 +428,9 @@ class RefusalTest(parameterized.TestCase):
     inner = optax.chain(clip, ADAM)
 
     _traced(shard_transforms.shard_update(inner, modes.AXIS))
-    with self.assertRaisesRegex(ValueError, '`reduce_sum` takes') as caught:
+    with self.assertRaisesRegex(
+        ValueError, '`reduce_sum` may combine'
+    ) as caught:
       _traced(_sharded(1, inner))
 
     # The message does not recommend the refused transformation.

@@ -151,7 +151,7 @@ class AdasumTest(parameterized.TestCase):
 class HorovodTest(parameterized.TestCase):
   """The vectors of Horovod's own tests, with Horovod's tolerances.
 
-  Those of `test_adasum_pytorch.py` and `test_adasum_tensorflow.py` in
+  The vectors of `test_adasum_pytorch.py` and `test_adasum_tensorflow.py` in
   `test/parallel` of https://github.com/horovod/horovod: normal vectors drawn in
   the same order from the same seed, orthogonal or parallel, with a known sum or
   mean.

@@ -23,7 +23,7 @@ AGGREGATORS = {
 }
 
 
-def alone(name, updates):
+def aggregated(name, updates):
   """Aggregates updates of several shards."""
   num_shards = len(jax.tree.leaves(updates)[0])
   found = lying_shards.aggregated(
@@ -84,12 +84,12 @@ class AggregatorTest(parameterized.TestCase):
         'rounds': 0.5 * updates.sum(1),
         'slices': updates[:, 0],
     }
-    expected = alone(name, expected)
+    expected = aggregated(name, expected)
     if name == 'adasum':
       bad[[2, 3]] = 0
     else:
       bad = np.delete(bad, [2, 3], axis=0)
-    expected['gates'] = alone(name, bad)
+    expected['gates'] = aggregated(name, bad)
     for key, x in expected.items():
       with self.subTest(key):
         x = -x if key in ('rounds', 'slices') else x

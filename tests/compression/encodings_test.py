@@ -94,10 +94,12 @@ class EveryCompressorTest(parameterized.TestCase):
     rows = normal_rows()
 
     together = compress_by_all(rows)
-    alone = compress_by_all(rows[7:8])
+    independent = compress_by_all(rows[7:8])
 
     for name in set(ALL) - {'stochastic', 'stochastic4'}:
-      np.testing.assert_array_equal(together[name][7:8], alone[name], name)
+      np.testing.assert_array_equal(
+          together[name][7:8], independent[name], name
+      )
 
   def test_values_beyond_the_dtype_are_clipped(self):
     found = compress_by_all(np.full((1, 64), 3.4e38, np.float32))

@@ -144,7 +144,7 @@ class PowerSGDTest(parameterized.TestCase):
     grads = jax.tree.map(lambda *x: np.stack(x, axis=1), *grads)
 
     def shard(residual, grads):
-      # The hook also keeps residuals of leaves that it does not compress.
+      # The hook also keeps residuals of uncompressed leaves.
       state = tx.init({k: zeros(*shape) for k, shape in shapes.items()})
       state = state._replace(
           residual=residual | {'vector': None}, sketch=sketch

@@ -112,12 +112,12 @@ def start(values):
   )
 
 
-def start_told(*told):
+def start_numbered(*numbers):
   """Runs one task per pair of a number of processes and a process number."""
   with socket.socket() as probe:
     probe.bind(('127.0.0.1', 0))
     address = f'127.0.0.1:{probe.getsockname()[1]}'
-  seconds = 2 if len(told) == 1 else 60
+  seconds = 2 if len(numbers) == 1 else 60
   code = (
       'import shard_transforms; shard_transforms.launch.join_processes('
       f'initialization_timeout={seconds}, shutdown_timeout=2)'
@@ -125,7 +125,7 @@ def start_told(*told):
   names = 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
   common = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_PLATFORMS': 'cpu'}
   return run_each(
-      code, [common | dict(zip(names, x, strict=True)) for x in told]
+      code, [common | dict(zip(names, x, strict=True)) for x in numbers]
   )
 
 
@@ -347,7 +347,7 @@ class JoinProcessesTest(parameterized.TestCase):
       (BATCH_SCRIPT | JAX,),
       (KUBERNETES | {'JOB_COMPLETION_INDEX': '5'} | JAX,),
       (SLICES | {'JOB_COMPLETION_INDEX': '0'} | ELSEWHERE,),
-      # An allocation counts only the tasks that it has started.
+      # An allocation counts only its own tasks.
       (OPEN_MPI | JAX | BATCH_SCRIPT,),
   )
   def test_uses_the_variables_of_jax_inside_a_scheduler(self, values):
@@ -367,14 +367,14 @@ class JoinProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_two_tasks_with_different_numbers_do_not_train(self):
-    (_, _, _), (status, output, errors) = start_told(('2', '0'), ('3', '1'))
+    (_, _, _), (status, output, errors) = start_numbered(('2', '0'), ('3', '1'))
 
     self.assertEqual(status, 1, output)
     self.assertIn('got 3 in process 1 and 2 in process 0', errors)
 
   @pytest.mark.slow
   def test_warns_before_the_timeout(self):
-    ((_, _, errors),) = start_told(('2', '0'))
+    ((_, _, errors),) = start_numbered(('2', '0'))
 
     self.assertIn('Process 0 of 2 has waited 1 seconds for the oth', errors)
     self.assertIn('with the numbers from 0 to 1 (JAX_NUM', errors)

@@ -28,13 +28,12 @@ if deed in ('ignore_sigterm', 'stop'):
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
 elif deed == 'tidy_up':
   signal.signal(signal.SIGTERM, lambda *_: (path.unlink(), sys.exit()))
-elif deed == 'note_sigterm':
-  # Like JAX, which handles the signal while the program is blocked.
-  signal.signal(signal.SIGTERM, lambda *_: path.with_suffix('.told').touch())
+elif deed == 'note_sigterm': # Like JAX, which handles the signal while the
+program is blocked. signal.signal(signal.SIGTERM, lambda *_:
+path.with_suffix('.signaled').touch())
 path.with_suffix('.new').write_text(str(os.getpid()))
-path.with_suffix('.new').rename(path)
-deadline = time.monotonic() + 60
-while len(list(path.parent.glob('*.pid'))) < len(deeds):
+path.with_suffix('.new').rename(path) deadline = time.monotonic() + 60 while
+len(list(path.parent.glob('*.pid'))) < len(deeds):
   assert time.monotonic() < deadline
   time.sleep(0.01)
 if {'report', 'be_killed'} <= {*deeds}:
@@ -159,7 +158,7 @@ class ProcessesTest(parameterized.TestCase):
       self.run_children('note_sigterm', 'be_killed', grace=600)
 
     # The process received SIGTERM, and was killed before it ended by itself.
-    self.assertLen(list(self.folder.glob('*.told')), 1)
+    self.assertLen(list(self.folder.glob('*.signaled')), 1)
     self.assertLen(self.pids(), 2)
     self.assertFalse(any(map(is_alive, self.pids())))
 

@@ -36,7 +36,7 @@ class LocalParamsTest(parameterized.TestCase):
 
   def test_finds_local_parameters_in_any_state(self):
     txs = {
-        'alone': _tx(),
+        'unwrapped': _tx(),
         'chain': optax.chain(optax.identity(), _tx()),
         'masked': optax.masked(_tx(), {'a': True, 'b': False, 'n': False}),
         'partition': optax.partition(

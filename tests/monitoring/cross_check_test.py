@@ -99,7 +99,7 @@ class CrossCheckTest(parameterized.TestCase):
     _, state, weights = step(state, make_batch(), make_params(), fault(5, 1, 3))
 
     np.testing.assert_array_equal(state.num_suspected, only(5))
-    # Its own gradient, and the gradient that it repeated for another shard.
+    # Its own gradient, and the repeated gradient of another shard.
     np.testing.assert_array_equal(state.num_differing, only(5) + only(6))
     np.testing.assert_array_equal(weights, 1 - only(5))
     np.testing.assert_array_equal(state.trusted, only(5) == 0)

@@ -61,10 +61,10 @@ class DivergenceTest(parameterized.TestCase):
     np.testing.assert_array_equal(fn(0.0, own), [0] * SHARDS)
     own['w'][5] = flip(own['w'][5], 9, 3)
 
-    told = np.asarray(fn(0.0, own))
+    diverged = np.asarray(fn(0.0, own))
 
-    self.assertGreater(told[0], 0)
-    np.testing.assert_array_equal(told, [told[0]] * SHARDS)
+    self.assertGreater(diverged[0], 0)
+    np.testing.assert_array_equal(diverged, [diverged[0]] * SHARDS)
 
   def test_detects_each_bit_of_each_element(self):
     x = np.asarray(tree_of()['w'])
@@ -72,10 +72,10 @@ class DivergenceTest(parameterized.TestCase):
     of_pair = jax.vmap(lambda x: shard_divergence(x, AXIS), axis_name=AXIS)
 
     pairs = np.stack([np.stack([x, y]) for y in flipped])
-    told = jax.jit(jax.vmap(of_pair))(pairs)
+    diverged = jax.jit(jax.vmap(of_pair))(pairs)
 
-    self.assertEqual(told.shape, (15 * 32, 2))
-    self.assertTrue(np.all(told > 0))
+    self.assertEqual(diverged.shape, (15 * 32, 2))
+    self.assertTrue(np.all(diverged > 0))
 
   def test_supports_all_dtypes_and_keys(self):
     x, other = np.array([1, 0, 1, 1]), np.array([1, 1, 1, 1])

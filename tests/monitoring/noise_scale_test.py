@@ -84,12 +84,15 @@ class NoiseScaleTest(parameterized.TestCase):
   def test_without_weights_a_shard_counts_as_one_example(self):
     updates = np.random.default_rng(0).normal(size=(50, 8, 3)).astype('float32')
 
-    alike = measured(updates, None)
+    unweighted = measured(updates, None)
     weighted = measured(updates, np.full(8, 32, np.float32))
 
-    np.testing.assert_allclose(32 * alike.noise, weighted.noise, rtol=1e-5)
+    np.testing.assert_allclose(32 * unweighted.noise, weighted.noise, rtol=1e-5)
     np.testing.assert_allclose(
-        alike.gradient_square, weighted.gradient_square, rtol=1e-3, atol=1e-6
+        unweighted.gradient_square,
+        weighted.gradient_square,
+        rtol=1e-3,
+        atol=1e-6,
     )
 
   def test_averages_estimates_and_skips_non_finite_steps(self):

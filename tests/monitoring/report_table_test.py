@@ -41,8 +41,8 @@ class CollectiveTest(parameterized.TestCase):
     collective = dataclasses.replace(SUM, primitive=primitive, num_shards=4)
 
     self.assertEqual(collective.sent_bytes, 4000 * factor)
-    alone = dataclasses.replace(collective, num_shards=1)
-    self.assertEqual(alone.sent_bytes, 0)
+    single_shard = dataclasses.replace(collective, num_shards=1)
+    self.assertEqual(single_shard.sent_bytes, 0)
 
   def test_refuses_an_unknown_primitive(self):
     with self.assertRaisesRegex(

@@ -247,7 +247,7 @@ def _scatter_later(x):
 
 
 class PrimitiveTest(parameterized.TestCase):
-  """What each of JAX's collectives costs, by hand."""
+  """The costs of JAX's collectives, computed by hand."""
 
   @cases.parameters(
       (lambda x: lax.psum(x, AXIS), 'psum', 168),

@@ -45,7 +45,7 @@ def adasum(
   reduction is not robust: wrap it in `guard` to exclude NaN and infinity.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
     over: Whether dot products and norms are computed for each `'leaf'`, as in
       the paper, or for the whole `'tree'`.
 

@@ -38,7 +38,7 @@ def majority_vote(
   Complex leaves get the signs of their real and imaginary parts.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -110,7 +110,7 @@ def _vote_in_bits(leaf, counts, axes):
     winners = jnp.append(winners, jnp.uint8(num_votes > 0))
   winners, has_votes = collectives.gather(winners, axes), True
   if counts is not None:
-    # The flag is gathered too, so that it is typed as the same on all shards.
+    # The gathered flag is typed as the same on all shards.
     winners, has_votes = winners[:, :-1], winners[:, -1:] > 0
   signs = 1 - 2 * exchanges.unpack_integers(winners, _BITS).astype(jnp.int8)
   signs = jnp.where(has_votes, signs, 0)

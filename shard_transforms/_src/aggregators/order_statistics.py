@@ -42,7 +42,7 @@ def coordinate_median(
   Complex leaves get the medians of their real and imaginary parts.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -93,7 +93,7 @@ def trimmed_mean(
   many bytes as `coordinate_median`.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
     num_trimmed: The number of values that are left out at each end, at least 0
       and less than half of the shards.
 

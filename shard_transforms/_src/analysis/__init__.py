@@ -2,14 +2,14 @@
 
 A function is traced to a jaxpr, which is then analyzed; nothing is executed,
 and the results of training do not depend on an analysis. `interpreter`
-evaluates a jaxpr on *abstract values* instead of arrays. An analysis defines
-the abstract values, the transfer function of each primitive (`primitives` has
-the tables), and the join at the end of branches. Names that users give, such as
+evaluates a jaxpr on *facts*, abstract values, instead of arrays. An analysis
+defines the facts, the transfer function of each primitive (`primitives` has the
+tables), and the join at the end of branches. Names that users give, such as
 scopes, have no meaning to an analysis.
 
 The analyses differ in the direction of their errors. `element_analysis` is
 sound: an unknown primitive counts as not element-wise. `divergence_analysis`,
 which finds deadlocks, and `redundant_sums` produce warnings: an unknown
 primitive produces none. `weight_analysis` is in between: it detects that a sum
-depends on a weight, but not that it is multiplied by it. Imports `base`.
+depends on a weight, but not how. Imports `base`.
 """

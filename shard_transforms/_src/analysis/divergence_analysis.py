@@ -1,16 +1,17 @@
-"""Which values differ between shards, which are sent, and what deadlocks.
+"""Values that differ between shards, communication, and deadlocks.
 
-The kind of a value is a set of differences: over which axis it differs, and
-how. The result of a collective that is the same on all shards differs over none
-of its axes. A value that is found to differ may be the same by chance; a value
-that is not found is the same, provided that the inputs are.
+The fact for a value is a set of differences: the axes over which it differs,
+and how. The result of a collective that is the same on all shards does not
+differ over its axes. A value that is reported to differ may be equal by chance;
+any other value is the same on all shards, provided that the inputs are.
 
-A predicate that differs, and decides whether a shard gets to a collective,
-deadlocks: where it is computed from slices of the arguments of a mapped
-function, or from `axis_index`. A slice of one element does not count: it may be
-a copy, such as a counter that `jax.pmap` gets once for each shard. There is no
-warning of what is not known: arguments may differ although the program does not
-show it, and branches that all send may still not match.
+A predicate that differs, and decides whether a shard reaches a collective,
+leads to a deadlock. It differs if it is computed from slices of the arguments
+of a mapped function, or from `axis_index`. A slice of one element does not
+count: it may be a copy, such as a counter that `jax.pmap` receives once per
+shard. Unknown differences do not produce warnings: arguments may differ
+although the jaxpr does not show it, and branches that all communicate may still
+not match.
 """
 
 from collections.abc import Hashable
@@ -27,11 +28,11 @@ Axes = frozenset[Hashable]
 
 
 class Difference(NamedTuple):
-  """How values differ between shards.
+  """A difference of values between shards.
 
   Attributes:
     axis: The mapped axis over which they differ.
-    by_index: Whether they are computed from `axis_index` alone.
+    by_index: Whether they are computed only from `axis_index`.
     groups: The groups of shards within which they are the same, if any.
   """
 
@@ -44,77 +45,81 @@ Differences = frozenset[Difference]
 NONE: Differences = frozenset()
 
 
-class Shards(interpreter.Reader[Differences]):
-  """Follows what differs between shards."""
+class DivergenceAnalysis(interpreter.Analysis[Differences]):
+  """The analysis of differences between shards."""
 
   def constant(self, value):
     del value
     return NONE
 
-  def join(self, kinds):
-    return NONE.union(*kinds)
+  def join(self, facts):
+    return NONE.union(*facts)
 
-  def primitive(self, step, kinds):
-    if step.name == 'optimization_barrier':
-      return kinds
-    if step.name in primitives.SENDING and len(kinds) == len(step.outputs):
-      return [_received(step, kind) for kind in kinds]
-    differences = self.join(kinds).union(*map(_by_place, step.bodies))
-    if step.name == 'axis_index':
-      differences = _over(step.axes, by_index=True)
-    return [differences] * len(step.outputs)
+  def primitive(self, equation, facts):
+    if equation.name == 'optimization_barrier':
+      return facts
+    if equation.name in primitives.SENDING and len(facts) == len(
+        equation.outputs
+    ):
+      return [_received(equation, fact) for fact in facts]
+    differences = self.join(facts).union(*map(_by_place, equation.bodies))
+    if equation.name == 'axis_index':
+      differences = _over(equation.axes, by_index=True)
+    return [differences] * len(equation.outputs)
 
-  def chosen(self, step, predicate, kinds):
-    # Even branches that return constants give results that differ with the
+  def select(self, equation, predicate, facts):
+    # Even branches that return constants have results that differ with the
     # choice.
-    return [predicate | kind for kind in kinds]
+    return [predicate | fact for fact in facts]
 
 
 def _over(axes, **how):
   return frozenset(Difference(axis, **how) for axis in axes)
 
 
-def _received(step, kind):
-  """Returns how a result of a collective differs."""
-  groups = step.params.get('axis_index_groups')
-  if step.name in primitives.SCATTERING:
-    # Each shard gets another part, even of what is the same everywhere.
-    return kind | _over(step.axes)
-  others = frozenset(d for d in kind if d.axis not in step.axes)
-  if groups is None or (others == kind and len(set(map(len, groups))) == 1):
+def _received(equation, fact):
+  """Returns the differences of a result of a collective."""
+  groups = equation.params.get('axis_index_groups')
+  if equation.name in primitives.SCATTERING:
+    # Each shard receives another part, even of a replicated array.
+    return fact | _over(equation.axes)
+  others = frozenset(d for d in fact if d.axis not in equation.axes)
+  if groups is None or (others == fact and len(set(map(len, groups))) == 1):
     return others
-  return others | _over(step.axes, groups=tuple(map(tuple, groups)))
+  return others | _over(equation.axes, groups=tuple(map(tuple, groups)))
 
 
 def _by_place(program):
-  """Returns how what a program makes of `axis_index` differs."""
-  found = NONE
-  for step in program.steps:
-    if step.name == 'axis_index':
-      found |= _over(step.axes, by_index=True)
-    found = found.union(*map(_by_place, step.bodies))
-  return found
+  """Returns the differences that `axis_index` introduces in a jaxpr."""
+  differences = NONE
+  for equation in program.equations:
+    if equation.name == 'axis_index':
+      differences |= _over(equation.axes, by_index=True)
+    differences = differences.union(*map(_by_place, equation.bodies))
+  return differences
 
 
 def differing(
-    program: interpreter.Program, given: Sequence[Axes]
+    program: interpreter.Program, input_axes: Sequence[Axes]
 ) -> list[Axes]:
-  """Returns over which axes each result may differ between shards.
+  """Returns the axes over which each result may differ between shards.
 
   Args:
-    program: The program of the shards.
-    given: The axes over which each of its inputs differs.
+    program: The jaxpr of the shards.
+    input_axes: The axes over which each of its inputs differs.
   """
-  results = interpreter.interpret(program, [*map(_over, given)], Shards())
-  return [frozenset(d.axis for d in kind) for kind in results]
+  results = interpreter.interpret(
+      program, [*map(_over, input_axes)], DivergenceAnalysis()
+  )
+  return [frozenset(d.axis for d in fact) for fact in results]
 
 
-def first_sent(
+def first_collective(
     jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
     axes: Sequence[Hashable] | None = None,
 ) -> str | None:
-  """Returns the name of the first collective over one of some axes, or any."""
-  # Called in each trace: reading jaxprs directly is fast.
+  """Returns the name of the first collective over one of the axes, or any."""
+  # Called in each trace; iterating over jaxprs directly is fast.
   for eqn in jaxpr.eqns:
     name = interpreter.common_name(eqn.primitive.name)
     over = set(interpreter.mapped_axes(eqn.params))
@@ -122,102 +127,102 @@ def first_sent(
         over if axes is None else axes
     ):
       return name
-    for body in interpreter.held(eqn.params):
-      if found := first_sent(body, axes):
-        return found
+    for body in interpreter.sub_jaxprs(eqn.params):
+      if collective := first_collective(body, axes):
+        return collective
   return None
 
 
 def find_deadlocks(program: interpreter.Program) -> tuple[str, ...]:
-  """Returns warnings of what deadlocks if shards decide differently.
+  """Returns warnings about deadlocks if shards decide differently.
 
-  That is a loop with a collective over an axis over which its condition
-  differs; or a branch with such a collective, where another branch of the
-  `cond` has none.
+  A loop deadlocks if it has a collective over an axis over which its condition
+  differs; a `cond` deadlocks if one branch has such a collective and another
+  has none.
   """
-  reader = _Deadlocks()
-  interpreter.interpret(program, [NONE] * len(program.inputs), reader)
-  return tuple(reader.warnings)
+  analysis = _Deadlocks()
+  interpreter.interpret(program, [NONE] * len(program.inputs), analysis)
+  return tuple(analysis.warnings)
 
 
-class _Deadlocks(Shards):
-  """Follows what differs between shards, up to what they decide by it.
+class _Deadlocks(DivergenceAnalysis):
+  """The analysis of differences that decide about communication.
 
   Attributes:
-    warnings: Those so far, as keys: a loop is read several times.
+    warnings: The warnings, as keys, because a loop is analyzed several times.
   """
 
   def __init__(self):
     self.warnings = {}
 
-  def primitive(self, step, kinds):
-    anyhow = _over(inlining.axis_sizes(step))
-    if any(_first_waiting(body, anyhow) for body in step.bodies):
-      # A collective in its bodies may make values equal again, as in the
+  def primitive(self, equation, facts):
+    anyhow = _over(inlining.axis_sizes(equation))
+    if any(_first_waiting(body, anyhow) for body in equation.bodies):
+      # A collective in the bodies may make values equal again, as in the
       # iterative solver of a `lax.custom_linear_solve`.
-      return [NONE] * len(step.outputs)
-    results = super().primitive(step, kinds)
-    if step.name == 'shard_map' and step.outputs[0].aval.size > 1:
-      results = [results[0] | _over(step.axes)]
-    return [_inside(step, result) for result in results]
+      return [NONE] * len(equation.outputs)
+    results = super().primitive(equation, facts)
+    if equation.name == 'shard_map' and equation.outputs[0].aval.size > 1:
+      results = [results[0] | _over(equation.axes)]
+    return [_inside(equation, result) for result in results]
 
-  def inside(self, step, kinds):
-    # The inputs of the bodies of a solver may be equal, too.
-    del step, kinds
+  def sub_jaxpr_inputs(self, equation, facts):
+    # The inputs of the bodies of a solver may be equal.
+    del equation, facts
     return NONE
 
-  def chosen(self, step, predicate, kinds):
-    if warning := _warning(step, predicate):
+  def select(self, equation, predicate, facts):
+    if warning := _warning(equation, predicate):
       self.warnings[warning] = None
-    results = super().chosen(step, predicate, kinds)
-    return [_inside(step, result) for result in results]
+    results = super().select(equation, predicate, facts)
+    return [_inside(equation, result) for result in results]
 
 
-def _inside(step, differences):
-  """Returns the differences along which there are several shards around it."""
-  sizes = inlining.axis_sizes(step)
+def _inside(equation, differences):
+  """Returns the differences over axes with more than one shard."""
+  sizes = inlining.axis_sizes(equation)
   return frozenset(d for d in differences if sizes.get(d.axis, 1) > 1)
 
 
-def _warning(step, predicate):
-  """Returns a warning of a step in which shards choose what to run, if any."""
-  found = [_first_waiting(body, predicate) for body in step.bodies]
-  # Where each branch has a collective, these may match, if with wrong results.
-  if not any(found) or (step.name == 'cond' and all(found)):
+def _warning(equation, predicate):
+  """Returns a warning if shards may choose different bodies."""
+  waiting = [_first_waiting(body, predicate) for body in equation.bodies]
+  # If each branch has a collective, these may match, even if results are wrong.
+  if not any(waiting) or (equation.name == 'cond' and all(waiting)):
     return None
-  late = next(filter(None, found))
-  axes = ', '.join(map(repr, _awaited(late, predicate)))
+  collective = next(filter(None, waiting))
+  axes = ', '.join(map(repr, _awaited(collective, predicate)))
   return (
-      f'{inlining.label(step)} runs `{late.name}` over {axes} under a predicate'
-      ' that differs between shards, which deadlocks: reduce the decision'
-      ' first, as `guard` does, or decide after the reduction.'
+      f'{inlining.label(equation)} runs `{collective.name}` over {axes} under a'
+      ' predicate that differs between shards, which deadlocks: reduce the'
+      ' decision first, as `guard` does, or decide after the reduction.'
   )
 
 
-def _first_waiting(program, chosen):
-  """Returns the first collective that waits for shards that chose otherwise."""
-  for step in program.steps:
-    if _awaited(step, chosen):
-      return step
-    for body in step.bodies:
-      if found := _first_waiting(body, chosen):
-        return found
+def _first_waiting(program, predicate):
+  """Returns the first collective that waits for shards of another choice."""
+  for equation in program.equations:
+    if _awaited(equation, predicate):
+      return equation
+    for body in equation.bodies:
+      if collective := _first_waiting(body, predicate):
+        return collective
   return None
 
 
-def _awaited(step, chosen):
-  """Returns the axes along which a step waits for shards of other choices."""
-  if step.name not in primitives.SENDING:
+def _awaited(equation, predicate):
+  """Returns the axes along which it waits for shards of another choice."""
+  if equation.name not in primitives.SENDING:
     return []
-  groups = step.params.get('axis_index_groups')
-  axes = {d.axis for d in chosen if groups is None or _splits(d, groups)}
-  return [axis for axis in step.axes if axis in axes]
+  groups = equation.params.get('axis_index_groups')
+  axes = {d.axis for d in predicate if groups is None or _splits(d, groups)}
+  return [axis for axis in equation.axes if axis in axes]
 
 
 def _splits(difference, groups):
   """Whether shards of one group may choose differently."""
-  # `axis_index` may stand for the group of a shard, as in `index() < 4` where
-  # each half gathers on its own.
+  # `axis_index` may identify the group of a shard, as in `index() < 4` if each
+  # half gathers separately.
   return not difference.by_index and not all(
       len(group) == 1
       or any(set(group) <= set(agreeing) for agreeing in difference.groups)

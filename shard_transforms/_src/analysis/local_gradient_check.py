@@ -1,8 +1,8 @@
-"""At which of two sets of parameters a gradient was taken.
+"""The check that a gradient was taken at the local parameters.
 
-No type shows it, but a program shows what the gradient was computed from. The
-names of `jax.ad_checkpoint.checkpoint_name`, which cost nothing in the compiled
-program, mark where a transformation is given the three.
+Types do not show this, but the jaxpr shows the values from which the gradient
+was computed. The names of `jax.ad_checkpoint.checkpoint_name`, which are
+removed by the compiler, mark the gradient and the two sets of parameters.
 """
 
 from typing import Any
@@ -13,24 +13,26 @@ from jax import ad_checkpoint
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.base import leaves as leaves_lib
 
-_GRADIENT, _OWN, _SHARED = (
+_GRADIENT, _LOCAL, _SHARED = (
     f'local_updates: {what}'
     for what in ('gradient', 'own parameters', 'shared parameters')
 )
 
 
-def mark(gradient: Any, own: Any, shared: Any) -> tuple[Any, Any, Any]:
-  """Returns three trees, with their names in the program.
+def mark(
+    gradient: Any, local_params: Any, shared_params: Any
+) -> tuple[Any, Any, Any]:
+  """Marks three trees with their names in the jaxpr.
 
   Args:
-    gradient: The gradient, which must be that at `own`.
-    own: A shard's own parameters, as its state keeps them.
-    shared: Parameters that all shards share.
+    gradient: The gradient, which should be taken at `local_params`.
+    local_params: The local parameters of a shard.
+    shared_params: The parameters that all shards share.
   """
   return (
       _named(gradient, _GRADIENT),
-      _named(own, _OWN),
-      _named(shared, _SHARED),
+      _named(local_params, _LOCAL),
+      _named(shared_params, _SHARED),
   )
 
 
@@ -44,54 +46,58 @@ def _named(tree, name):
 
 
 def find(program: interpreter.Program) -> tuple[str, ...]:
-  """Returns warnings of gradients that were taken at the wrong parameters.
+  """Returns warnings about gradients at the wrong parameters.
 
-  That is sure where a gradient depends on the parameters that shards share, and
-  not on their own. Where neither is found, as in the branch of an outer gate,
+  A gradient is wrong if it depends on the shared parameters and not on the
+  local parameters. If it depends on neither, as in the branch of an outer gate,
   there is no warning.
   """
-  found = [_problem(call, program) for call in _calls(program)]
-  for step in program.steps:
-    for body in step.bodies:
-      found += find(body)
-  return tuple(dict.fromkeys(filter(None, found)))
+  problems = [_problem(call, program) for call in _calls(program)]
+  for equation in program.equations:
+    for body in equation.bodies:
+      problems += find(body)
+  return tuple(dict.fromkeys(filter(None, problems)))
 
 
 def _calls(program):
-  """Returns, for each call, the marked values by their mark."""
+  """Returns the marked values of each call, by their mark."""
   calls, last = [], None
-  for step in program.steps:
-    name = step.params.get('name') if step.name == 'name' else None
-    if name not in (_GRADIENT, _OWN, _SHARED):
+  for equation in program.equations:
+    name = equation.params.get('name') if equation.name == 'name' else None
+    if name not in (_GRADIENT, _LOCAL, _SHARED):
       continue
     if name == _GRADIENT and last != _GRADIENT:
-      calls.append({_GRADIENT: set(), _OWN: set(), _SHARED: set()})
+      calls.append({_GRADIENT: set(), _LOCAL: set(), _SHARED: set()})
     if calls:
-      calls[-1][name].update(step.inputs)
+      calls[-1][name].update(equation.inputs)
     last = name
   return calls
 
 
 def _problem(call, program):
-  sources = _sources(call[_GRADIENT], program)
-  if sources.isdisjoint(call[_SHARED]) or not sources.isdisjoint(call[_OWN]):
+  sources = _dependencies(call[_GRADIENT], program)
+  if sources.isdisjoint(call[_SHARED]) or not sources.isdisjoint(call[_LOCAL]):
     return None
   return (
-      'the gradient that `local_updates` is given was taken at `params`, which'
-      " stay as they are for a whole round, and not at each shard's own"
-      ' parameters: take it at `shard_transforms.local_params(params, state)`.'
+      'the gradient for `local_updates` was taken at `params`, which are'
+      ' constant during a round, and not at the local parameters of each'
+      ' shard: take it at `shard_transforms.local_params(params, state)`.'
   )
 
 
-def _sources(values, program):
-  """Returns some values of a program, and all that they depend on."""
-  made_by = {value: step for step in program.steps for value in step.outputs}
-  found, left = set(), list(values)
-  while left:
-    value = left.pop()
-    if value in found:
+def _dependencies(values, program):
+  """Returns values and all values that they depend on."""
+  producer = {
+      value: equation
+      for equation in program.equations
+      for value in equation.outputs
+  }
+  dependencies, pending = set(), list(values)
+  while pending:
+    value = pending.pop()
+    if value in dependencies:
       continue
-    found.add(value)
-    if value in made_by:
-      left += made_by[value].inputs
-  return found
+    dependencies.add(value)
+    if value in producer:
+      pending += producer[value].inputs
+  return dependencies

@@ -1,10 +1,10 @@
-"""Whether sums over shards use the weights of the shards.
+"""The check that sums over shards use the weights of the shards.
 
-Each value has bits: whether it depends on updates, whether it depends on the
-weight, and whether these are updates of other shards, which were sent without
-their weight. The reader sees that a sum of updates depends on the weight, and
-not by which arithmetic: a reduction that reads a weight is trusted to use it
-right.
+The fact for a value is a set of bits: whether it depends on updates, whether it
+depends on the weight, and whether the updates are those of other shards, sent
+without their weight. The analysis detects that a sum of updates depends on the
+weight, but not by which arithmetic: a reduction that reads a weight is assumed
+to use it correctly.
 """
 
 from collections.abc import Hashable
@@ -31,31 +31,31 @@ def check(
     may_be_local: bool,
     caller: str,
 ) -> None:
-  """Checks that a program uses the weight in its sums over shards.
+  """Checks that a jaxpr uses the weight in its sums over shards.
 
   Args:
-    jaxpr: A program whose last inputs are the updates and the weight, and whose
+    jaxpr: A jaxpr whose last inputs are the updates and the weight, and whose
       last results are the next state.
-    updates: The updates, and what else differs with them between shards.
+    updates: The updates, and other inputs that differ between shards with them.
     state: The state.
     axes: The axes of the shards.
     may_be_local: Whether updates that are not summed may be returned without
       the weight.
-    caller: The transformation that can be told `assume_weighted=True`.
+    caller: The transformation that has the option `assume_weighted`.
 
   Raises:
     ValueError: If it does not.
   """
-  given = [*[UPDATES] * len(jax.tree.leaves(updates)), WEIGHT]
-  given = [0] * (len(jaxpr.invars) - len(given)) + given
-  sums, alone = sums_without(jaxpr, given, axes)
+  input_bits = [*[UPDATES] * len(jax.tree.leaves(updates)), WEIGHT]
+  input_bits = [0] * (len(jaxpr.invars) - len(input_bits)) + input_bits
+  sums, unweighted = unweighted_sums(jaxpr, input_bits, axes)
   results: list[Any] = jaxpr.outvars
   results = results[: len(results) - len(jax.tree.leaves(state))]
-  goes_through = any(
-      is_alone and jnp.issubdtype(x.aval.dtype, jnp.inexact)
-      for x, is_alone in zip(results, alone, strict=False)
+  passes_through = any(
+      is_unweighted and jnp.issubdtype(x.aval.dtype, jnp.inexact)
+      for x, is_unweighted in zip(results, unweighted, strict=False)
   )
-  if sums or (goes_through and not may_be_local):
+  if sums or (passes_through and not may_be_local):
     raise ValueError(
         f'The transformation in `{caller}` must use the extra argument `weight`'
         ' in its sums over shards, but a reduction by hand, or none, would'
@@ -65,80 +65,86 @@ def check(
     )
 
 
-def sums_without(
+def unweighted_sums(
     jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
-    given: Sequence[int],
+    input_bits: Sequence[int],
     axes: Sequence[Hashable],
 ) -> tuple[bool, list[bool]]:
-  """Returns where updates of shards are used without their weight.
+  """Finds sums and results that depend on updates without their weight.
 
   Args:
-    jaxpr: The program.
-    given: What each of its inputs is: `UPDATES` that differ between shards, the
-      `WEIGHT` that says how much the shard counts, or 0.
-    axes: The mapped axes of these shards.
+    jaxpr: The jaxpr.
+    input_bits: The bits of each input: `UPDATES` that differ between shards,
+      the `WEIGHT` of the shard, or 0.
+    axes: The mapped axes of the shards.
 
   Returns:
-    Whether a sum over the shards, by whatever collective, depends on updates
-    and not on the weight; and for each output, whether it depends on updates
-    alone.
+    Whether a sum over the shards, by any collective, depends on updates and not
+    on the weight; and whether each output depends only on updates.
   """
-  reader = _Weights(frozenset(axes))
-  results = interpreter.interpret(interpreter.view(jaxpr), given, reader)
-  found = reader.found or any(map(_is_sent_alone, results))
-  return found, [_is_alone(bits) for bits in results]
+  analysis = _Weights(frozenset(axes))
+  results = interpreter.interpret(interpreter.view(jaxpr), input_bits, analysis)
+  has_unweighted_sum = analysis.has_unweighted_sum or any(
+      map(_is_sent_unweighted, results)
+  )
+  return has_unweighted_sum, [_is_unweighted(bits) for bits in results]
 
 
-class _Weights(interpreter.Reader[int]):
-  """Follows updates and the weight.
+class _Weights(interpreter.Analysis[int]):
+  """The analysis of updates and weights.
 
   Attributes:
     axes: The mapped axes of the shards.
-    found: Whether updates of several shards were added up without a weight.
+    has_unweighted_sum: Whether updates of several shards were added without a
+      weight.
   """
 
   def __init__(self, axes: frozenset[Hashable]):
     self.axes = axes
-    self.found = False
+    self.has_unweighted_sum = False
 
   def constant(self, value):
     del value
     return 0
 
-  def join(self, kinds):
+  def join(self, facts):
     bits = 0
-    for kind in kinds:
-      bits |= kind
+    for fact in facts:
+      bits |= fact
     return bits
 
-  def primitive(self, step, kinds):
-    if step.name in primitives.SENDING and self.axes.intersection(step.axes):
-      # A collective of several arrays treats each of them by itself.
-      return [self._sent(step.name, bits) for bits in kinds]
-    together = self.join(kinds)
-    if _is_sent_alone(together) and not _keeps_apart(step, kinds):
-      self.found = True
-    return [together] * len(step.outputs)
+  def primitive(self, equation, facts):
+    if equation.name in primitives.SENDING and self.axes.intersection(
+        equation.axes
+    ):
+      # A collective of several arrays is independent for each array.
+      return [self._communicated(equation.name, bits) for bits in facts]
+    combined = self.join(facts)
+    if _is_sent_unweighted(combined) and not _keeps_separate(equation, facts):
+      self.has_unweighted_sum = True
+    return [combined] * len(equation.outputs)
 
-  def _sent(self, name: str, bits: int) -> int:
-    if not _is_alone(bits):
+  def _communicated(self, name: str, bits: int) -> int:
+    if not _is_unweighted(bits):
       return bits
-    self.found |= name in primitives.ADDING
+    self.has_unweighted_sum |= name in primitives.ADDING
     return bits | _SENT if name in _MOVING else bits
 
 
-def _is_alone(bits: int) -> bool:
+def _is_unweighted(bits: int) -> bool:
   return bits & (UPDATES | WEIGHT) == UPDATES
 
 
-def _is_sent_alone(bits: int) -> bool:
-  return bool(bits & _SENT) and _is_alone(bits)
+def _is_sent_unweighted(bits: int) -> bool:
+  return bool(bits & _SENT) and _is_unweighted(bits)
 
 
-def _keeps_apart(step: interpreter.Step, kinds: Sequence[int]) -> bool:
-  """Whether a step leaves updates of several shards next to each other."""
-  # The weights of the shards may still come: `all_gather(w) @ all_gather(u)`.
-  if step.name in primitives.MOVING:
+def _keeps_separate(
+    equation: interpreter.Equation, facts: Sequence[int]
+) -> bool:
+  """Whether an equation does not combine updates of several shards."""
+  # The weights may still be applied: `all_gather(w) @ all_gather(u)`.
+  if equation.name in primitives.MOVING:
     return True
-  is_elementwise = step.name in primitives.ELEMENTWISE
-  return is_elementwise and sum(bits & UPDATES for bits in kinds) == 1
+  is_elementwise = equation.name in primitives.ELEMENTWISE
+  return is_elementwise and sum(bits & UPDATES for bits in facts) == 1

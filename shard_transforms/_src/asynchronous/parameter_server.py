@@ -209,7 +209,7 @@ def _read_program(step, params, state):
   # Gates forward every argument, so a signature proves nothing.
   marks = [weight_analysis.UPDATES] * len(jax.tree.leaves(params))
   marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
-  _, depends = weight_analysis.sums_without(traced.jaxpr, marks, ())
+  _, depends = weight_analysis.unweighted_sums(traced.jaxpr, marks, ())
   return any(depends), traced.lower().as_text()
 
 

@@ -73,7 +73,7 @@ def compressed_mean(
   compressor, which may change between runs.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
     compressor: The compressor of blocks of updates, such as `quantize(8)`.
     feedback: `'residual'` to add each error to the next update, or `None` to
       forget errors.
@@ -239,7 +239,7 @@ def _exchange(pending, server, shard_weight, exchange):
 
   Args:
     pending: The leaves that this shard sends, all varying over the same axes.
-    server: The residuals of the slices that it owns; `None` without feedback.
+    server: The residuals of the owned slices; `None` without feedback.
     shard_weight: The weight of this shard.
     exchange: The exchange of the leaves.
   """

@@ -161,7 +161,7 @@ class CompressedReduction(abc.ABC):
     """Returns the means over several shards, and the next state.
 
     Args:
-      values: The scaled leaves to compress, none of them empty.
+      values: The scaled leaves to compress, which are not empty.
       plain: The leaves that are reduced without compression.
       state: The state of this shard, with a list for each tree.
       share: The weight of this shard.

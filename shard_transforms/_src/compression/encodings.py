@@ -1,4 +1,4 @@
-"""Compressors that quantize elements or select some of them."""
+"""Compressors that quantize or select elements."""
 
 import chex
 import jax
@@ -190,9 +190,9 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
 def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
   """Returns a compressor that sends the largest elements of each block.
 
-  Of the B elements of a block, it sends the k = round(fraction B) elements of
-  the largest magnitude, at least one, with their indices: 6 bytes each. delta
-  >= k / B. Because of the sorting, it takes more time than any other compressor
+  For a block of B elements, it sends the k = round(fraction B) elements of the
+  largest magnitude, at least one, with their indices: 6 bytes each. delta >= k
+  / B. Because of the sorting, it takes more time than any other compressor
   here.
 
   Args:

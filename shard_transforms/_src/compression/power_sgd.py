@@ -67,7 +67,7 @@ def power_sgd(
   `compressed_mean`.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
     rank: The number of columns r of the factors, at least 1.
     min_ratio: The minimum compression ratio of a matrix that is compressed, at
       least 1.

@@ -76,7 +76,7 @@ class CompressedMeanState(NamedTuple):
 
   Attributes:
     step: Number of updates, int32 [].
-    residual: The part of each shard's updates that it has not sent yet, a tree
+    residual: The part of the updates that each shard has not sent yet, a tree
       like the parameters, each leaf [1, ...], in float32 for leaves of fewer
       bits.
     server_residual: The part of the means of its slices that each owner has not
@@ -120,7 +120,7 @@ class PowerSGDState(NamedTuple):
 
   Attributes:
     step: Number of updates, int32 [].
-    residual: The part of each shard's updates that it has not sent yet, a tree
+    residual: The part of the updates that each shard has not sent yet, a tree
       like the parameters, each leaf [1, ...], in float32 for leaves of fewer
       bits. The leading axis has length 1 inside the mapped function, and the
       number of shards outside.

@@ -170,7 +170,7 @@ def _tasks() -> Iterator[tuple[Scheduler, int | None, int]]:
     else:
       num_tasks = _number(scheduler.size) if has_size else None
       process_id = _number(scheduler.process_id)
-    # `mpirun` is more reliable than the Slurm allocation that it runs in.
+    # `mpirun` is more reliable than the Slurm allocation around it.
     is_around = (
         scheduler is _SLURM and os.environ.get(_OPEN_MPI_COUNT, '1') != '1'
     )

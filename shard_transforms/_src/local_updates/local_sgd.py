@@ -72,7 +72,7 @@ def local_updates(
   Args:
     inner: The optimizer of each shard. It must not reduce over the axis.
     outer: The optimizer of the anchor, including the reduction over the axis.
-    axis_name: The mapped axis, or a sequence of them, between whose shards
+    axis_name: The mapped axis, or a sequence of axes, between whose shards
       steps are local. Over other axes, `inner` may reduce in each step.
     every: The number of steps per round, at least 1.
     mixing: The fraction of its local parameters that a shard keeps when it
@@ -80,8 +80,8 @@ def local_updates(
     fragments: The number of parts in which the leaves are sent, at equal
       distances over the round; leaves are distributed evenly by bytes. Or a
       tree of labels, integers or strings, that matches the parameters or a
-      prefix of them: leaves with the same label are sent together, in the order
-      of the labels.
+      prefix tree: leaves with the same label are sent together, in the order of
+      the labels.
     delay: The number of steps between sending a fragment, which moves the
       anchor, and updating the local parameters. It must be less than the number
       of steps before the first fragment of a round.
@@ -209,10 +209,12 @@ def _local_step(inner, updates, inner_state, own, weight, axes, extra_args):
     ValueError: If `inner` communicates over the axes.
   """
   updates = jax.tree.map(_without_float0, updates)
-  # JAX caches the jaxpr of a jitted function, so that it is traced only once.
+  # JAX caches the jaxpr of a jitted function, and traces the function once.
   run = jax.jit(functools.partial(_update, inner, extra_args))
   traced = run.trace(updates, inner_state, own)
-  if collective := divergence_analysis.first_sent(traced.jaxpr.jaxpr, axes):
+  if collective := divergence_analysis.first_collective(
+      traced.jaxpr.jaxpr, axes
+  ):
     raise ValueError(
         f'`inner` of `{_CALLER}` communicates over `axis_name`, {axes!r}, with'
         f' `{collective}`, but shards train locally during a round. Move'

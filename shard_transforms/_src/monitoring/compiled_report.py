@@ -48,7 +48,7 @@ def hlo_wire_report(
   Args:
     text: The optimized program as XLA prints it:
       `jax.jit(fn).lower(...).compile().as_text()`.
-    mesh: The mesh that it was compiled for, which provides the names of the
+    mesh: The mesh of the compiled program, which provides the names of the
       axes. Optional if the text contains these names.
 
   Returns:
@@ -99,7 +99,7 @@ def report_program(
   elif args or kwargs:
     raise ValueError(
         f'A lowered or compiled program is reported without arguments, got'
-        f' {len(args) + len(kwargs)} of them. Leave out `args` and `kwargs`.'
+        f' {len(args) + len(kwargs)}. Leave out `args` and `kwargs`.'
     )
   try:
     compiled = fn.compile() if isinstance(fn, jax.stages.Lowered) else fn

@@ -144,9 +144,8 @@ def cross_check(
 
   Args:
     fun: A pure function of arrays, such as the result of
-      `shard_transforms.value_and_grad`; all leaves that it returns are
-      compared.
-    axis_name: The mapped axis, or a sequence of them, with 2 or more shards.
+      `shard_transforms.value_and_grad`; all leaves of its result are compared.
+    axis_name: The mapped axis, or a sequence of axes, with 2 or more shards.
     every: The number of steps between checks, at least 1.
     batch_argnums: The positions of the arguments that differ between shards,
       such as the batch and random keys. All other arguments must be the same on

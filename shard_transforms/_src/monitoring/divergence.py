@@ -73,7 +73,7 @@ def shard_divergence(
 
   Args:
     tree: Tree of arrays of any dtypes and shapes.
-    axis_name: The mapped axis, or a sequence of them.
+    axis_name: The mapped axis, or a sequence of axes.
 
   Returns:
     The largest difference between two shards in either word of the checksum,
@@ -109,7 +109,7 @@ def track_divergence(
   on all shards.
 
   Args:
-    axis_name: The mapped axis, or a sequence of them.
+    axis_name: The mapped axis, or a sequence of axes.
     every: The number of updates between checks, at least 1; the first update is
       checked.
 

@@ -62,7 +62,7 @@ def metrics(
   Args:
     state: State of an optimizer, or any tree that contains such states.
     prefix: The prefix of all names, such as `'train/'`.
-    axis_name: Inside a mapped function, the axis, or a sequence of them, over
+    axis_name: Inside a mapped function, the axis, or a sequence of axes, over
       which the state differs. It is required if a value differs and JAX does
       not track types. Under `jax.vmap` without it, each shard gets its own
       value.

@@ -94,7 +94,7 @@ def track_noise_scale(
   total weight.
 
   Args:
-    axis_name: The mapped axis, or a sequence of them.
+    axis_name: The mapped axis, or a sequence of axes.
     inner: The reduction of updates to their mean, weighted if `weight` is
       given; `cross_shard_mean(axis_name)` by default.
     decay: The decay of the moving averages, at least 0 and less than 1.

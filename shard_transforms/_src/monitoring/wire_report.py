@@ -45,9 +45,9 @@ def wire_report(
   the branch that sends most counts, marked `conditional`. A loop of at most one
   iteration, such as the end of a window of `tower_reduce` or an outer step of
   `local_updates`, counts in the same way. For any other `lax.while_loop`, one
-  iteration counts, marked `in_while`. Any other primitive with jaxprs is
-  assumed to run each of them once. Tracing does not show collectives that the
-  compiler merges or removes, or adds for sharded arrays under plain `jax.jit`.
+  iteration counts, marked `in_while`. Any other primitive is assumed to run
+  each of its jaxprs once. Tracing does not show collectives that the compiler
+  merges or removes, or adds for sharded arrays under plain `jax.jit`.
 
   With `compiled=True`, or for a lowered or compiled program, the report
   describes the compiled program, which is not run either. The table is the
@@ -191,9 +191,9 @@ def _sharded_axes(leaf):
 def _axes_of_maps(program):
   """Returns the axes over which maps in a jaxpr slice arrays."""
   axes = set()
-  for step in program.steps:
-    axes.update(step.axes if step.name == 'shard_map' else ())
-    axes.update(*map(_axes_of_maps, step.bodies))
+  for equation in program.equations:
+    axes.update(equation.axes if equation.name == 'shard_map' else ())
+    axes.update(*map(_axes_of_maps, equation.bodies))
   return axes
 
 
@@ -229,52 +229,52 @@ def _mapped(fn, axis_sizes):
 def _collectives(program):
   """Returns the collectives of a jaxpr, with the number of their runs."""
   collectives = []
-  for step in program.steps:
-    inner = [_collectives(body) for body in step.bodies]
-    if step.name == 'cond':
-      index = step.inputs[0]
-      if index.number is None:
+  for equation in program.equations:
+    inner = [_collectives(body) for body in equation.bodies]
+    if equation.name == 'cond':
+      index = equation.inputs[0]
+      if index.constant is None:
         collectives += report_table.conditional(
             report_table.costliest_branch(inner)
         )
       else:
-        collectives += inner[int(index.number)]
-    elif step.name in ('scan', 'while'):
-      length = step.params.get('length')
+        collectives += inner[int(index.constant)]
+    elif equation.name in ('scan', 'while'):
+      length = equation.params.get('length')
       inner_collectives = itertools.chain(*inner)
       collectives += [
           report_table.in_loop(c, length) for c in inner_collectives
       ]
-    elif step.name in report_table.SENT and step.axes:
-      collectives.append(_collective(step))
+    elif equation.name in report_table.SENT and equation.axes:
+      collectives.append(_collective(equation))
     else:
       collectives += itertools.chain(*inner)
   return collectives
 
 
-def _collective(step):
-  aval = step.inputs[0].aval
+def _collective(equation):
+  aval = equation.inputs[0].aval
   # Under `jax.vmap`, a sum may also be over an axis of its operand, which each
   # shard sums before the communication.
-  summed_axes = interpreter.all_axes(step.params)
+  summed_axes = interpreter.all_axes(equation.params)
   shape = [n for i, n in enumerate(aval.shape) if i not in summed_axes]
   return report_table.Collective(
-      primitive=step.name,
+      primitive=equation.name,
       dtype=str(aval.dtype),
       payload_bytes=math.prod(shape) * aval.dtype.itemsize,
-      axes=step.axes,
-      num_shards=_num_shards(step),
-      scope=inlining.scope(step),
+      axes=equation.axes,
+      num_shards=_num_shards(equation),
+      scope=inlining.scope(equation),
   )
 
 
-def _num_shards(step):
-  groups = step.params.get('axis_index_groups')
+def _num_shards(equation):
+  groups = equation.params.get('axis_index_groups')
   if groups is not None:
     return max(map(len, groups))
   # Inside a mapped function, the mesh is around the report and not in the
   # jaxpr.
-  sizes = inlining.axis_sizes(step)
-  outside = [axis for axis in step.axes if axis not in sizes]
-  inside = [sizes[axis] for axis in step.axes if axis in sizes]
+  sizes = inlining.axis_sizes(equation)
+  outside = [axis for axis in equation.axes if axis not in sizes]
+  inside = [sizes[axis] for axis in equation.axes if axis in sizes]
   return math.prod(inside) * axes_lib.size(outside, 'wire_report')

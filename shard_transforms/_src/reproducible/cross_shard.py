@@ -17,7 +17,7 @@ from shard_transforms._src.reproducible import tree_sums
 def mean(
     axis_name: axes_lib.AxisName, *, num_towers: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Averages updates over all shards, with the same bits on any number of them.
+  """Averages updates, with the same bits on any number of shards.
 
   Like `cross_shard_mean`, but updates are added in the order of a balanced
   binary tree: first the updates of neighbouring shards, then neighbouring
@@ -30,7 +30,7 @@ def mean(
   all-reduce.
 
   Args:
-    axis_name: The mapped axis, or a sequence of them, whose shards are added.
+    axis_name: The mapped axis, or a sequence of axes, whose shards are added.
       Their number must be a power of two.
     num_towers: The number of updates that a leaf stacks, a power of two; `None`
       if a leaf is a single update.
@@ -65,7 +65,7 @@ def mean(
 def sum(
     axis_name: axes_lib.AxisName, *, num_towers: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Sums updates over all shards, with the same bits on any number of them.
+  """Sums updates, with the same bits on any number of shards.
 
   Like `mean`, without the division. The sum includes the weights.
 

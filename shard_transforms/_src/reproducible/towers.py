@@ -48,7 +48,7 @@ def towers(
     num_towers: The number of updates of a shard that count as one step, a power
       of two.
     inner: The transformation after the reduction, such as an optimizer.
-    axis_name: The mapped axis, or a sequence of them, to reduce over. The
+    axis_name: The mapped axis, or a sequence of axes, to reduce over. The
       number of shards must be a power of two.
     reduction: `'mean'` or `'sum'` over all towers of all shards.
 

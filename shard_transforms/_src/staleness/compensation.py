@@ -77,7 +77,7 @@ def compensate_delay(
     decay: The decay of the moving mean of squares, at least 0 and less than 1,
       0.95 in the paper; `None` for a constant :math:`\lambda`.
     eps: A positive number that is added to the moving mean.
-    axis_name: The mapped axis, or a sequence of them, between whose shards the
+    axis_name: The mapped axis, or a sequence of axes, between whose shards the
       updates differ; the moving mean is then kept per shard (see `init_state`).
       `None` if updates are already the same on all shards.
 

@@ -80,7 +80,7 @@ def delay_updates(
 
   Args:
     steps: The delay in calls, at least 0. With 0, updates pass unchanged.
-    axis_name: The mapped axis, or a sequence of them, between whose shards the
+    axis_name: The mapped axis, or a sequence of axes, between whose shards the
       updates differ; pending updates are then kept per shard (see
       `init_state`). `None` if updates are already the same on all shards.
 
