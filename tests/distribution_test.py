@@ -149,5 +149,9 @@ class DistributionTest(unittest.TestCase):
       }
       self.assertLessEqual(here, files, name)
     self.assertLessEqual(
-        {'CHANGELOG.md', 'CONTRIBUTING.md', 'LICENSE', 'README.md'}, files
+        {
+            *('CHANGELOG.md', 'CITATION.cff', 'CONTRIBUTING.md', 'LICENSE'),
+            *('README.md', 'SECURITY.md', '.readthedocs.yaml'),
+        },
+        files,
     )

@@ -450,6 +450,19 @@ class DocumentationTest(parameterized.TestCase):
 
     self.assertEmpty(names.difference(shown))
 
+  def test_citation_has_the_version(self):
+    self.assertIn(
+        f'\nversion: {shard_transforms.__version__}\n', read('CITATION.cff')
+    )
+
+  def test_files_of_the_index_of_tests_exist(self):
+    folder = ROOT / 'tests'
+    names = re.findall(r'`([\w/]+\.(?:py|json))`', read('tests/README.md'))
+    missing = [name for name in names if not (folder / name).exists()]
+
+    self.assertGreater(len(names), 30)
+    self.assertEqual(set(missing), {'placement.py', 'specs.py'})
+
   def test_contributing_has_the_floors(self):
     section = read('CONTRIBUTING.md').partition('## The floors')[2]
     rows = re.findall(r'^\| (\d) \| `(\w+)` \|', section, re.M)
@@ -476,7 +489,7 @@ class DocumentationTest(parameterized.TestCase):
     for line in (all_tests, *shown):
       self.assertIn(line, bash_lines('CONTRIBUTING.md'))
 
-  def test_each_test_file_says_what_it_promises(self):
+  def test_each_test_file_has_a_docstring(self):
     for path in (ROOT / 'tests').rglob('*_test.py'):
       tree = ast.parse(path.read_text(encoding='utf-8'))
       self.assertIsNotNone(ast.get_docstring(tree), path)

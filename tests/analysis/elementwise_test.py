@@ -109,7 +109,7 @@ SUMS = (
     lambda x: x * lax.pmax(jnp.float32(1), AXIS),
     lambda x: x * lax.psum(jnp.sum(jnp.ones(3)), 'model'),
 )
-PAD = 'padding after the last element may not be zero'
+PAD = 'the padding after the last one may not be zero'
 LOCAL = 'a sum over the slice of one shard is used like a sum over all slices'
 TWICE = '`psum` sums values that are the same on all shards'
 OWN = 'different values'
@@ -316,7 +316,7 @@ REFUSED = (
     (starting_with(optax.tree_utils.tree_norm), '`reduce_sum` .* in its state'),
     (
         starting_with(lambda p: jax.tree.map(lambda x: noise(x.shape), p)),
-        'its state at .* each place has its own number',
+        'its state at .* each position has a different value',
     ),
     (
         starting_with(lambda p: 1.0 * sum(x.size for x in jax.tree.leaves(p))),

@@ -121,7 +121,7 @@ class ReducedTwiceTest(parameterized.TestCase):
         lambda *xs: pmean(pmean(xs)), VECTOR, VECTOR, BATCHES
     )
 
-    self.assertEndsWith(warning, 'reduce it once. (3 arrays.)')
+    self.assertEndsWith(warning, 'them only once. (3 arrays.)')
 
   @cases.parameters(
       pmean,

@@ -42,9 +42,9 @@ def _numbered(program, places, table):
 
   def of(value):
     if value.is_literal:
-      return number(value.aval, np.asarray(value.number).tobytes()), 0
+      return number(value.aval, np.asarray(value.constant).tobytes()), 0
     # A constant is equal to itself alone.
-    constant = value if value.number is None else value.number
+    constant = value if value.constant is None else value.constant
     return found.get(value) or (number('constant', id(constant)), 0)
 
   for step in program.equations:
