@@ -1,7 +1,7 @@
-"""Bad inputs: each raises an error with the right words, and changes nothing.
+"""Tests of bad inputs, which raise a clear error and do not change anything.
 
-A new mistake is a new row of `CALLS` or `UPDATES`; all of them go through
-`assert_refused`. Those of the façade are in `facade/refusals_test.py`.
+A new mistake is a new row of `CALLS` or `UPDATES`; each row is checked by
+`assert_refused`. The mistakes of the façade are in `facade/refusals_test.py`.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Parameterized tests whose cases have descriptive names."""
+"""Parameterized tests with descriptive names of their cases."""
 
 from collections.abc import Callable
 from collections.abc import Iterable

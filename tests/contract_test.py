@@ -1,4 +1,4 @@
-"""The contract of all transformations: one table, and one test a promise.
+"""The contract of all transformations: one table, and one test per invariant.
 
 A new transformation is a new row of `ROWS`.
 """
@@ -757,7 +757,7 @@ class MappedTest(parameterized.TestCase):
   """Promises in every mode, on leaves of every kind."""
 
   @cases.parameters(*modes.NAMES)
-  def test_keeps_its_promises(self, mode):
+  def test_satisfies_the_contract(self, mode):
     def in_mode(tree):
       # Odd kinds take long to compile: all where types are tracked, and where
       # they are not, most in one mode.
@@ -844,7 +844,7 @@ class MappedTest(parameterized.TestCase):
         chex.assert_tree_all_finite(found[name])
         chex.assert_trees_all_equal(found[name], expected[name], strict=True)
 
-  def test_weighs_leaves_of_64_bits_in_64_bits(self):
+  def test_weights_multiply_64_bit_leaves_in_64_bits(self):
     rows = {
         name: row
         for name, row in ROWS.items()
@@ -870,7 +870,7 @@ class MappedTest(parameterized.TestCase):
             found[name], on_shards(expected), rtol=1e-13, strict=True
         )
 
-  def test_is_the_inner_transformation_at_one_shard_and_tower(self):
+  def test_equals_inner_with_one_shard_and_tower(self):
     # Exact products, so that it does not matter how the compiler fuses them.
     inner = optax.sgd(0.5, momentum=0.5)
     rng = np.random.default_rng(1)
@@ -935,7 +935,7 @@ class CombinatorTest(parameterized.TestCase):
         )
 
   @cases.parameters(*STATIC_ARGS)
-  def test_injects_arguments_that_are_named_static(self, factory, name, kwargs):
+  def test_supports_injected_static_arguments(self, factory, name, kwargs):
     tx = optax.inject_hyperparams(factory, static_args=(name,))(**kwargs)
     self.assertEmpty(tx.init(plain_params()).hyperparams)
 
@@ -948,7 +948,7 @@ class StateTest(parameterized.TestCase):
   """Promises about state between steps."""
 
   @cases.parameters(*PARTS)
-  def test_keeps_its_promises_between_steps(self, *names):
+  def test_satisfies_the_contract_between_steps(self, *names):
     trees = {name: start_of(name) for name in names}
     for call in range(CALLS):
       if call == HALF:
@@ -997,7 +997,7 @@ class StateTest(parameterized.TestCase):
         params, train_inner(updates), rtol=2e-6, atol=2e-6
     )
 
-  def test_is_restored_from_a_checkpoint_of_orbax(self):
+  def test_can_be_restored_from_an_orbax_checkpoint(self):
     states = {}
     for name in ROWS:
       # Each element has a value of its own.
@@ -1040,7 +1040,7 @@ class StateTest(parameterized.TestCase):
         self.assertIn(leaf.shape[:1], [(), (SHARDS,)], field)
 
   @cases.parameters(*ROWS)
-  def test_makes_state_of_abstract_parameters(self, name):
+  def test_init_supports_abstract_parameters(self, name):
     tx, (_, like) = run_of(name).tx, like_of(name)
     abstract = jax.eval_shape(plain_params)
 
@@ -1058,7 +1058,7 @@ class StateTest(parameterized.TestCase):
       chex.assert_trees_all_equal(alone, tx.init(plain_params()), strict=True)
 
   @cases.parameters(*ROWS)
-  def test_keeps_types_under_each_setting_of_jax(self, name):
+  def test_preserves_types_under_each_setting_of_jax(self, name):
     run = run_of(name, SGD)
     params = plain_params()
     updates, number = data_of(name, 0), jnp.int32(0)
@@ -1172,7 +1172,7 @@ class RecognitionTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MAPPED, name=REDUCTIONS)
   @pytest.mark.slow
-  def test_takes_each_reduction(self, mode, name):
+  def test_supports_each_reduction(self, mode, name):
     reduction = ROWS[name].build(SGD, TOWERS)
 
     for wrapper, wrap in RECOGNISERS.items():
@@ -1186,7 +1186,7 @@ class RecognitionTest(parameterized.TestCase):
           name for name in RECOGNISERS if name not in ('guard', 'tower_reduce')
       ],
   )
-  def test_refuses_what_does_not_reduce(self, mode, wrapper):
+  def test_refuses_inner_without_a_reduction(self, mode, wrapper):
     with self.assertRaisesRegex(ValueError, 'must reduce|must use'):
       self.trace(RECOGNISERS[wrapper](SGD), mode)
 
@@ -1195,7 +1195,7 @@ class RefusalTest(parameterized.TestCase):
   """Mistakes that every transformation refuses while tracing."""
 
   @cases.parameters(*EACH_PER_SHARD)
-  def test_refuses_an_axis_that_is_not_bound(self, name):
+  def test_refuses_an_unbound_axis(self, name):
     row, tx = ROWS[name], run_of(name).tx
 
     with self.assertRaisesRegex(NameError, "needs the axis 'data'.*on_mesh"):

@@ -1,4 +1,4 @@
-"""Cures: what each refusal says to do is done, and the program then runs."""
+"""Tests of the cures that error messages name."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -460,7 +460,7 @@ ROWS = {
 class CuresTest(parameterized.TestCase):
 
   @cases.parameters(*ROWS)
-  def test_a_cure_helps(self, name):
+  def test_cure_works(self, name):
     row = ROWS[name]
 
     with self.assertRaises((NameError, TypeError, ValueError)) as raised:

@@ -1,4 +1,4 @@
-"""Several processes train as one does; none waits for one that died."""
+"""Tests of training in several processes, and of a process that dies."""
 
 import os
 import pathlib
@@ -63,7 +63,7 @@ def train(num_processes):
 class DistributedTest(parameterized.TestCase):
 
   @pytest.mark.slow
-  def test_trains_as_one_process_does(self):
+  def test_trains_like_one_process(self):
     alone, together = train(1), train(2)
 
     self.check_that_shards_agree(alone)
@@ -97,7 +97,7 @@ class DistributedTest(parameterized.TestCase):
 
   # In `killed_test`, the first one is.
   @pytest.mark.slow
-  def test_who_is_killed_is_named_and_the_others_end(self):
+  def test_a_killed_process_is_reported_and_the_others_end(self):
     done = run_worker(2, 'die', '1')
 
     self.assertEqual(done.returncode, 1, done.stderr)

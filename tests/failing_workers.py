@@ -1,4 +1,4 @@
-"""Workers of this process that fail as they are told."""
+"""Workers of this process that fail on request."""
 
 import random
 import time

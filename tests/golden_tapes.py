@@ -1,4 +1,4 @@
-"""Reads the golden tapes, and says what their optimizers are in Optax."""
+"""Reads the golden tapes, and translates their optimizers to Optax."""
 
 import json
 import pathlib

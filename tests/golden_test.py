@@ -1,9 +1,9 @@
-"""Replays what TensorFlow 1.15 computed, see `golden/README.md`.
+"""Replays of recordings of TensorFlow 1.15, see `golden/README.md`.
 
 All replays run free: only the inputs of a step come from the tape. After each
 step, variables, slots and the powers of beta (for Adam, hence the number of
-updates) are compared. What else the global step of a tape counts is compared
-for `drop_stale` alone, because nothing else of the library keeps one.
+updates) are compared. The global step of a tape is compared only for
+`drop_stale`, because no other state has a global step.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""What XLA makes of training steps for TPUs and GPUs that are not here.
+"""Tests of training steps that are compiled for TPUs and GPUs.
 
-Nothing runs on them: each test reads a program that `benchmarks/hardware.py`
-has compiled, in a process of its own for each topology.
+Nothing runs on this hardware: each test reads a program that
+`benchmarks/hardware.py` compiled, in one process per topology.
 """
 
 import functools
@@ -147,7 +147,7 @@ def facts(name, case):
 class HardwareTest(parameterized.TestCase):
 
   @cases.parameters(TPU, GPU)
-  def test_mean_is_what_one_writes_by_hand(self, name):
+  def test_mean_equals_a_handwritten_mean(self, name):
     by_hand, found = facts(name, 'by hand'), facts(name, 'cross_shard_mean')
 
     self.assertEqual(found['count'], by_hand['count'])
@@ -158,7 +158,7 @@ class HardwareTest(parameterized.TestCase):
       self.assertEqual(found['count'], 1)
 
   @cases.product(name=(TPU, GPU), kind=('Auto', 'Explicit'), case=BOTH_WAYS)
-  def test_plain_jit_is_what_is_mapped(self, name, kind, case):
+  def test_plain_jit_equals_the_mapped_step(self, name, kind, case):
     mapped, found = facts(name, case), facts(name, f'{kind} jit, {case}')
 
     self.assertEqual(found['times'], mapped['times'])
@@ -194,7 +194,7 @@ class HardwareTest(parameterized.TestCase):
     for start, most in starts:
       self.assertLessEqual(start, most)
 
-  def test_guard_keeps_no_gradient_that_is_not_reduced(self):
+  def test_guard_frees_unreduced_gradients(self):
     found = facts(TPU, 'large: guard, skip')
 
     # The reduced gradients of both matrices wait for the decision.
@@ -232,7 +232,7 @@ class HardwareTest(parameterized.TestCase):
     of_ring = 2 * (1 - 1 / SHARDS[name]) * megabytes
     self.assertLess(found['sent'] / 1e6, 1.001 * of_ring)
 
-  def test_owners_do_not_grow_with_the_slice(self):
+  def test_cost_of_owners_does_not_depend_on_the_number_of_chips(self):
     found = facts(POD, 'owned_update(muon)')
 
     self.assertLess(found['sent'], 1.3 * SENT)
@@ -282,7 +282,7 @@ class SetUpTest(parameterized.TestCase):
       ("'v5e:2x4', {'data': 7}", 'must multiply to the 8 devices'),
       ("'h100:8', {'data': 8}", "h100:1x8 .* got 'h100:8'"),
   )
-  def test_refuses_what_is_not_there(self, arguments, message):
+  def test_refuses_unknown_arguments(self, arguments, message):
     facts(TPU if 'v' in arguments else GPU, 'by hand')
     code = f'import topology\ntopology.mesh({arguments})'
 
@@ -290,7 +290,7 @@ class SetUpTest(parameterized.TestCase):
       run(code)
 
   @cases.parameters(TPU, GPU)
-  def test_says_what_to_install(self, name):
+  def test_reports_missing_compilers(self, name):
     # Of another version than any there is, or not at all.
     code = (
         'import importlib.metadata, topology\n'
@@ -303,7 +303,7 @@ class SetUpTest(parameterized.TestCase):
     ):
       run(code)
 
-  def test_refuses_arrays_on_devices_that_are_not_here(self):
+  def test_refuses_arrays_on_absent_devices(self):
     facts(TPU, 'by hand')
     code = (
         'import topology, jax, optax, shard_transforms as st\n'
@@ -314,7 +314,7 @@ class SetUpTest(parameterized.TestCase):
     with self.assertRaisesRegex(RuntimeError, '`params` must be shapes'):
       run(code)
 
-  def test_recipe_of_the_page_prints_what_is_shown(self):
+  def test_recipe_of_the_page_prints_the_shown_output(self):
     facts(TPU, 'by hand')
     text = PAGE.read_text(encoding='utf-8')
     blocks = re.findall(r'^```python\n(.*?)^```', text, re.M | re.S)

@@ -1,4 +1,4 @@
-"""Trains over shards, in any mode, for tests that compare with one device."""
+"""Training over shards in any mode, for comparisons with one device."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The main job, killed, stopped or out of disk, resumes to the bit."""
+"""Tests that a killed main job resumes to the same bits."""
 
 import functools
 import os
@@ -204,7 +204,7 @@ class KilledTest(parameterized.TestCase):
     self.assertLen(calls(self.folder, 'c'), 2)
     self.assert_ends_like_one_never_killed(*ONE_PROCESS)
 
-  def test_goes_on_with_the_same_bits_on_another_number_of_shards(self):
+  def test_resumes_with_the_same_bits_on_another_number_of_shards(self):
     flags = ('--reproducible',)
     process = self.start(*flags, '--shards=8')
     self.wait_until_saved(EVERY, process)
@@ -234,7 +234,7 @@ class KilledTest(parameterized.TestCase):
       end = f'process {child} of 2 exited with status {status}'
       self.assertRegex(err, f'FAILED: .* {end}[,.]')
 
-  def test_refuses_another_training_and_changed_bits_but_not_those_before(self):
+  def test_refuses_other_training_and_corrupt_checkpoints(self):
     folder, _ = never_killed(*ONE_PROCESS)
     shutil.copytree(folder, self.folder, dirs_exist_ok=True)
     process, out, err = self.run_script(*ONE_PROCESS, '--seed=1')

@@ -1,4 +1,4 @@
-"""The ways in which JAX binds a mapped axis, as one function."""
+"""Mapping a function over shards, in each way that JAX binds an axis."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
-"""One device in NumPy, in float64: what all shards and towers must give.
+"""Training on one device in NumPy, in float64: the reference for all shards.
 
-`monitoring/single_device_check_test.py` does not test it, but the public check
-`assert_trains_as_one_device`.
+The public check `assert_trains_as_one_device` is tested in
+`monitoring/single_device_check_test.py`.
 """
 
 import numpy as np

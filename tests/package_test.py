@@ -1,4 +1,4 @@
-"""Keeps the files of the repository consistent with each other."""
+"""Tests that the files of the repository are consistent."""
 
 import ast
 import collections
@@ -341,7 +341,7 @@ class LayoutTest(parameterized.TestCase):
       (floor,) = (i for i, row in enumerate(FLOORS) if package in row)
       self.assert_imports(path, {package, *itertools.chain(*FLOORS[:floor])})
 
-  def test_the_house_names_its_floors(self):
+  def test_packages_state_their_floors(self):
     text = ' '.join(shard_transforms._src.__doc__.split())
 
     rows = [', '.join(sorted(row)) for row in FLOORS]
@@ -352,7 +352,7 @@ class LayoutTest(parameterized.TestCase):
         list(enumerate(rows, 1)),
     )
 
-  def test_core_knows_no_other_package(self):
+  def test_core_does_not_import_other_packages(self):
     for path in IN_HOUSE:
       if path.split('/')[1] in CORE:
         found = imported_of_ours(path)
@@ -360,12 +360,12 @@ class LayoutTest(parameterized.TestCase):
         doors = [f'shard_transforms._src.{x}' for x in DOORS.get(path, [])]
         self.assertEqual(others, set(doors), path)
 
-  def test_facade_computes_with_what_is_public(self):
+  def test_facade_uses_public_packages(self):
     for path in PATHS:
       if path.startswith('facade/'):
         self.assert_imports(path, {'shard_transforms', 'base', 'tf1', 'facade'})
 
-  def test_imports_run_in_no_circle(self):
+  def test_imports_are_acyclic(self):
     graph = {
         f'shard_transforms.{path.removesuffix(".py").replace("/", ".")}': (
             imported_of_ours(path)
@@ -390,7 +390,7 @@ class LayoutTest(parameterized.TestCase):
       if path.split('/')[1] not in FLOORS[-1]:
         self.assertEmpty(homes & imported_of_ours(path), path)
 
-  def test_public_names_have_one_home(self):
+  def test_public_names_are_unique(self):
     # The names of the facade are those of TensorFlow.
     counts = collections.Counter(
         name for package, name in PUBLIC if package is not facade
@@ -398,7 +398,7 @@ class LayoutTest(parameterized.TestCase):
 
     self.assertEmpty([name for name, n in counts.items() if n > 1])
 
-  def test_base_alone_knows_versions_and_internals_of_jax(self):
+  def test_only_base_uses_versions_and_internals_of_jax(self):
     internal = re.compile(r'\bjax\._src\b|\bjax\.(__version|version\b)')
     found = {
         name
@@ -438,7 +438,7 @@ class DocumentationTest(parameterized.TestCase):
     self.assertEqual(tools['ruff']['target-version'], target)
     self.assertEqual(tools['pyink']['target-version'], [target])
 
-  def test_table_of_names_has_all_but_states_and_tensorflow_1(self):
+  def test_table_of_names_is_complete(self):
     names = {
         name
         for package, name in PUBLIC
@@ -474,7 +474,7 @@ class DocumentationTest(parameterized.TestCase):
     }
     self.assertCountEqual(rows, expected)
 
-  def test_ci_runs_the_commands_as_written(self):
+  def test_ci_runs_the_documented_commands(self):
     shown = subprocess.run(
         ['bash', ROOT / '.ci/run', '--show'],
         check=True,
@@ -521,13 +521,13 @@ class SnippetsTest(parameterized.TestCase):
         )
     )
 
-  def test_snippets_of_the_readme_run_in_order_and_print_what_is_shown(self):
+  def test_snippets_of_the_readme_print_the_shown_output(self):
     self._check_snippets('README.md')
 
   # Each starts a process.
   @cases.parameters(*(name for name in DOCUMENTS if name != 'README.md'))
   @pytest.mark.slow
-  def test_snippets_run_in_order_and_print_what_is_shown(self, name):
+  def test_snippets_print_the_shown_output(self, name):
     self._check_snippets(name)
 
   def _check_snippets(self, name):

@@ -1,7 +1,7 @@
-"""Properties for any split, order, scale, age and tree, by Hypothesis.
+"""Property-based tests for arbitrary weights, orders, scales, ages and trees.
 
-Compiling dominates. Where only values are drawn, one program of fixed shapes
-runs for all examples.
+Compilation dominates the time. If only values are drawn, one program of fixed
+shapes runs for all examples.
 """
 
 import dataclasses
@@ -241,7 +241,9 @@ class ValuesTest(parameterized.TestCase):
       seed=SEEDS,
   )
   @examples(20)
-  def test_any_split_of_tokens_gives_their_mean(self, towers, num_tokens, seed):
+  def test_mean_does_not_depend_on_the_split_of_tokens(
+      self, towers, num_tokens, seed
+  ):
     rng = np.random.default_rng(seed)
     w = rng.normal(size=FEATURES).astype(np.float32)
     lead = SHARDS, TOWERS, TOKENS
@@ -286,7 +288,7 @@ class ValuesTest(parameterized.TestCase):
       seed=SEEDS,
   )
   @examples(20)
-  def test_a_power_of_two_in_all_weights_changes_no_bit(
+  def test_scaling_all_weights_by_a_power_of_two_is_exact(
       self, power, weights, seed
   ):
     step = weighted_step()
@@ -361,7 +363,7 @@ class DropStaleTest(parameterized.TestCase):
   @cases.parameters(0, 2, INT32.max, -INT32.max)
   @hypothesis.given(ages=each(CALLS, AGES), seed=SEEDS)
   @examples(60)
-  def test_one_stream_is_as_the_model(self, staleness, ages, seed):
+  def test_one_stream_equals_the_model(self, staleness, ages, seed):
     updates = np.random.default_rng(seed).integers(-8, 9, CALLS)
     local_steps, weights = local_steps_of(ages), np.ones(CALLS, np.float32)
     calls = local_steps, weights, updates.astype(np.float32)
@@ -379,7 +381,7 @@ class DropStaleTest(parameterized.TestCase):
       seed=SEEDS,
   )
   @examples(15)
-  def test_shards_are_as_the_model(self, staleness, ages, weights, seed):
+  def test_shards_equal_the_model(self, staleness, ages, weights, seed):
     updates = np.random.default_rng(seed).integers(-8, 9, (SHARDS, CALLS))
     # What has no weight must not count, whatever it is.
     updates = np.where(weights > 0, updates, np.nan).astype(np.float32)

@@ -1,4 +1,4 @@
-"""How tests start Python, and run the examples as a user does."""
+"""Commands that start Python and the examples in tests."""
 
 import os
 import pathlib

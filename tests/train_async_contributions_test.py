@@ -1,4 +1,4 @@
-"""Runs the examples of decoupled DiLoCo and of rollouts, as a user does."""
+"""Tests of the examples of decoupled DiLoCo and of rollouts."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Runs `train_digits.py`, the main job, as a user does."""
+"""Tests of the example `train_digits.py`, the main job."""
 
 import csv
 import re
@@ -36,7 +36,7 @@ class TrainDigitsTest(python_command.ScriptTest):
       ),
   )
   @pytest.mark.slow
-  def test_trains_alike_in_all_ways(self, folder, num_shards, steps, *flags):
+  def test_all_ways_train_equally(self, folder, num_shards, steps, *flags):
     if flags:
       flags += (f'--output_dir={folder}', f'--steps={steps}')
     env = {'JAX_NUM_CPU_DEVICES': '5'} if num_shards == 3 else {}
@@ -99,7 +99,7 @@ class TrainDigitsTest(python_command.ScriptTest):
     self.assertGreater(height, 400)
 
   @pytest.mark.slow
-  def test_fails_where_it_misses_its_aims(self):
+  def test_fails_if_the_accuracy_is_too_low(self):
     run = self.run_script('--learning_rate=1e6', '--shards=1', '--batch_size=4')
 
     self.assertEqual(run.returncode, 1, run.stderr)

@@ -1,4 +1,4 @@
-"""Runs `train_on_cluster.py` as two tasks of Slurm, and `train_on_ray.py`."""
+"""Tests of the examples `train_on_cluster.py` and `train_on_ray.py`."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Runs `train_transformer.py`, accumulation and Muon, as a user does."""
+"""Tests of the example `train_transformer.py`."""
 
 import re
 
@@ -29,7 +29,7 @@ class TrainTransformerTest(python_command.ScriptTest):
     self.assertLess(max(others), 1.25 * plain)
 
   @pytest.mark.slow
-  def test_owners_train_by_muon_as_all_do(self):
+  def test_sharded_muon_trains_like_replicated_muon(self):
     run = self.run_script('--steps=10', '--muon')
 
     self.assertEqual(run.returncode, 0, run.stderr)

@@ -1,9 +1,9 @@
-"""Shards with small batches train exactly as one device with one large batch.
+"""Tests that several shards train like one device with a larger batch.
 
 Each job of `JOBS` trains a small network over shards, with the gradient taken
 inside the mapped function, and compares the parameters after each step with
-plain JAX and Optax on one device. Transformations alone, with any gradients,
-are rows of `contract_test.py`.
+plain JAX and Optax on one device. Single transformations with arbitrary
+gradients are rows of `contract_test.py`.
 """
 
 import functools
@@ -250,7 +250,7 @@ class TrainingTest(parameterized.TestCase):
         )
       assert_same(actual, harness.on_each_shard(expected, len(group)))
 
-  def test_trains_without_jit_as_one_device(self):
+  def test_trains_like_one_device_without_jit(self):
     tx, own = mean(optax.sgd(0.1)), np.arange(SHARDS, dtype=np.float32)
 
     def train(params, own):

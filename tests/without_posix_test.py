@@ -1,4 +1,4 @@
-"""Imports and trains where the modules of POSIX are missing, as on Windows."""
+"""Tests without the modules of POSIX, as on Windows."""
 
 import subprocess
 
@@ -71,7 +71,7 @@ print(mapped(jnp.zeros(()), jax.device_put(jnp.array([1.0, 3.0]), split)))
     self.assertEqual(printed, '-2.0\n')
 
   @pytest.mark.slow
-  def test_train_takes_turns_and_says_what_needs_posix(self):
+  def test_train_runs_in_one_process_and_reports_posix_features(self):
     printed = run(TASK + """
 print(train(cluster=None)[1].global_step)
 for options in dict(cluster=None, folder='run'), dict(cluster='local'):
