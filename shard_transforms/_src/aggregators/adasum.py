@@ -97,8 +97,8 @@ def adasum(
     nodes = _Nodes(_rows(stacks, axes, is_sliced), sizes)
     while len(nodes.sizes) > 1:
       nodes = _merge_neighbours(nodes, axes if is_sliced else (), over)
-    whole = _whole(nodes, [leaves[i] for i in order], axes, is_sliced)
-    return [x for _, x in sorted(zip(order, whole, strict=True))]
+    gathered = _whole(nodes, [leaves[i] for i in order], axes, is_sliced)
+    return [x for _, x in sorted(zip(order, gathered, strict=True))]
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)
 

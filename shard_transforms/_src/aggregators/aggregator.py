@@ -82,8 +82,8 @@ def map_elements(
 
   def send(buffer):
     rows = exchanges.exchange(rows_of(buffer, axes), axes)
-    whole = collectives.gather(combine(rows), axes)
-    return leaves_lib.join(whole, buffer)
+    gathered = collectives.gather(combine(rows), axes)
+    return leaves_lib.join(gathered, buffer)
 
   if not is_sliced(axes):
     return [combine(collectives.gather(leaf, axes)) for leaf in leaves]

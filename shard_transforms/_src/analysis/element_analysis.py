@@ -294,10 +294,16 @@ def _is_mean(equation, facts):
 
 def _is_constant(value, constant):
   """Whether a value is known to be equal to this constant."""
-  known = value.constant
+  value_of_constant = value.constant
   # The values of a tracer are unknown, and those of random keys cannot be read.
-  if known is None or isinstance(known, core.Tracer) or value.aval.shape:
+  if (
+      value_of_constant is None
+      or isinstance(value_of_constant, core.Tracer)
+      or value.aval.shape
+  ):
     return False
   dtype = value.aval.dtype
   is_number = jnp.issubdtype(dtype, np.number)
-  return is_number and bool(known == np.asarray(constant).astype(dtype))
+  return is_number and bool(
+      value_of_constant == np.asarray(constant).astype(dtype)
+  )

@@ -67,8 +67,8 @@ def find_problem(
       unsliced, distinct=True
   )
   state, sliced_state, other_state = (
-      equivalence.closed(inner.init, _like(*given))[1]
-      for given in (unsliced, slices, distinct)
+      equivalence.closed(inner.init, _like(*arguments))[1]
+      for arguments in (unsliced, slices, distinct)
   )
   trees = set(map(jax.tree.structure, (state, sliced_state, other_state)))
   if len(trees) > 1:
@@ -78,10 +78,10 @@ def find_problem(
   if problem := _problem_of_shapes(state, is_sliced, unsliced):
     return problem
 
-  def trace(given, state):
-    before = given[0], slicing.varying(state, is_sliced)
-    init, _ = equivalence.trace(inner.init, _like(*given))
-    update, results = equivalence.trace(inner.update, *before, given[1])
+  def trace(arguments, state):
+    before = arguments[0], slicing.varying(state, is_sliced)
+    init, _ = equivalence.trace(inner.init, _like(*arguments))
+    update, results = equivalence.trace(inner.update, *before, arguments[1])
     return _joined(init, update), _shapes(results) == _shapes(before)
 
   program, keeps_shapes = trace(unsliced, state)
@@ -126,9 +126,9 @@ def _shapes(tree):
   return jax.tree.map(lambda x: x.shape, tree)
 
 
-def _problem_of_shapes(state, is_sliced, given):
+def _problem_of_shapes(state, is_sliced, arguments):
   """Returns the problem with the shapes of the leaves of the state, if any."""
-  shapes = {leaf.shape for leaf in jax.tree.leaves(given)}
+  shapes = {leaf.shape for leaf in jax.tree.leaves(arguments)}
   leaves = jax.tree.leaves_with_path(state)
   for (path, leaf), sliced_leaf in zip(
       leaves, jax.tree.leaves(is_sliced), strict=True

@@ -115,10 +115,10 @@ def _flatten(jaxpr, inputs, context):
 
 
 def _constants(jaxpr):
-  known = getattr(jaxpr, 'consts', ())
-  if len(known) != len(jaxpr.constvars):
+  arrays = getattr(jaxpr, 'consts', ())
+  if len(arrays) != len(jaxpr.constvars):
     return _new_values(jaxpr.constvars)
-  pairs = zip(jaxpr.constvars, known, strict=True)
+  pairs = zip(jaxpr.constvars, arrays, strict=True)
   return tuple(Value(var.aval, constant=array) for var, array in pairs)
 
 

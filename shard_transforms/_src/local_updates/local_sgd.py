@@ -138,62 +138,69 @@ def local_updates(
   outer = arguments.as_inner(outer, _CALLER, 'outer')
   axes = axes_lib.as_axes(axis_name)
   mixing = float(arguments.as_decay('mixing', mixing))
-  fragments_of_params = schedule_lib.as_fragments(fragments)
-  schedule = schedule_lib.Schedule(every, delay, fragments_of_params.num)
+  partition = schedule_lib.as_fragments(fragments)
+  schedule = schedule_lib.Schedule(every, delay, partition.num)
   arguments.check_bool('assume_weighted', assume_weighted)
   outer_step = outer_step_lib.OuterStep(
-      inner, outer, mixing, fragments_of_params, axes, assume_weighted
+      inner, outer, mixing, partition, axes, assume_weighted
   )
 
   def init_fn(params):
     axes_lib.size(axes, _CALLER)
-    own = local_state.trainable_params(params)
-    inner_state = inner.init(own)
-    outer_state = tuple(map(outer.init, fragments_of_params.split(own)))
+    own_params = local_state.trainable_params(params)
+    inner_state = inner.init(own_params)
+    outer_state = tuple(map(outer.init, partition.split(own_params)))
     local_state.check_not_nested((inner_state, outer_state))
     return local_state.init_state(params, inner_state, outer_state, axes)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     _check_update(updates, state, params, axes)
     anchor = local_state.trainable_params(params)
-    local_state.check_state(state, anchor, updates, fragments_of_params, outer)
+    local_state.check_state(state, anchor, updates, partition, outer)
     if weight is not None:
       weight = weights.as_weight(weight, (), _CALLER)
     actions = schedule.at(state.step)
-    marked = local_gradient_check.mark(updates, state.own_params, anchor)
-    updates, own, anchor = marked
-    own, inner_state, total_weight = states.own(
-        (own, state.inner_state, state.total_weight), axes, _CALLER
+    updates, own_params, anchor = local_gradient_check.mark(
+        updates, state.own_params, anchor
     )
-    own, inner_state = _local_step(
-        inner, updates, inner_state, own, weight, axes, extra_args
+    own_params, inner_state, total_weight = states.own(
+        (own_params, state.inner_state, state.total_weight), axes, _CALLER
+    )
+    own_params, inner_state = _local_step(
+        inner, updates, inner_state, own_params, weight, axes, extra_args
     )
     total_weight += 1 if weight is None else weight.astype(total_weight.dtype)
-    sent = anchor, own, None if weight is None else total_weight
     moved, outer_state = outer_step.send_fragments(
-        actions.sends, state.outer_state, *sent, extra_args
+        actions.sends,
+        state.outer_state,
+        anchor,
+        own_params,
+        None if weight is None else total_weight,
+        extra_args,
     )
-    own, inner_state = outer_step.mix_fragments(
-        actions.mixes, own, inner_state, anchor, moved
+    own_params, inner_state = outer_step.mix_fragments(
+        actions.mixes, own_params, inner_state, anchor, moved
     )
     after = _after(
-        state, actions, own, inner_state, total_weight, outer_state, axes
+        state, actions, own_params, inner_state, total_weight, outer_state, axes
     )
     return local_state.replace_params(updates, moved), after
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _after(state, actions, own, inner_state, total_weight, outer_state, axes):
+def _after(
+    state, actions, own_params, inner_state, total_weight, outer_state, axes
+):
   """Returns the state after a step."""
   total_weight = jnp.where(jnp.stack(actions.sends), 0, total_weight)
-  own, inner_state, total_weight = states.store(
-      (own, inner_state, total_weight), axes
+  own_params, inner_state, total_weight = states.store(
+      (own_params, inner_state, total_weight), axes
   )
   after = local_state.LocalUpdatesState(
       step=jnp.where(actions.is_last, 0, state.step + 1),
       num_rounds=states.count(state.num_rounds, actions.is_last),
-      own_params=own,
+      own_params=own_params,
       inner_state=inner_state,
       total_weight=total_weight,
       outer_state=outer_state,
@@ -202,7 +209,9 @@ def _after(state, actions, own, inner_state, total_weight, outer_state, axes):
   return after
 
 
-def _local_step(inner, updates, inner_state, own, weight, axes, extra_args):
+def _local_step(
+    inner, updates, inner_state, own_params, weight, axes, extra_args
+):
   """Returns the local parameters and the inner state after a local step.
 
   Raises:
@@ -211,7 +220,7 @@ def _local_step(inner, updates, inner_state, own, weight, axes, extra_args):
   updates = jax.tree.map(_without_float0, updates)
   # JAX caches the jaxpr of a jitted function, and traces the function once.
   run = jax.jit(functools.partial(_update, inner, extra_args))
-  traced = run.trace(updates, inner_state, own)
+  traced = run.trace(updates, inner_state, own_params)
   if collective := divergence_analysis.first_collective(
       traced.jaxpr.jaxpr, axes
   ):
@@ -223,24 +232,27 @@ def _local_step(inner, updates, inner_state, own, weight, axes, extra_args):
     )
 
   def step(before, updates, weight):
-    own, state = before
-    after = run(updates, state, own)
+    own_params, state = before
+    after = run(updates, state, own_params)
     if weight is not None:
-      count = functools.partial(jnp.where, weight > 0)
-      after = jax.tree.map(count, after, before)
+      select_if_weighted = functools.partial(jnp.where, weight > 0)
+      after = jax.tree.map(select_if_weighted, after, before)
     return (), after
 
-  given = (own, inner_state), updates, weight
   # Outside of a branch, XLA for TPUs fuses the step with surrounding changes of
   # shape: on v5e 2×4, 8 matrices of 1,024² with Adam then take twice the time
   # to compile, and 57 or 129 MB of temporary memory (JAX 0.10, 0.12) instead of
   # 49 or 54.
-  return gating.run_when_due(jnp.array(True), step, *given)[1]
+  state = own_params, inner_state
+  return gating.run_when_due(jnp.array(True), step, state, updates, weight)[1]
 
 
-def _update(inner, extra_args, updates, state, own):
-  updates, state = inner.update(updates, state, own, **extra_args)
-  return jax.tree.map(_add, own, updates, is_leaf=leaves_lib.is_none), state
+def _update(inner, extra_args, updates, state, own_params):
+  updates, state = inner.update(updates, state, own_params, **extra_args)
+  return (
+      jax.tree.map(_add, own_params, updates, is_leaf=leaves_lib.is_none),
+      state,
+  )
 
 
 def _add(param, update):

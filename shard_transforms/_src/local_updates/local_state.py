@@ -235,11 +235,11 @@ def _replace_by_local(state, params, is_stacked):
     ValueError: If the trees differ, or the state is not that of one shard.
   """
   # `states.own` removes the leading axis, whatever the name of the axis.
-  own = state.own_params
+  own_params = state.own_params
   if not is_stacked:
-    own = states.own(own, ('',), CALLER)
+    own_params = states.own(own_params, ('',), CALLER)
   try:
-    return replace_params(params, own)
+    return replace_params(params, own_params)
   except ValueError as error:
     raise ValueError(
         '`params` of `local_params` have a different tree from the parameters'

@@ -74,8 +74,9 @@ class OuterStep:
     for i, (shared, part) in enumerate(parts):
       weight = None if weights is None else weights[i]
       with jax.named_scope(f'meeting_{i}'):
-        given = are_due[i], states[i], shared, part, weight, extra_args
-        sent.append(self._send(*given))
+        sent.append(
+            self._send(are_due[i], states[i], shared, part, weight, extra_args)
+        )
     moved, states = zip(*sent, strict=True)
     return self.fragments.join(moved, anchor), states
 
@@ -112,9 +113,15 @@ class OuterStep:
       )
       _check_reduced(result_axes[: _num_leaves(anchor)], self.axes)
 
-    given = is_due, run, state, anchor, local_params, weight
     moved, state = gating.run_when_due(
-        *given, extra_args=extra_args, check=check
+        is_due,
+        run,
+        state,
+        anchor,
+        local_params,
+        weight,
+        extra_args=extra_args,
+        check=check,
     )
     types = map(axes_lib.varying_axes, jax.tree.leaves(moved))
     _check_reduced(types, self.axes)
@@ -166,8 +173,7 @@ class OuterStep:
 
     is_any_due = functools.reduce(jnp.logical_or, are_due)
     state = local_params, inner_state
-    given = is_any_due, run, state, are_due, after
-    return gating.run_when_due(*given)[1]
+    return gating.run_when_due(is_any_due, run, state, are_due, after)[1]
 
   def _mix_leaf(self, local_params, anchor):
     """Mixes a leaf of the anchor into the local parameters."""

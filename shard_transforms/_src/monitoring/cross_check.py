@@ -372,18 +372,18 @@ def _order_by_batch(sums, distances):
 
 def _update_counts(state, carry, distances):
   """Updates the counts after a check, by the majority of three results."""
-  own, second, third = _order_by_batch(carry.sums, distances)
+  first, second, third = _order_by_batch(carry.sums, distances)
 
   def equal(x, y):
     return jnp.all(x == y, axis=-1)
 
-  differs = ~equal(own, second)
+  differs = ~equal(first, second)
   # For each batch, the result that differs from the two other results.
   outvoted = jnp.stack(
       [
           differs & equal(second, third),
-          differs & equal(own, third),
-          ~differs & ~equal(own, third),
+          differs & equal(first, third),
+          ~differs & ~equal(first, third),
       ]
   )
   # Ordered by the shard that computed the result.

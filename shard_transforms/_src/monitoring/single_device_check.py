@@ -67,27 +67,27 @@ class _Leaf(NamedTuple):
 
   Attributes:
     name: The name of the leaf.
-    found: The values of all shards.
+    actual: The values of all shards.
     expected: The values of one device, repeated for each shard.
     num_copies: The number of copies of the leaf, on devices or as rows.
     num_values: The number of copies with different bits.
   """
 
   name: str
-  found: np.ndarray
+  actual: np.ndarray
   expected: np.ndarray
   num_copies: int
   num_values: int
 
   def difference(self, scale: float = 0) -> float:
     """Returns the size of the difference, relative to at least `scale`."""
-    size = _root_mean_square(self.found - self.expected)
+    size = _root_mean_square(self.actual - self.expected)
     with np.errstate(divide='ignore'):
       return size / max(_root_mean_square(self.expected), scale) if size else 0
 
   def is_times(self, factor: float, rtol: float) -> bool:
     """Whether all values are `factor` times those of one device."""
-    return self._replace(found=self.found / factor).difference() <= rtol
+    return self._replace(actual=self.actual / factor).difference() <= rtol
 
 
 def assert_trains_as_one_device(
@@ -156,15 +156,15 @@ def assert_trains_as_one_device(
   """
   num_shards = arguments.as_at_least('num_shards', num_shards, 2)
   rtol = arguments.as_positive('rtol', rtol)
-  expected, found = _check_results(run(1)), _check_results(run(num_shards))
-  if jax.tree.structure(expected) != jax.tree.structure(found):
+  expected, actual = _check_results(run(1)), _check_results(run(num_shards))
+  if jax.tree.structure(expected) != jax.tree.structure(actual):
     raise ValueError(
         f'`run` of `{_CALLER}` must return the same tree for any number of'
         f' shards, got {jax.tree.structure(expected)} for one and'
-        f' {jax.tree.structure(found)} for {num_shards}.'
+        f' {jax.tree.structure(actual)} for {num_shards}.'
     )
   parts = {
-      part: _leaves(part, found[part], expected[part])
+      part: _leaves(part, actual[part], expected[part])
       for part in filter(expected.__contains__, _CAUSES)
   }
   _check_copies(parts, num_shards)
@@ -240,7 +240,7 @@ def _check_results(results):
   return dict(results)
 
 
-def _leaves(part, found, expected):
+def _leaves(part, actual, expected):
   """Returns the leaves of a part.
 
   Raises:
@@ -248,7 +248,7 @@ def _leaves(part, found, expected):
   """
   leaves = []
   for (path, a), b in zip(
-      jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+      jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
   ):
     name = part + jax.tree_util.keystr(path)
     a, b = jnp.asarray(a), _widen(b)

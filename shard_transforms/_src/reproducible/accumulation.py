@@ -143,11 +143,13 @@ def transformation(
       )
       total = reduction.total(row(total_weight) if is_weighted else num_towers)
       before = window.inner_state
-      given = before, params, sums, total, like, extra_args
+      updates, inner_state = finish(
+          before, params, sums, total, like, extra_args
+      )
       accept = total > 0 if is_weighted else None
-      made, inner_state = gating.select(accept, *finish(*given), before)
+      updates, inner_state = gating.select(accept, updates, inner_state, before)
       tower = jnp.zeros_like(window.tower)
-      return made, window._replace(tower=tower, inner_state=inner_state)
+      return updates, window._replace(tower=tower, inner_state=inner_state)
 
     is_last = collectives.agreed(window.tower >= num_towers)
     return gating.run_when_due(

@@ -216,7 +216,7 @@ def _is_read_at_times(graph, total, place):
     elif node.opcode == 'multiply' and any(map(_is_switch, node.inputs)):
       is_seen = False
     else:
-      is_seen = any(given in seen for given in node.inputs)
+      is_seen = any(operand in seen for operand in node.inputs)
     if is_seen:
       seen.add(node)
   return all(graph.places.get(node, {place}) == {place} for node in seen)
