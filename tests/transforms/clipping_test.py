@@ -226,5 +226,5 @@ class ShardUpdateTest(parameterized.TestCase):
       params = st.per_shard(params, AXIS)
       return tx.update(x, tx.init(params), params)[0]
 
-    with self.assertRaisesRegex(ValueError, 'several of them together'):
+    with self.assertRaisesRegex(ValueError, 'may combine several elements'):
       modes.map_shards('shard_map', fn)(jnp.zeros(3), jnp.ones((SHARDS, 3)))

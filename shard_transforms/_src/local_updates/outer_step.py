@@ -73,7 +73,7 @@ class OuterStep:
     )
     for i, (shared, part) in enumerate(parts):
       weight = None if weights is None else weights[i]
-      with jax.named_scope(f'meeting_{i}'):
+      with jax.named_scope(f'outer_step_{i}'):
         sent.append(
             self._send(are_due[i], states[i], shared, part, weight, extra_args)
         )
