@@ -90,7 +90,7 @@ class Way(NamedTuple):
     kind: The type of the axes of the mesh.
     tx: What makes the state.
     in_calls: Whether `step` takes one micro-batch.
-    is_flat: Whether it takes the rows of all of them, which it splits.
+    is_flat: Whether it receives all rows together and splits them.
     zero: Whether the state is sharded by `state_shardings`.
   """
 

@@ -78,7 +78,7 @@ def per_shard_state():
 
 
 def sent_as(encoded, dtype='float32'):
-  """Returns what sends an update through a compressor, and how it does."""
+  """Returns a function that sends an update through a compressor."""
 
   def send(x):
     compressor = Compressor(
@@ -463,7 +463,7 @@ UPDATES = {
         'must be decided the same way on all .* and give it `axis_name`': to(
             'tracked stale', local_step=lambda: lax.axis_index(AXIS)
         ),
-        # What is reduced already, or by hand.
+        # Updates that are already reduced, or reduced by hand.
         f'`updates` of `cross_shard_mean` must be per shard {REDUCED}': to(
             'tracked mean', tx=lambda _: summed_before(AVERAGED), weight=2.0
         ),

@@ -17,7 +17,7 @@ def parameters(*cases: Any) -> Callable[..., Any]:
   """As `parameterized.parameters`, with names made of the arguments.
 
   Args:
-    *cases: The cases, or one iterable of them.
+    *cases: The cases, or one iterable of cases.
 
   Returns:
     A decorator of test methods.

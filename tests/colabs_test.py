@@ -24,7 +24,7 @@ def code_cells(notebook):
 
 
 def texts(cell):
-  """Returns what a cell has printed."""
+  """Returns the printed output of a cell."""
   return ''.join(out.text for out in cell.outputs if 'text' in out)
 
 

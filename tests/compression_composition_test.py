@@ -68,7 +68,7 @@ class GateTest(parameterized.TestCase):
     )
 
     for name in some:
-      # XLA rounds the first step of two otherwise than a step alone.
+      # XLA rounds the first of two steps differently from a single step.
       chex.assert_trees_all_close(
           state_of(after_two[name][1]),
           state_of(after_one[name][1]),
@@ -144,7 +144,7 @@ class PartTest(parameterized.TestCase):
 
     found, after = compressions.go_on(tx, params, mesh, state, data, in_specs)
 
-    # As if each model shard were alone.
+    # Equal to separate runs of the model shards.
     for part in range(2):
       rows = slice(12 * part, 12 * (part + 1))
       own = {'w': data['w'][:, :, rows], 'v': data['v']}

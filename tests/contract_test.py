@@ -60,7 +60,7 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 
 class Row(NamedTuple):
-  """A transformation and what the tests must know about it.
+  """A transformation and its properties for the tests.
 
   Attributes:
     build: Takes an inner transformation and a number of towers; gives the
@@ -115,7 +115,7 @@ def _of_present(tx):
 
 
 def _by_parts(aggregate):
-  """Returns what treats real and imaginary parts of complex leaves alone."""
+  """Applies a function to the real and imaginary parts of complex leaves."""
 
   def parts(x):
     if np.iscomplexobj(x):
@@ -351,7 +351,7 @@ EACH_STALE = tuple(name for name, row in ROWS.items() if row.takes_local_step)
 
 
 class ProbeState(NamedTuple):
-  """What a probe was given in its last call.
+  """The arguments of the last call of a probe.
 
   Attributes:
     seen_params: The parameters.
@@ -451,7 +451,7 @@ def whole(row, inner, num_towers=TOWERS):
 
 
 def extra_args_of(row, call):
-  """Returns the extra arguments of a call, none of them too old."""
+  """Returns the extra arguments of a call without stale updates."""
   return {'local_step': call} if row.takes_local_step else {}
 
 
@@ -481,7 +481,7 @@ def on_calls(params):
 def mapped_calls(txs, mode, data, params, num_shards=SHARDS):
   """Runs all calls of several rows, in one scan inside of a mapping.
 
-  One program for all of them is traced and compiled several times as fast.
+  One program for all rows is traced and compiled several times as fast.
 
   Args:
     txs: Transformations by the names of rows.
@@ -731,7 +731,7 @@ def one_step(trees, call):
 
 @jax.jit
 def train_inner(updates):
-  """Returns the parameters that the inner transformation gives alone."""
+  """Returns the parameters from the inner transformation without a wrapper."""
 
   def step(carry, updates):
     params, state = carry
@@ -766,7 +766,7 @@ class MappedTest(parameterized.TestCase):
       return {k: x for k, x in tree.items() if k not in left_out}
 
     params = in_mode(odd_params())
-    # What knows no axis knows no mode, but has its part in types.
+    # Rows without an axis do not depend on the mode, but on its types.
     names = [
         name
         for name in EACH_OF_ANY_PARAMS
@@ -871,7 +871,7 @@ class MappedTest(parameterized.TestCase):
         )
 
   def test_equals_inner_with_one_shard_and_tower(self):
-    # Exact products, so that it does not matter how the compiler fuses them.
+    # Exact products, so that fusion by the compiler does not matter.
     inner = optax.sgd(0.5, momentum=0.5)
     rng = np.random.default_rng(1)
     first = {'w': plain_params()['w']}
@@ -963,7 +963,7 @@ class StateTest(parameterized.TestCase):
     for name in names:
       with self.subTest(f'{name} trains as the inner one on the means'):
         self.assert_trains_as_on_the_means(name, after[name][0])
-      with self.subTest(f'{name} refuses what is no gradient'):
+      with self.subTest(f'{name} refuses invalid gradients'):
         wrong = jax.tree.map(lambda x: x.astype(np.int32), data_of(name, HALF))
         with self.assertRaisesRegex(
             TypeError, r"`updates` of .* got int32\[.*\] at \['b'\]"
@@ -971,7 +971,7 @@ class StateTest(parameterized.TestCase):
           jax.eval_shape(
               run_of(name).step, *like_of(name), wrong, np.int32(HALF)
           )
-    # flax knows no static nodes; see docs/sharded_optimizer.md.
+    # flax does not support static nodes; see docs/sharded_optimizer.md.
     serialization.register_serialization_state(
         owners.Place, lambda place: {}, lambda place, _: place, override=True
     )
@@ -1181,7 +1181,7 @@ class RecognitionTest(parameterized.TestCase):
 
   @cases.product(
       mode=modes.MAPPED,
-      # What a guard or a window returns may be reduced behind them.
+      # The results of a guard or a window may be reduced afterwards.
       wrapper=[
           name for name in RECOGNISERS if name not in ('guard', 'tower_reduce')
       ],

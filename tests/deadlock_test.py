@@ -30,7 +30,7 @@ SHARDS = 8
 PATIENCE, IMPATIENCE = 100, 2
 FINISHED = 'finished'
 MOMENTUM = optax.sgd(1.0, momentum=0.5)
-# What finishes: functions at the end, with what spikes and what `guard` does.
+# Cases without a deadlock: functions below, with spikes and options of `guard`.
 CASES = (
     *('stale_shards', 'stale_towers', 'weightless_shards'),
     *('guarded_shards', 'excluded_shards'),

@@ -45,7 +45,7 @@ def run_worker(num_processes, *args):
 
 
 def train(num_processes):
-  """Returns what each of the shards has of every array, with them in front."""
+  """Returns the parts of every array on each shard, [shards, ...]."""
   with tempfile.TemporaryDirectory() as folder:
     done = run_worker(num_processes, 'train', folder)
     if done.returncode:

@@ -20,14 +20,14 @@ FOLDERS = (
     *('.ci', '.github', 'benchmarks', 'colabs', 'docs', 'examples'),
     *('shard_transforms', 'tests'),
 )
-# Runs in the folder that it builds from; the isolated build would ask an index.
+# Runs in the source folder; an isolated build would need a package index.
 BUILD = """
 import sys
 from setuptools import build_meta
 getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])
 """
 
-# What users get who have only what `setup.cfg` requires.
+# A program that needs only the requirements of `setup.cfg`.
 USE = """
 import importlib.metadata, pathlib, sys
 import jax, jax.numpy as jnp, optax
@@ -60,7 +60,7 @@ def use_installed(path, folder):
   python = folder / 'bin' / 'python'
   (site,) = folder.glob('lib/python*/site-packages')
   # The dependencies of the interpreter that runs the tests come after what is
-  # installed here. An index is not asked.
+  # installed here. No package index is used.
   paths = [path for path in sys.path if path.endswith('-packages')]
   (site / 'dependencies.pth').write_text('\n'.join(paths))
   pip = [sys.executable, '-m', 'pip', '--python', python, 'install', '--quiet']

@@ -65,7 +65,7 @@ def recorded(tape, state):
           {slot: arrays(tape, lists) for slot, lists in of_optimizer.items()}
           for of_optimizer in slots
       ],
-      # Tapes that leave the powers out still tell the number of updates.
+      # Tapes without the powers still contain the number of updates.
       'non_slots': [
           _beta_powers(inner, state['global_step'])
           if powers is None
@@ -76,7 +76,7 @@ def recorded(tape, state):
 
 
 def observed(tape, params, states):
-  """Returns what TensorFlow would call the variables and the slots.
+  """Returns the names of the variables and slots in TensorFlow.
 
   Args:
     tape: The case.

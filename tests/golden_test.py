@@ -48,7 +48,7 @@ def replayed(pattern):
 
 
 def with_dense_gradients(pattern):
-  """Returns what was recorded beside cases with IndexedSlices, by a new id."""
+  """Returns the additional recordings with IndexedSlices, by a new id."""
   return {
       f'{case}-dense': tape
       | {
@@ -75,7 +75,7 @@ DROP_STALE = replayed('drop_stale_*.json')
 
 
 def in_parts(tapes, key=lambda tape: ''):
-  """Returns the cases in parts of at most 12 that are alike in a key."""
+  """Returns the cases in parts of at most 12 with an equal key."""
   alike = {}
   for case, tape in tapes.items():
     alike.setdefault(key(tape), []).append(case)
@@ -117,7 +117,7 @@ def run_together(steps, replays):
 
 
 def inputs(tape, step, i):
-  """Returns what the loss of shard or tower `i` depends on, by variable."""
+  """Returns the inputs of the loss of shard or tower `i`, by variable."""
   if tape['loss'] == 'sparse_rows':
     ids = np.asarray(step['rows'][i], np.int32)
     grads = np.asarray(step['row_grads'][i], np.float32)
@@ -148,7 +148,7 @@ def local_gradient(kind, params, data):
 
 
 def apply(params, updates):
-  """As `optax.apply_updates`, but leaves variables without an update alone."""
+  """Like `optax.apply_updates`, but skips variables without an update."""
   return {
       name: param if updates[name] is None else param + updates[name]
       for name, param in params.items()
@@ -169,13 +169,13 @@ def inner_optimizer(tape):
 
 
 def clipped(tape, factor):
-  """Returns what happens to a gradient between the two calls of a class."""
+  """Returns the function of a gradient between the two calls of a class."""
   clip = optax.clip_by_global_norm(tape['clip_norm'])
   return optax.chain(optax.scale(factor), clip)
 
 
 def cross_shard(tape):
-  """Returns what turns gradients of shards into one."""
+  """Returns the reduction of the gradients of shards."""
   groups = tape['group_assignment']
   mean = tape['reduction'] == 'weighted_mean'
   total = shard_transforms.cross_shard_sum('data', groups=groups)
@@ -275,7 +275,7 @@ class CrossShardTest(parameterized.TestCase):
       params = stack([params] * n)
     else:
       state = tx.init(params)
-    # What comes from the host has no sharding that would compile a step anew.
+    # Arrays from the host have no sharding that would recompile a step.
     state = jax.device_get(state)
 
     def of_shard(i, tree):

@@ -78,7 +78,7 @@ MORE = {
 }
 # Over the two axes of the slice.
 OF_POD = 'owned_update(muon)', 'large: shard_update'
-# A compiler that is not installed is told on standard output.
+# A missing compiler is reported on standard output.
 MEASURE = """
 import collections, json, sys
 import hardware, topology
@@ -261,7 +261,7 @@ class HardwareTest(parameterized.TestCase):
   def test_small_leaves_share_buffers(self, name, case):
     found = facts(name, case)
 
-    # XLA joins no all-to-all. Those of `adasum` are of two shapes.
+    # XLA does not merge all-to-alls. Those of `adasum` have two shapes.
     self.assertBetween(found['times']['all_to_all'], 1, 2)
     if name == TPU:
       self.assertLess(found['code'], 3.5 * facts(name, PLAIN)['code'])
@@ -291,7 +291,7 @@ class SetUpTest(parameterized.TestCase):
 
   @cases.parameters(TPU, GPU)
   def test_reports_missing_compilers(self, name):
-    # Of another version than any there is, or not at all.
+    # A nonexistent version, or no installation.
     code = (
         'import importlib.metadata, topology\n'
         f'importlib.metadata.version = lambda name: "0.0.1"\n'

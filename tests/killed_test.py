@@ -33,7 +33,7 @@ TWO_PROCESSES = ('--processes=2', *ONE_PROCESS)
 
 
 def start(folder, *flags, full=False):
-  """Starts the script in a folder, on a disk that takes small files alone."""
+  """Starts the script in a folder, on a disk that accepts only small files."""
   # In blocks of 512 or of 1024 bytes.
   limit = ['sh', '-c', 'ulimit -f 8 && exec "$0" "$@"'] if full else []
   return subprocess.Popen(
@@ -116,7 +116,7 @@ class KilledTest(parameterized.TestCase):
     return process
 
   def run_script(self, *flags, **kwargs):
-    """Returns how the script ends, and the rest of what it writes."""
+    """Returns the result of the script, and the rest of its output."""
     process = self.start(*flags, **kwargs)
     return process, *process.communicate(timeout=600)
 

@@ -36,12 +36,12 @@ def value_and_grad(of):
 
 
 def then(reduce):
-  """Returns what reduces the results of a loss or a gradient."""
+  """Returns a function whose results are reduced."""
   return lambda of: lambda w, x: reduce(of(w, x), AXIS)
 
 
 def at(own):
-  """Returns what takes a gradient at parameters of each shard's own."""
+  """Returns the gradient at per-shard parameters."""
   return lambda of: lambda w, x: of(own(w, AXIS), x)
 
 
@@ -50,7 +50,7 @@ pmean, psum = then(lax.pmean), then(lax.psum)
 shard_mean = then(shard_transforms.shard_mean)
 divide = then(lambda g, axis: g / lax.axis_size(axis))
 
-# What comes of a way: an error with its words, or a multiple of the true mean.
+# The result of a way: an error with its words, or a multiple of the true mean.
 REDUCED = ValueError, '`cross_shard_mean` .* already reduced'
 REDUCED_LOSS = ValueError, 'loss of `value_and_grad` must be per shard'
 RIGHT = 1, ''
@@ -132,7 +132,7 @@ def outcomes(mode):
 
 
 def ratios(grad_fns, mode):
-  """Returns what `cross_shard_mean` gives, in units of the true mean."""
+  """Returns the result of `cross_shard_mean` in units of the true mean."""
 
   def reduce_all(w, x):
     return {name: reduce(name, w, x) for name in grad_fns}
@@ -190,7 +190,7 @@ def stacked(of):
   return grads
 
 
-# What comes of a way under plain `jax.jit`: an error with its words, or a
+# The result of a way under plain `jax.jit`: an error with its words, or a
 # multiple of the true mean.
 BARE = ValueError, 'must get the gradient of each shard, .* reduced already'
 PLAIN_WAYS = {

@@ -58,7 +58,7 @@ FLOORS = [
     )
 ]
 
-# What a maintainer reads first, and the modules of other packages that it uses.
+# The core, and the modules of other packages that it uses.
 CORE = ('base', 'gates', 'reduction', 'state', 'transforms')
 DOORS = {
     '_src/gates/gating.py': ['analysis.plain_sums', 'analysis.weight_analysis'],
@@ -83,12 +83,12 @@ NAMESPACES = (
     *(launch, monitoring, owners, reproducible, state_rules, tf1),
 )
 
-# Everything public, each with the package that it is imported from.
+# All public names, each with its package.
 PUBLIC = [(package, name) for package in NAMESPACES for name in package.__all__]
 
 # Its blocks run in `hardware_test.py`.
 OTHER_PAGE = 'docs/compile_for_hardware.md'
-# What it prints of lines of code differs from what it shows.
+# The printed lines of code differ from the shown lines.
 WIRE_PAGE = 'docs/wire_report.md'
 LINE = re.compile(r'(?:, )?[\w.<>/]+:\d+| +source$|(?<=`) \(\)', re.M)
 
@@ -155,7 +155,7 @@ def without_lines(text):
   return re.sub(' +$', '', text, flags=re.M)
 
 
-# Those whose snippets run.
+# Pages whose snippets are executed.
 DOCUMENTS = [
     name
     for path in (*ROOT.glob('*.md'), *sorted((ROOT / 'docs').glob('*.md')))
@@ -201,7 +201,7 @@ def imported(path):
 
 
 def imported_of_ours(path):
-  """Returns which modules of the package a file of it imports."""
+  """Returns the modules of the package that one of its files imports."""
   return {
       name
       for name in imported(PATHS[path])

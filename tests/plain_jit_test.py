@@ -138,8 +138,8 @@ class PlainJitTest(parameterized.TestCase):
         places,
         after[1],
     )
-    # No parameter and no state is gathered. What is sent: gradients, losses,
-    # and whether all of them are finite.
+    # Parameters and state are not gathered. Only gradients, losses, and whether
+    # all are finite are communicated.
     self.assertContainsSubset(sent_by(step), {'psum'})
 
 

@@ -54,7 +54,7 @@ def examples(number: int) -> hypothesis.settings:
       derandomize=True,
       deadline=None,
       database=None,
-      # A busy machine is no failure.
+      # A busy machine is not a failure.
       suppress_health_check=[hypothesis.HealthCheck.too_slow],
   )
 
@@ -190,7 +190,7 @@ def at(tree, index):
 
 
 def updates_of_rows(params, own):
-  """Returns what each row gives for one shard's towers."""
+  """Returns the results of each row for the towers of a shard."""
   updates, weights, local_steps = own
   results = {}
   for name, row in ROWS.items():
@@ -383,7 +383,7 @@ class DropStaleTest(parameterized.TestCase):
   @examples(15)
   def test_shards_equal_the_model(self, staleness, ages, weights, seed):
     updates = np.random.default_rng(seed).integers(-8, 9, (SHARDS, CALLS))
-    # What has no weight must not count, whatever it is.
+    # Values without a weight must not count.
     updates = np.where(weights > 0, updates, np.nan).astype(np.float32)
     calls = local_steps_of(ages), weights.astype(np.float32), updates
 
@@ -437,7 +437,7 @@ class Block:
   inside: Any
 
 
-# What comes first is drawn most: types are tracked under `shard_map`.
+# The first mode is drawn most often: `shard_map` tracks types.
 ANY_MODE = strategies.sampled_from(modes.MAPPED[2:] + modes.MAPPED[:2])
 LENGTHS = strategies.sampled_from([2, 3, 5, 1, 0])
 SHAPES = strategies.lists(LENGTHS, max_size=4).map(tuple)
@@ -446,7 +446,7 @@ LEAVES = strategies.builds(jax.ShapeDtypeStruct, SHAPES, DTYPES)
 
 
 def nodes(trees):
-  """Returns a strategy for what holds `trees`, or none of them."""
+  """Returns a strategy for containers of `trees`, possibly empty."""
   several = strategies.lists(trees, max_size=4)
   keys = strategies.sampled_from(['a', 'b', 'c', 'd'])
   return strategies.one_of(
@@ -459,7 +459,7 @@ def nodes(trees):
   )
 
 
-# Most of what is no node is an array.
+# Most leaves are arrays.
 TREES = strategies.recursive(
     strategies.one_of(LEAVES, LEAVES, LEAVES, strategies.none()),
     nodes,
@@ -468,7 +468,7 @@ TREES = strategies.recursive(
 
 
 def expected_of_rows(updates):
-  """Returns what each row gives for updates without weights, by NumPy."""
+  """Returns the results of each row for unweighted updates, in NumPy."""
 
   def mean(row, x):
     counted = x[:, :1] if row.towers == 'one' else x
@@ -497,7 +497,7 @@ class TreesTest(parameterized.TestCase):
         tree,
     )
     params = jax.tree.map(lambda x: np.zeros_like(x[0, 0]), updates)
-    # A tree without leaves tells no number of shards.
+    # A tree without leaves does not determine the number of shards.
     local_steps = np.zeros((SHARDS, TOWERS), np.int32)
 
     step = modes.map_shards(mode, updates_of_rows, SHARDS)

@@ -79,7 +79,7 @@ class ScalingDocsTest(parameterized.TestCase):
     text = DOCS.read_text(encoding='utf-8')
     traffic = re.findall(r'^\| [\d,]+ \|.*$', text, re.M)
     self.assertLen(traffic, 3)
-    # Gigabytes with and without `shard_update`, told on its page.
+    # Gigabytes with and without `shard_update`, as stated on its page.
     for row in (*traffic, '| 8 | 16 | 9 |'):
       self.assertIn(row, printed)
 

@@ -28,7 +28,7 @@ def wrong_backslashes(page):
   article = text.partition('<article')[2].partition('</article>')[0]
   math = r'<(span|div)[^>]*class="math[^"]*"[^>]*>(.*?)</\1>'
   formulas = [html.unescape(m[2]) for m in re.finditer(math, article, re.S)]
-  # MathJax knows no doubled command, and takes none within `\text`.
+  # MathJax does not support doubled commands, or commands within `\text`.
   wrong = re.compile(r'\\\\[A-Za-z,]|\\text\{[^}]*\\')
   prose = re.sub(math, '', article, flags=re.S)
   prose = re.sub('<pre.*?</pre>', '', prose, flags=re.S)

@@ -39,7 +39,7 @@ class TrainAsyncTest(python_command.ScriptTest):
     )
 
     rows = self.check_output(run, 30)
-    # Of 4 workers that take turns, all gradients are 3 steps old in the end.
+    # With 4 workers in turn, all gradients are 3 steps old in the end.
     self.assertEqual(rows['a']['mean age'], '2.80')
     self.assertGreater(int(rows['b']['dropped']), 0)
     self.assertEqual(rows['c']['dropped'], '0')

@@ -25,9 +25,9 @@ class TrainDigitsTest(python_command.ScriptTest):
     return list(zip(*cells, strict=True))
 
   @cases.parameters(
-      # With its defaults, it also checks that it reaches its accuracy.
+      # With the default flags, the script also checks its accuracy.
       ('digits_out', 8, 500),
-      # Of 5 devices, 3 divide this batch.
+      # This batch is divisible by 3 of 5 devices.
       ('a/b', 3, 12, '--mode=shard_map_unchecked', '--batch_size=24'),
       # With `jax.shard_map`, killed_test runs in two processes.
       (
@@ -69,7 +69,7 @@ class TrainDigitsTest(python_command.ScriptTest):
         f'{num_dropped} of {steps}'
         f' (stale_fraction {num_dropped / steps:.3f})',
     )
-    # Of 7 calls a large batch, 4 are the towers of (c).
+    # The towers of (c) are 4 of 7 calls per large batch.
     self.assertIn(f'{7 * steps}/{7 * steps}', run.stderr)
     self.check_figure(f'{folder}/train_digits.png')
 

@@ -20,7 +20,7 @@ class TrainTransformerTest(python_command.ScriptTest):
     rows = re.findall(ROW, run.stdout)
     names, first, last, sent, memory = zip(*rows, strict=True)
     self.assertEqual(names, ('jit, lax.scan', 'tower_reduce', 'accumulated'))
-    # The embedding of what is read and of what is told is reduced twice there.
+    # The tied embedding of inputs and outputs is reduced twice there.
     self.assertEqual(sent, ('369,432', '89,286', '89,286'))
     self.assertLen({*first}, 1)
     self.assertLen({*last}, 1)

@@ -7,8 +7,8 @@ import pytest
 
 import python_command
 
-# Without Ray, and what Python has on POSIX alone. Others are imported before:
-# they know by the name of the system whether to expect it.
+# Without Ray, and without the POSIX modules of Python. Other modules are
+# imported before, because they decide by the name of the system.
 BEGINNING = """
 import sys
 import jax

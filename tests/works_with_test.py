@@ -292,7 +292,7 @@ class Job(NamedTuple):
 
   @property
   def tx(self):
-    """What each shard runs."""
+    """The function of each shard."""
     make, wrap = PLACES[self.label], ROWS[self.name].wrap
     is_inside = self.label in INSIDE
     return make(wrap(MOMENTUM)) if is_inside else wrap(make(MOMENTUM))
@@ -327,7 +327,7 @@ def train_on_shards(mode, jobs):
   """Returns parameters by shard and step, for each job."""
   fns = [job.trainer() for job in jobs]
 
-  # One program for all of them compiles several times as fast.
+  # One program for all jobs compiles several times as fast.
   def train(params, batches):
     return [fn(*given) for fn, *given in zip(fns, params, batches, strict=True)]
 
@@ -378,7 +378,7 @@ def train_alone(jobs):
 
 
 def jobs_of(name, mode):
-  """Returns what the table says about each training under a mode."""
+  """Returns the documented result of each training in a mode."""
   jobs, checked = {}, outcomes(name, 'shard_map')
   for label, outcome in outcomes(name, mode).items():
     # Under another mode, what the table says otherwise.
@@ -436,7 +436,7 @@ class ComposingTest(parameterized.TestCase):
 
   @cases.parameters(*ROWS)
   def test_shards_decide_differently_where_a_deadlock_is_documented(self, name):
-    # What is inside has no collective.
+    # The inner transformation has no collective.
     for label, outcome in outcomes(name, 'pmap').items():
       if outcome not in TRAINS or label in INSIDE:
         continue
@@ -473,7 +473,7 @@ class LostTest(parameterized.TestCase):
 
 
 class SilentTest(parameterized.TestCase):
-  """What the document says beside its tables."""
+  """Claims of the document outside of its tables."""
 
   def test_deadlocks_with_groups_are_not_refused(self):
     mean = shard_transforms.cross_shard_mean(AXIS, groups=[[0, 1], [2, 3]])
