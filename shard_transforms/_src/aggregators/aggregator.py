@@ -6,7 +6,6 @@ two collectives send as many bytes as one all-reduce.
 """
 
 from collections.abc import Callable
-from collections.abc import Hashable
 from collections.abc import Sequence
 
 import jax
@@ -21,11 +20,12 @@ from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 
-Axes = tuple[Hashable, ...]
 # A function of this shard's real arrays; of whether this shard counts, bool [],
 # or `None` if all shards count; and of the axes. It returns arrays of the same
 # shapes and dtypes, the same on all shards.
-Aggregate = Callable[[list[jax.Array], jax.Array | None, Axes], list[jax.Array]]
+Aggregate = Callable[
+    [list[jax.Array], jax.Array | None, collectives.Axes], list[jax.Array]
+]
 
 
 def transformation(
@@ -61,7 +61,7 @@ def transformation(
 
 
 def only_shard_values(
-    leaves: list[jax.Array], counts: jax.Array | None, axes: Axes
+    leaves: list[jax.Array], counts: jax.Array | None, axes: collectives.Axes
 ) -> list[jax.Array]:
   """Returns the values of the only shard, or zeros if it does not count."""
   if counts is not None:
@@ -72,7 +72,7 @@ def only_shard_values(
 def map_elements(
     combine: Callable[[jax.Array], jax.Array],
     leaves: Sequence[jax.Array],
-    axes: Axes,
+    axes: collectives.Axes,
 ) -> list[jax.Array]:
   """Combines the values of all shards, element by element.
 
@@ -90,14 +90,14 @@ def map_elements(
   return map_packed(send, leaves, axes)
 
 
-def is_sliced(axes: Axes) -> bool:
+def is_sliced(axes: collectives.Axes) -> bool:
   """Whether arrays are exchanged in slices instead of gathered."""
   # Under `vmap` on one device, nothing is communicated. If a mesh axis is not
   # mapped, flattening would gather the arrays that are sharded over it.
   return axes_lib.on_mapped_mesh(axes)
 
 
-def rows_of(x: jax.Array, axes: Axes) -> jax.Array:
+def rows_of(x: jax.Array, axes: collectives.Axes) -> jax.Array:
   """Returns the slices of an array, [number of shards, elements]."""
   num_shards = axes_lib.size(axes, '')
   return leaves_lib.cut(x, num_shards).reshape(num_shards, -1)
@@ -112,7 +112,7 @@ def are_few_rows(num_rows: int) -> bool:
 def map_packed(
     send: Callable[[jax.Array], jax.Array],
     leaves: Sequence[jax.Array],
-    axes: Axes,
+    axes: collectives.Axes,
     **sizes: int,
 ) -> list[jax.Array]:
   """Sends leaves of one type in shared buffers; see `bucketing.map_packed`."""

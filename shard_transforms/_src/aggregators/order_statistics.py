@@ -18,6 +18,7 @@ import optax
 from shard_transforms._src.aggregators import aggregator
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.reduction import collectives
 
 _CALLER = 'trimmed_mean'
 
@@ -143,7 +144,7 @@ def _aggregate(
     combine: Callable[[list[jax.Array], jax.Array], jax.Array],
     leaves: list[jax.Array],
     counts: jax.Array | None,
-    axes: aggregator.Axes,
+    axes: collectives.Axes,
 ) -> list[jax.Array]:
   """Applies `combine` to sorted rows and the number of values in them."""
   if axes_lib.size(axes, _CALLER) == 1:

@@ -24,7 +24,7 @@ from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 
-Axes = frozenset[Hashable]
+AxisSet = frozenset[Hashable]
 
 
 class Difference(NamedTuple):
@@ -100,8 +100,8 @@ def _by_place(program):
 
 
 def differing(
-    program: interpreter.Program, input_axes: Sequence[Axes]
-) -> list[Axes]:
+    program: interpreter.Program, input_axes: Sequence[AxisSet]
+) -> list[AxisSet]:
   """Returns the axes over which each result may differ between shards.
 
   Args:

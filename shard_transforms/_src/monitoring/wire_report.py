@@ -20,7 +20,7 @@ from shard_transforms._src.analysis import redundant_sums
 from shard_transforms._src.analysis import slice_sums
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import partition_specs
 from shard_transforms._src.monitoring import compiled_report
 from shard_transforms._src.monitoring import report_table
 
@@ -184,7 +184,7 @@ def _sharded_axes(leaf):
   sharding = getattr(leaf, 'sharding', None)
   if not isinstance(sharding, NamedSharding):
     return frozenset()
-  axes = specs_lib.axes_of(sharding.spec)
+  axes = partition_specs.axes_of(sharding.spec)
   return frozenset(a for a in axes if sharding.mesh.shape[a] > 1)
 
 

@@ -13,7 +13,7 @@ import re
 
 import numpy as np
 
-Groups = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 _IOTA = re.compile(
     r'\[(?P<shape>[\d,]+)\](?:<=\[(?P<source>[\d,]+)\])?'
     r'(?:T\((?P<order>[\d,]+)\))?'
@@ -24,7 +24,7 @@ _MESH = re.compile(
 _AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
-def parse(text: str, num_devices: int) -> Groups:
+def parse(text: str, num_devices: int) -> ReplicaGroups:
   """Reads groups of devices.
 
   Args:
