@@ -320,7 +320,7 @@ class HealthTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', fn)
     check_health(mapped(jnp.zeros(()), jnp.ones(SHARDS)))
 
-    message = 'differ in 2 of its checks, first at update 0'
+    message = 'differences in 2 of its checks, first at update 0'
     with self.assertRaisesRegex(RuntimeError, message):
       check_health(mapped(jnp.zeros(()), jnp.arange(8.0)))
 

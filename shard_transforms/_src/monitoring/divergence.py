@@ -20,12 +20,11 @@ def _problem(state: Any) -> str | None:
   if not states.largest_here(state.diverged_count):
     return None
   return (
-      'Shards must hold the same bits, but `track_divergence` found that they'
-      f' differ in {states.largest_here(state.diverged_count)} of its'
-      ' checks, first at update'
-      f' {states.largest_here(state.first_diverged_step)}. Go'
-      ' back to an earlier checkpoint. If it happens again, parameters depend'
-      ' on the shard; else suspect the hardware.'
+      'Shards hold different bits: `track_divergence` found differences in'
+      f' {states.largest_here(state.diverged_count)} of its checks, first at'
+      f' update {states.largest_here(state.first_diverged_step)}. Restore an'
+      ' earlier checkpoint. If it happens again, the parameters depend on the'
+      ' shard; otherwise, check the hardware.'
   )
 
 

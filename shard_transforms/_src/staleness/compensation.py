@@ -185,11 +185,13 @@ def _moved(updates, params, read_params):
 
 def _check_fits(name, leaves, path, update):
   if path not in leaves or jnp.shape(leaves[path]) != jnp.shape(update):
-    shape = jnp.shape(leaves[path]) if path in leaves else 'nothing'
+    shape = (
+        f'the shape {jnp.shape(leaves[path])}' if path in leaves else 'no leaf'
+    )
     raise ValueError(
-        f'`{name}` of `compensate_delay` must have the leaves and the shapes of'
-        f' the updates, got {shape} instead of {jnp.shape(update)} at'
-        f' {leaves_lib.name_of(path)}.'
+        f'`{name}` of `compensate_delay` has {shape} instead of the shape'
+        f' {jnp.shape(update)} of the updates at {leaves_lib.name_of(path)}.'
+        ' Pass the whole tree of parameters.'
     )
 
 
