@@ -28,12 +28,14 @@ if deed in ('ignore_sigterm', 'stop'):
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
 elif deed == 'tidy_up':
   signal.signal(signal.SIGTERM, lambda *_: (path.unlink(), sys.exit()))
-elif deed == 'note_sigterm': # Like JAX, which handles the signal while the
-program is blocked. signal.signal(signal.SIGTERM, lambda *_:
-path.with_suffix('.signaled').touch())
+elif deed == 'note_sigterm':
+  # Like JAX, which handles the signal while the program is blocked.
+  note = path.with_suffix('.signaled')
+  signal.signal(signal.SIGTERM, lambda *_: note.touch())
 path.with_suffix('.new').write_text(str(os.getpid()))
-path.with_suffix('.new').rename(path) deadline = time.monotonic() + 60 while
-len(list(path.parent.glob('*.pid'))) < len(deeds):
+path.with_suffix('.new').rename(path)
+deadline = time.monotonic() + 60
+while len(list(path.parent.glob('*.pid'))) < len(deeds):
   assert time.monotonic() < deadline
   time.sleep(0.01)
 if {'report', 'be_killed'} <= {*deeds}:
