@@ -101,10 +101,10 @@ class DistributedTest(parameterized.TestCase):
     done = run_worker(2, 'die', '1')
 
     self.assertEqual(done.returncode, 1, done.stderr)
-    dead = 'process 1 of 2 that was killed by SIGKILL'
-    self.assertRegex(done.stderr, f'RuntimeError: .*got .*{dead}')
+    dead = 'process 1 of 2 was killed by SIGKILL'
+    self.assertRegex(done.stderr, f'RuntimeError: .*failed: .*{dead}')
     # Who is blocked then may be ended before it learns of it.
-    if 'process 0 of 2 that' in done.stderr:
+    if 'process 0 of 2 exited' in done.stderr:
       self.assertRegex(
           done.stderr, 'Connection (closed|reset) by peer|another task died'
       )

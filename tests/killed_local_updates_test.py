@@ -55,7 +55,7 @@ class KilledTest(absltest.TestCase):
     # The first round is sent in step 4, and taken over in step 6.
     last = local_worker.EVERY - 1
     with self.assertRaisesRegex(
-        RuntimeError, 'process 0 of 2 that was killed by SIGKILL'
+        RuntimeError, 'process 0 of 2 was killed by SIGKILL'
     ):
       run_worker(killed, last + 1)
     self.assertEqual(saved(killed)[-1], last)

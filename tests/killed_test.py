@@ -168,9 +168,7 @@ class KilledTest(parameterized.TestCase):
     _, err = process.communicate(timeout=600)
 
     self.assertEqual(process.returncode, 1, err)
-    self.assertRegex(
-        err, 'FAILED: .* process 0 of 2 that was killed by SIGKILL'
-    )
+    self.assertRegex(err, 'FAILED: .* process 0 of 2 was killed by SIGKILL')
     self.assertRegex(err, f'Goes on from .*/{stopped}\\.')
     self.assert_ends_like_one_never_killed(*TWO_PROCESSES)
     self.check_full_disk()
