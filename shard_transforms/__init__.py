@@ -10,9 +10,9 @@ from shard_transforms import owners as owners
 from shard_transforms import reproducible as reproducible
 from shard_transforms import state_rules as state_rules
 from shard_transforms._src.base.stacked import Stacked
+from shard_transforms._src.local_updates.local_sgd import local_updates
 from shard_transforms._src.local_updates.local_state import LocalUpdatesState
 from shard_transforms._src.local_updates.local_state import local_params
-from shard_transforms._src.local_updates.local_updates import local_updates
 from shard_transforms._src.monitoring.model_state import unless_skipped
 from shard_transforms._src.reduction.norms import global_norm
 from shard_transforms._src.staleness.compensation import CompensateDelayState

@@ -1,4 +1,4 @@
-"""The table of accumulation in `docs/measurements.md`: each row is trained."""
+"""Tests of the table of gradient accumulation in `docs/measurements.md`."""
 
 from collections.abc import Callable
 import functools
@@ -90,7 +90,7 @@ class Way(NamedTuple):
     kind: The type of the axes of the mesh.
     tx: What makes the state.
     in_calls: Whether `step` takes one micro-batch.
-    is_flat: Whether it takes the rows of all of them, which it splits.
+    is_flat: Whether it receives all rows together and splits them.
     zero: Whether the state is sharded by `state_shardings`.
   """
 
@@ -229,7 +229,7 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(rows_of_the_page().keys(), WAYS.keys())
 
   @cases.parameters(*WAYS)
-  def test_row_reduces_once_sends_what_the_page_says_and_trains_right(
+  def test_row_reduces_once_sends_the_stated_bytes_and_trains_correctly(
       self, way
   ):
     sent, reduced, params, warnings = sent_in_a_window(WAYS[way])

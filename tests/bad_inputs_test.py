@@ -1,7 +1,7 @@
-"""Bad inputs: each raises an error with the right words, and changes nothing.
+"""Tests of bad inputs, which raise a clear error and do not change anything.
 
-A new mistake is a new row of `CALLS` or `UPDATES`; all of them go through
-`assert_refused`. Those of the façade are in `facade/refusals_test.py`.
+A new mistake is a new row of `CALLS` or `UPDATES`; each row is checked by
+`assert_refused`. The mistakes of the façade are in `facade/refusals_test.py`.
 """
 
 import functools
@@ -79,7 +79,7 @@ def per_shard_state():
 
 
 def sent_as(encoded, dtype='float32'):
-  """Returns what sends an update through a compressor, and how it does."""
+  """Returns a function that sends an update through a compressor."""
 
   def send(x):
     compressor = Compressor(
@@ -167,13 +167,13 @@ CALLS = {
         '`tx` of `state_shardings` must be an Optax .* got None': of(
             state_shardings, None, PARAMS, MESH
         ),
-        '`state` of `metrics` must have .*`optimizer.opt_state`': of(
+        '`state` of `metrics` contains .*`optimizer.opt_state`': of(
             metrics, nnx.State({'num_updates': np.int32(0)})
         ),
         "`command` must be a sequence of arguments, got 'python train.py'": of(
             run_processes, 1, 'python train.py'
         ),
-        '`fun` of `cross_check` must be a function, got array': of(
+        '`fun` of `cross_check` must be callable, got array': of(
             cross_check, MATRIX, AXIS
         ),
     },
@@ -219,10 +219,10 @@ CALLS = {
         "`on_bad='exclude'` of `guard` must come with `axis_name`": of(
             guard, SGD, on_bad='exclude'
         ),
-        '`decode` of a `Compressor` must give float32': of(
+        '`decode` of a `Compressor` must return float32': of(
             sent_as(2, 'float16'), MATRIX
         ),
-        '`encode` of a `Compressor` must give arrays with elements': of(
+        '`encode` of a `Compressor` returned a payload without elements': of(
             sent_as(0), MATRIX
         ),
         **{
@@ -246,10 +246,12 @@ CALLS = {
         r"leading dimension of length 1.*got the shape \(\) at \['b'\]": of(
             state_specs, per_shard_state(), PARAMS, MESH
         ),
-        '`mesh` must have the 1 devices of the program, got 4': of(
+        'The program runs on 1 devices, but `mesh` has 4': of(
             wire_report, jnp.sum, MATRIX, compiled=True, mesh=OTHER_MESH
         ),
-        'have 2 shards or more, got': of(cross_checked, MATRIX[:1]),
+        'needs 2 shards or more over `axis_name`, got': of(
+            cross_checked, MATRIX[:1]
+        ),
         'inconsistent sizes|divisible': of(cross_checked, MATRIX, MATRIX[1:]),
     },
 }
@@ -483,7 +485,7 @@ UPDATES = {
         'must be decided the same way on all .* and give it `axis_name`': to(
             'tracked stale', local_step=lambda: lax.axis_index(AXIS)
         ),
-        # What is reduced already, or by hand.
+        # Updates that are already reduced, or reduced by hand.
         f'`updates` of `cross_shard_mean` must be per shard {REDUCED}': to(
             'tracked mean', tx=lambda _: summed_before(AVERAGED), weight=2.0
         ),

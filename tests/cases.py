@@ -1,4 +1,4 @@
-"""Parameterized tests whose cases have descriptive names."""
+"""Parameterized tests with descriptive names of their cases."""
 
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ def parameters(*cases: Any) -> Callable[..., Any]:
   """As `parameterized.parameters`, with names made of the arguments.
 
   Args:
-    *cases: The cases, or one iterable of them.
+    *cases: The cases, or one iterable of cases.
 
   Returns:
     A decorator of test methods.

@@ -1,4 +1,4 @@
-"""Runs the notebooks from top to bottom, and checks what is saved in them."""
+"""Tests that notebooks run, and that their saved outputs are correct."""
 
 import os
 import pathlib
@@ -24,7 +24,7 @@ def code_cells(notebook):
 
 
 def texts(cell):
-  """Returns what a cell has printed."""
+  """Returns the printed output of a cell."""
   return ''.join(out.text for out in cell.outputs if 'text' in out)
 
 
@@ -36,7 +36,7 @@ class ColabsTest(parameterized.TestCase):
 
   @cases.parameters(NAMES)
   @pytest.mark.slow
-  def test_runs_and_prints_what_is_saved(self, name):
+  def test_outputs_equal_the_saved_outputs(self, name):
     saved, notebook = read(name), read(name)
     for cell in code_cells(notebook):
       cell.outputs = []
@@ -54,7 +54,7 @@ class ColabsTest(parameterized.TestCase):
       self.assertEqual(bool(texts(new)), bool(texts(old)), new.source)
 
   @cases.parameters(NAMES)
-  def test_is_saved_after_one_run_from_top_to_bottom(self, name):
+  def test_is_saved_after_a_single_run(self, name):
     cells = code_cells(read(name))
 
     counts = [cell.execution_count for cell in cells]

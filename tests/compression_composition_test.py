@@ -1,4 +1,4 @@
-"""Compression with gates, masks, partitions and model axes."""
+"""Tests of compression with gates, masks, partitions and model axes."""
 
 from absl.testing import parameterized
 import chex
@@ -51,7 +51,7 @@ def state_of(state):
 
 class GateTest(parameterized.TestCase):
 
-  def test_guard_that_skips_leaves_the_residuals(self):
+  def test_skipping_guard_keeps_the_residuals(self):
     data = compressions.make_data(8, 2, PARAMS)
     data['w'][5, 1] = np.nan
     some = {
@@ -68,7 +68,7 @@ class GateTest(parameterized.TestCase):
     )
 
     for name in some:
-      # XLA rounds the first step of two otherwise than a step alone.
+      # XLA rounds the first of two steps differently from a single step.
       chex.assert_trees_all_close(
           state_of(after_two[name][1]),
           state_of(after_one[name][1]),
@@ -84,7 +84,7 @@ class GateTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates['b'], data['b'])
     np.testing.assert_array_equal(updates['w'], after_two['bare sign'][0]['w'])
 
-  def test_stale_and_bad_shards_lose_nothing_in_60_steps(self):
+  def test_updates_of_stale_and_bad_shards_add_up(self):
     num_shards, steps = 8, 60
     stochastic = compressions.COMPRESSORS['int8_stochastic']
     links = {
@@ -134,7 +134,7 @@ class GateTest(parameterized.TestCase):
 class PartTest(parameterized.TestCase):
 
   @cases.parameters(*LINKS)
-  def test_parameters_over_a_model_axis(self, name):
+  def test_supports_parameters_over_a_model_axis(self, name):
     tx, params = LINKS[name], {'w': zeros(24, 16), 'v': zeros(12, 16)}
     in_specs = {'w': P('model'), 'v': P()}
     auto = (jax.sharding.AxisType.Auto,) * 2
@@ -144,7 +144,7 @@ class PartTest(parameterized.TestCase):
 
     found, after = compressions.go_on(tx, params, mesh, state, data, in_specs)
 
-    # As if each model shard were alone.
+    # Equal to separate runs of the model shards.
     for part in range(2):
       rows = slice(12 * part, 12 * (part + 1))
       own = {'w': data['w'][:, :, rows], 'v': data['v']}

@@ -1,4 +1,4 @@
-"""Compressed means of gradients over steps, and what must add up in them."""
+"""Compressed means over several steps, and the sums that must agree."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ for name, value in {
   jax.config.update(name, value)
 # Eight shards on any machine.
 jax.config.update('jax_num_cpu_devices', 8)
-# An error in place of a wrong result where shapes differ by accident.
+# An error instead of a wrong result if shapes differ by accident.
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 

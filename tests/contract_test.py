@@ -1,4 +1,4 @@
-"""The contract of all transformations: one table, and one test a promise.
+"""The contract of all transformations: one table, and one test per invariant.
 
 A new transformation is a new row of `ROWS`.
 """
@@ -61,7 +61,7 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 
 class Row(NamedTuple):
-  """A transformation and what the tests must know about it.
+  """A transformation and its properties for the tests.
 
   Attributes:
     build: Takes an inner transformation and a number of towers; gives the
@@ -116,7 +116,7 @@ def _of_present(tx):
 
 
 def _by_parts(aggregate):
-  """Returns what treats real and imaginary parts of complex leaves alone."""
+  """Applies a function to the real and imaginary parts of complex leaves."""
 
   def parts(x):
     if np.iscomplexobj(x):
@@ -361,7 +361,7 @@ EACH_STALE = tuple(name for name, row in ROWS.items() if row.takes_local_step)
 
 
 class ProbeState(NamedTuple):
-  """What a probe was given in its last call.
+  """The arguments of the last call of a probe.
 
   Attributes:
     seen_params: The parameters.
@@ -461,7 +461,7 @@ def whole(row, inner, num_towers=TOWERS):
 
 
 def extra_args_of(row, call):
-  """Returns the extra arguments of a call, none of them too old."""
+  """Returns the extra arguments of a call without stale updates."""
   return {'local_step': call} if row.takes_local_step else {}
 
 
@@ -491,7 +491,7 @@ def on_calls(params):
 def mapped_calls(txs, mode, data, params, num_shards=SHARDS):
   """Runs all calls of several rows, in one scan inside of a mapping.
 
-  One program for all of them is traced and compiled several times as fast.
+  One program for all rows is traced and compiled several times as fast.
 
   Args:
     txs: Transformations by the names of rows.
@@ -741,7 +741,7 @@ def one_step(trees, call):
 
 @jax.jit
 def train_inner(updates):
-  """Returns the parameters that the inner transformation gives alone."""
+  """Returns the parameters from the inner transformation without a wrapper."""
 
   def step(carry, updates):
     params, state = carry
@@ -767,7 +767,7 @@ class MappedTest(parameterized.TestCase):
   """Promises in every mode, on leaves of every kind."""
 
   @cases.parameters(*modes.NAMES)
-  def test_keeps_its_promises(self, mode):
+  def test_satisfies_the_contract(self, mode):
     def in_mode(tree):
       # Odd kinds take long to compile: all where types are tracked, and where
       # they are not, most in one mode.
@@ -776,7 +776,7 @@ class MappedTest(parameterized.TestCase):
       return {k: x for k, x in tree.items() if k not in left_out}
 
     params = in_mode(odd_params())
-    # What knows no axis knows no mode, but has its part in types.
+    # Rows without an axis do not depend on the mode, but on its types.
     names = [
         name
         for name in EACH_OF_ANY_PARAMS
@@ -854,7 +854,7 @@ class MappedTest(parameterized.TestCase):
         chex.assert_tree_all_finite(found[name])
         chex.assert_trees_all_equal(found[name], expected[name], strict=True)
 
-  def test_weighs_leaves_of_64_bits_in_64_bits(self):
+  def test_weights_multiply_64_bit_leaves_in_64_bits(self):
     rows = {
         name: row
         for name, row in ROWS.items()
@@ -880,8 +880,8 @@ class MappedTest(parameterized.TestCase):
             found[name], on_shards(expected), rtol=1e-13, strict=True
         )
 
-  def test_is_the_inner_transformation_at_one_shard_and_tower(self):
-    # Exact products, so that it does not matter how the compiler fuses them.
+  def test_equals_inner_with_one_shard_and_tower(self):
+    # Exact products, so that fusion by the compiler does not matter.
     inner = optax.sgd(0.5, momentum=0.5)
     rng = np.random.default_rng(1)
     first = {'w': plain_params()['w']}
@@ -945,7 +945,7 @@ class CombinatorTest(parameterized.TestCase):
         )
 
   @cases.parameters(*STATIC_ARGS)
-  def test_injects_arguments_that_are_named_static(self, factory, name, kwargs):
+  def test_supports_injected_static_arguments(self, factory, name, kwargs):
     tx = optax.inject_hyperparams(factory, static_args=(name,))(**kwargs)
     self.assertEmpty(tx.init(plain_params()).hyperparams)
 
@@ -958,7 +958,7 @@ class StateTest(parameterized.TestCase):
   """Promises about state between steps."""
 
   @cases.parameters(*PARTS)
-  def test_keeps_its_promises_between_steps(self, *names):
+  def test_satisfies_the_contract_between_steps(self, *names):
     trees = {name: start_of(name) for name in names}
     for call in range(CALLS):
       if call == HALF:
@@ -973,7 +973,7 @@ class StateTest(parameterized.TestCase):
     for name in names:
       with self.subTest(f'{name} trains as the inner one on the means'):
         self.assert_trains_as_on_the_means(name, after[name][0])
-      with self.subTest(f'{name} refuses what is no gradient'):
+      with self.subTest(f'{name} refuses invalid gradients'):
         wrong = jax.tree.map(lambda x: x.astype(np.int32), data_of(name, HALF))
         with self.assertRaisesRegex(
             TypeError, r"`updates` of .* got int32\[.*\] at \['b'\]"
@@ -981,7 +981,7 @@ class StateTest(parameterized.TestCase):
           jax.eval_shape(
               run_of(name).step, *like_of(name), wrong, np.int32(HALF)
           )
-    # flax knows no static nodes; see docs/sharded_optimizer.md.
+    # flax does not support static nodes; see docs/sharded_optimizer.md.
     serialization.register_serialization_state(
         owners.Place, lambda place: {}, lambda place, _: place, override=True
     )
@@ -1007,7 +1007,7 @@ class StateTest(parameterized.TestCase):
         params, train_inner(updates), rtol=2e-6, atol=2e-6
     )
 
-  def test_is_restored_from_a_checkpoint_of_orbax(self):
+  def test_can_be_restored_from_an_orbax_checkpoint(self):
     states = {}
     for name in ROWS:
       # Each element has a value of its own.
@@ -1050,7 +1050,7 @@ class StateTest(parameterized.TestCase):
         self.assertIn(leaf.shape[:1], [(), (SHARDS,)], field)
 
   @cases.parameters(*ROWS)
-  def test_makes_state_of_abstract_parameters(self, name):
+  def test_init_supports_abstract_parameters(self, name):
     tx, (_, like) = run_of(name).tx, like_of(name)
     abstract = jax.eval_shape(plain_params)
 
@@ -1068,7 +1068,7 @@ class StateTest(parameterized.TestCase):
       chex.assert_trees_all_equal(alone, tx.init(plain_params()), strict=True)
 
   @cases.parameters(*ROWS)
-  def test_keeps_types_under_each_setting_of_jax(self, name):
+  def test_preserves_types_under_each_setting_of_jax(self, name):
     run = run_of(name, SGD)
     params = plain_params()
     updates, number = data_of(name, 0), jnp.int32(0)
@@ -1165,7 +1165,7 @@ REDUCTIONS = tuple(
 
 
 class RecognitionTest(parameterized.TestCase):
-  """Each wrapper takes each reduction, and refuses what does not reduce."""
+  """Each wrapper supports each reduction, and requires one."""
 
   def trace(self, tx, mode):
     params = {f'w{i}': np.ones((4, 6), np.float32) for i in range(4)}
@@ -1182,7 +1182,7 @@ class RecognitionTest(parameterized.TestCase):
 
   @cases.product(mode=modes.MAPPED, name=REDUCTIONS)
   @pytest.mark.slow
-  def test_takes_each_reduction(self, mode, name):
+  def test_supports_each_reduction(self, mode, name):
     reduction = ROWS[name].build(SGD, TOWERS)
 
     for wrapper, wrap in RECOGNISERS.items():
@@ -1191,13 +1191,13 @@ class RecognitionTest(parameterized.TestCase):
 
   @cases.product(
       mode=modes.MAPPED,
-      # What a guard or a window returns may be reduced behind them.
+      # The results of a guard or a window may be reduced afterwards.
       wrapper=[
           name for name in RECOGNISERS if name not in ('guard', 'tower_reduce')
       ],
   )
-  def test_refuses_what_does_not_reduce(self, mode, wrapper):
-    with self.assertRaisesRegex(ValueError, 'must reduce|must use'):
+  def test_refuses_inner_without_a_reduction(self, mode, wrapper):
+    with self.assertRaisesRegex(ValueError, 'differ between shards|must use'):
       self.trace(RECOGNISERS[wrapper](SGD), mode)
 
 
@@ -1205,7 +1205,7 @@ class RefusalTest(parameterized.TestCase):
   """Mistakes that every transformation refuses while tracing."""
 
   @cases.parameters(*EACH_PER_SHARD)
-  def test_refuses_an_axis_that_is_not_bound(self, name):
+  def test_refuses_an_unbound_axis(self, name):
     row, tx = ROWS[name], run_of(name).tx
 
     with self.assertRaisesRegex(NameError, "needs the axis 'data'.*on_mesh"):

@@ -1,4 +1,4 @@
-"""Cures: what each refusal says to do is done, and the program then runs."""
+"""Tests of the cures that error messages name."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -423,13 +423,13 @@ ROWS = {
     ),
     'an outer that does not reduce': Row(
         averaging(SGD),
-        'must reduce over all of `axis_name`',
-        {'Begin it with `cross_shard_mean`': averaging(MEAN_SGD)},
+        'differ between shards',
+        {'Reduce over all of `axis_name` first': averaging(MEAN_SGD)},
     ),
     'an inner that sends': Row(
         averaging(MEAN_SGD, inner=MEAN_SGD),
-        'must not send',
-        {'belongs into `outer`': averaging(MEAN_SGD)},
+        'communicates over `axis_name`',
+        {'into `outer`': averaging(MEAN_SGD)},
     ),
     'integers': Row(
         masked_ints(lambda tx: tx),
@@ -456,9 +456,9 @@ ROWS = {
     ),
     'a guard in a window': Row(
         kept(st.tower_reduce(2, st.guard(MEAN_SGD, AXIS), axis_name=AXIS)),
-        'decides in each step',
+        'may leave out a step',
         {
-            'Put `guard` around it': kept(
+            'Put `guard` around that': kept(
                 st.guard(st.tower_reduce(2, MEAN_SGD, axis_name=AXIS), AXIS)
             )
         },
@@ -468,7 +468,7 @@ ROWS = {
             optax.chain(st.delay_updates(1, axis_name=AXIS), MEAN),
             weight=weight,
         ),
-        'must come after the reduction',
+        'Delay the mean instead',
         {
             'optax.chain(cross_shard_mean': step(
                 optax.chain(MEAN, st.delay_updates(1)), weight=weight
@@ -477,7 +477,7 @@ ROWS = {
     ),
     'no parameters': Row(
         step(st.local_updates(SGD, MEAN_SGD, AXIS, every=1), with_params=False),
-        'must be the parameters, got None',
+        'needs the parameters',
         {
             'Call `tx.update(updates, state, params)`': step(
                 st.local_updates(SGD, MEAN_SGD, AXIS, every=1)
@@ -490,7 +490,7 @@ ROWS = {
 class CuresTest(parameterized.TestCase):
 
   @cases.parameters(*ROWS)
-  def test_a_cure_helps(self, name):
+  def test_cure_works(self, name):
     row = ROWS[name]
 
     with self.assertRaises((NameError, TypeError, ValueError)) as raised:

@@ -1,4 +1,4 @@
-"""No transformation has a collective that only some shards reach.
+"""Tests that no transformation has a collective that only some shards reach.
 
 The cases, functions of the mode at the end of this file, run in processes that
 XLA aborts if a collective is stuck.
@@ -30,7 +30,7 @@ SHARDS = 8
 PATIENCE, IMPATIENCE = 100, 2
 FINISHED = 'finished'
 MOMENTUM = optax.sgd(1.0, momentum=0.5)
-# What finishes: functions at the end, with what spikes and what `guard` does.
+# Cases without a deadlock: functions below, with spikes and options of `guard`.
 CASES = (
     *('stale_shards', 'stale_towers', 'weightless_shards'),
     *('guarded_shards', 'excluded_shards'),
@@ -69,7 +69,7 @@ class DeadlockTest(parameterized.TestCase):
 
   @cases.parameters(('decide_alone', 0), ('apply_if_finite', 1))
   @pytest.mark.slow
-  def test_a_gate_that_shards_decide_alone_hangs(self, case, num_finished):
+  def test_a_gate_with_different_decisions_deadlocks(self, case, num_finished):
     done = run_in_process('pmap', case, seconds=IMPATIENCE)
 
     self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
@@ -77,7 +77,7 @@ class DeadlockTest(parameterized.TestCase):
 
   @cases.parameters('pmap', 'shard_map')
   @pytest.mark.slow
-  def test_finishes(self, mode):
+  def test_does_not_deadlock(self, mode):
     done = run_in_process(mode, *CASES)
 
     finished = [f'{case} {FINISHED}' for case in CASES]
@@ -86,7 +86,7 @@ class DeadlockTest(parameterized.TestCase):
 
   # Other cases run in other modes, in processes.
   @cases.parameters('excluded_shards', 'spikes loss skip', 'spikes norm clip')
-  def test_shards_decide_the_same_under_vmap(self, case):
+  def test_shards_decide_equally_under_vmap(self, case):
     run_case('vmap', case)
 
 

@@ -1,4 +1,4 @@
-"""A wrapper from outside of the library that declares its own rules."""
+"""A custom wrapper whose state declares its own rules."""
 
 from typing import NamedTuple
 

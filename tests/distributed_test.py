@@ -1,4 +1,4 @@
-"""Several processes train as one does; none waits for one that died."""
+"""Tests of training in several processes, and of a process that dies."""
 
 import os
 import pathlib
@@ -45,7 +45,7 @@ def run_worker(num_processes, *args):
 
 
 def train(num_processes):
-  """Returns what each of the shards has of every array, with them in front."""
+  """Returns the parts of every array on each shard, [shards, ...]."""
   with tempfile.TemporaryDirectory() as folder:
     done = run_worker(num_processes, 'train', folder)
     if done.returncode:
@@ -63,7 +63,7 @@ def train(num_processes):
 class DistributedTest(parameterized.TestCase):
 
   @pytest.mark.slow
-  def test_trains_as_one_process_does(self):
+  def test_trains_like_one_process(self):
     alone, together = train(1), train(2)
 
     self.check_that_shards_agree(alone)
@@ -97,14 +97,14 @@ class DistributedTest(parameterized.TestCase):
 
   # In `killed_test`, the first one is.
   @pytest.mark.slow
-  def test_who_is_killed_is_named_and_the_others_end(self):
+  def test_a_killed_process_is_reported_and_the_others_end(self):
     done = run_worker(2, 'die', '1')
 
     self.assertEqual(done.returncode, 1, done.stderr)
-    dead = 'process 1 of 2 that was killed by SIGKILL'
-    self.assertRegex(done.stderr, f'RuntimeError: .*got .*{dead}')
+    dead = 'process 1 of 2 was killed by SIGKILL'
+    self.assertRegex(done.stderr, f'RuntimeError: .*failed: .*{dead}')
     # Who is blocked then may be ended before it learns of it.
-    if 'process 0 of 2 that' in done.stderr:
+    if 'process 0 of 2 exited' in done.stderr:
       self.assertRegex(
           done.stderr, 'Connection (closed|reset) by peer|another task died'
       )

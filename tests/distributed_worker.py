@@ -30,7 +30,7 @@ from shard_transforms.monitoring import track_divergence
 
 AXIS = 'data'
 SHARDS, CALLS, ROWS_A_SHARD, FEATURES = 4, 4, 6, 5
-# `jax.pmap` maps over the first of them alone.
+# `jax.pmap` maps only over the first axis.
 AXES = ({AXIS: SHARDS}, {'a': 2, 'b': 2})
 ADAM = optax.adam(0.1, eps=1.0)
 
@@ -123,7 +123,7 @@ ROWS = {
 
 
 def make_batches() -> list[dict[str, Any]]:
-  """Returns what each call sees: data that differ by shard, some too old."""
+  """Returns the data of each call, which differ by shard; some are stale."""
   rng = np.random.default_rng(0)
   x = rng.normal(size=(CALLS, SHARDS, ROWS_A_SHARD, FEATURES))
   y = rng.normal(size=(CALLS, SHARDS, ROWS_A_SHARD))
@@ -296,7 +296,7 @@ def rows_of(mode, axes):
 
 
 def of_own_shards(leaf):
-  """Returns what each of this process's shards has of an array."""
+  """Returns the parts of an array on the shards of this process."""
   shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
   return np.stack([np.asarray(shard.data) for shard in shards])
 

@@ -1,4 +1,4 @@
-"""What is built for an index: a wheel and a source distribution."""
+"""Tests of the wheel and the source distribution."""
 
 import email
 import pathlib
@@ -20,14 +20,14 @@ FOLDERS = (
     *('.ci', '.github', 'benchmarks', 'colabs', 'docs', 'examples'),
     *('shard_transforms', 'tests'),
 )
-# Runs in the folder that it builds from; the isolated build would ask an index.
+# Runs in the source folder; an isolated build would need a package index.
 BUILD = """
 import sys
 from setuptools import build_meta
 getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])
 """
 
-# What users get who have only what `setup.cfg` requires.
+# A program that needs only the requirements of `setup.cfg`.
 USE = """
 import importlib.metadata, pathlib, sys
 import jax, jax.numpy as jnp, optax
@@ -60,7 +60,7 @@ def use_installed(path, folder):
   python = folder / 'bin' / 'python'
   (site,) = folder.glob('lib/python*/site-packages')
   # The dependencies of the interpreter that runs the tests come after what is
-  # installed here. An index is not asked.
+  # installed here. No package index is used.
   paths = [path for path in sys.path if path.endswith('-packages')]
   (site / 'dependencies.pth').write_text('\n'.join(paths))
   pip = [sys.executable, '-m', 'pip', '--python', python, 'install', '--quiet']
@@ -111,12 +111,12 @@ class DistributionTest(unittest.TestCase):
         zipfile.ZipFile(build('wheel', unpacked, wheel))
     )
 
-  def test_wheel_has_the_package_and_nothing_else(self):
+  def test_wheel_contains_only_the_package(self):
     files = {x for x in self.wheel.namelist() if '.dist-info/' not in x}
 
     self.assertEqual(files, modules(ROOT / 'shard_transforms'))
 
-  def test_wheel_says_what_it_is(self):
+  def test_wheel_has_the_metadata(self):
     (name,) = (x for x in self.wheel.namelist() if x.endswith('/METADATA'))
     metadata = email.message_from_bytes(self.wheel.read(name))
 
@@ -128,14 +128,14 @@ class DistributionTest(unittest.TestCase):
         any(x.endswith('licenses/LICENSE') for x in self.wheel.namelist())
     )
 
-  def test_both_install_in_a_new_environment_and_compute_there(self):
+  def test_both_can_be_installed_and_used(self):
     for built in self.sdist.name, self.wheel.filename:
       with self.subTest(built):
         name = pathlib.Path(built).suffix.removeprefix('.')
         printed = use_installed(built, self.folder / f'new_{name}')
         self.assertEqual(printed, '[-1.5 -1.5 -1.5 -1.5]\n')
 
-  def test_source_distribution_has_what_the_tests_need(self):
+  def test_source_distribution_contains_the_tests(self):
     files = {x.partition('/')[2] for x in self.sdist.getnames()}
 
     self.assertLessEqual(modules(ROOT / 'shard_transforms'), files)
@@ -149,5 +149,9 @@ class DistributionTest(unittest.TestCase):
       }
       self.assertLessEqual(here, files, name)
     self.assertLessEqual(
-        {'CHANGELOG.md', 'CONTRIBUTING.md', 'LICENSE', 'README.md'}, files
+        {
+            *('CHANGELOG.md', 'CITATION.cff', 'CONTRIBUTING.md', 'LICENSE'),
+            *('README.md', 'SECURITY.md', '.readthedocs.yaml'),
+        },
+        files,
     )

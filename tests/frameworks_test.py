@@ -1,7 +1,7 @@
-"""The table of `docs/frameworks.md`: each framework with each transformation.
+"""Tests of the table of `docs/frameworks.md`: frameworks with transformations.
 
-Each program is written as its framework does it: the training state is created
-outside of the mapped step, and saved as a whole.
+Each program follows the conventions of its framework: the training state is
+created outside of the mapped step, and saved as a whole.
 """
 
 from collections.abc import Callable
@@ -238,7 +238,7 @@ FRAMEWORKS = {
 
 
 class Programs:
-  """Those of all transformations on a mesh, in one compiled step."""
+  """The updates of all transformations on a mesh, in one compiled step."""
 
   def __init__(self, framework, num_shards, way, bind=shard_transforms.on_mesh):
     self.mesh = mesh_of(num_shards)
@@ -310,8 +310,8 @@ def expected():
   """Returns the parameters of each transformation, without a framework.
 
   Returns:
-    Those when the state is saved, and those at the end, on four devices, by way
-    of `init_state` and `state_specs` alone.
+    The parameters when the state is saved, and at the end on four devices, with
+    only `init_state` and `state_specs`.
   """
   found, states = [], None
   for num_shards, calls in (8, BEFORE), (4, AFTER):
@@ -337,7 +337,7 @@ class FrameworkTableTest(parameterized.TestCase):
   """Create, step, save, and restore on another number of devices."""
 
   @cases.product(name=FRAMEWORKS, way=('jit', 'shard_map'))
-  def test_trains_and_is_restored_on_fewer_devices(self, name, way):
+  def test_trains_and_restores_on_fewer_devices(self, name, way):
     eight, four = (Programs(FRAMEWORKS[name], n, way) for n in (8, 4))
 
     states = eight.train(eight.create(), BEFORE)
@@ -354,9 +354,9 @@ class FrameworkTableTest(parameterized.TestCase):
             atol=1e-6,
         )
 
-  # What each shard keeps for itself, and slices.
+  # Per-shard state, and slices.
   @cases.parameters('tower_reduce', 'shard_update')
-  def test_train_state_under_pmap_is_restored_on_fewer_devices(self, name):
+  def test_train_state_under_pmap_restores_on_fewer_devices(self, name):
     tx, params, found, saved = TRANSFORMS[name], {'params': zeros()}, [], None
     for num_shards, calls in (8, BEFORE), (4, AFTER):
       mesh = mesh_of(num_shards)
@@ -388,9 +388,9 @@ class FrameworkTableTest(parameterized.TestCase):
 
 
 class GuideTest(parameterized.TestCase):
-  """What `docs/frameworks.md` says in its text."""
+  """Claims in the text of `docs/frameworks.md`."""
 
-  def test_nnx_shard_map_takes_the_specs_of_the_optimizer(self):
+  def test_nnx_shard_map_supports_the_specs_of_the_optimizer(self):
     mesh = mesh_of(8)
     model = nnx_model()
     tx = shard_transforms.on_mesh(TRANSFORMS['guard'], mesh)

@@ -75,7 +75,7 @@ DROP_STALE = replayed('drop_stale_*.json')
 
 
 def in_parts(tapes, key=lambda tape: ''):
-  """Returns the cases in parts of at most 12 that are alike in a key."""
+  """Returns the cases in parts of at most 12 with an equal key."""
   alike = {}
   for case, tape in tapes.items():
     alike.setdefault(key(tape), []).append(case)

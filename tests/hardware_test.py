@@ -1,7 +1,7 @@
-"""What XLA makes of training steps for TPUs and GPUs that are not here.
+"""Tests of training steps that are compiled for TPUs and GPUs.
 
-Nothing runs on them: each test reads a program that `benchmarks/hardware.py`
-has compiled, in a process of its own for each topology.
+Nothing runs on this hardware: each test reads a program that
+`benchmarks/hardware.py` compiled, in one process per topology.
 """
 
 import collections
@@ -80,7 +80,7 @@ MORE = {
 }
 # Over the two axes of the slice.
 OF_POD = 'owned_update(muon)', 'large: shard_update'
-# A compiler that is not installed is told on standard output.
+# A missing compiler is reported on standard output.
 MEASURE = """
 import collections, json, sys
 import hardware, topology
@@ -150,7 +150,7 @@ def facts(name, case):
 class HardwareTest(parameterized.TestCase):
 
   @cases.parameters(TPU, GPU)
-  def test_mean_is_what_one_writes_by_hand(self, name):
+  def test_mean_equals_a_handwritten_mean(self, name):
     by_hand, found = facts(name, 'by hand'), facts(name, 'cross_shard_mean')
 
     self.assertEqual(found['count'], by_hand['count'])
@@ -161,7 +161,7 @@ class HardwareTest(parameterized.TestCase):
       self.assertEqual(found['count'], 1)
 
   @cases.product(name=(TPU, GPU), kind=('Auto', 'Explicit'), case=BOTH_WAYS)
-  def test_plain_jit_is_what_is_mapped(self, name, kind, case):
+  def test_plain_jit_equals_the_mapped_step(self, name, kind, case):
     mapped, found = facts(name, case), facts(name, f'{kind} jit, {case}')
 
     self.assertEqual(found['times'], mapped['times'])
@@ -197,7 +197,7 @@ class HardwareTest(parameterized.TestCase):
     for start, most in starts:
       self.assertLessEqual(start, most)
 
-  def test_guard_keeps_no_gradient_that_is_not_reduced(self):
+  def test_guard_frees_unreduced_gradients(self):
     found = facts(TPU, 'large: guard, skip')
 
     # The reduced gradients of both matrices wait for the decision.
@@ -235,7 +235,7 @@ class HardwareTest(parameterized.TestCase):
     of_ring = 2 * (1 - 1 / SHARDS[name]) * megabytes
     self.assertLess(found['sent'] / 1e6, 1.001 * of_ring)
 
-  def test_owners_do_not_grow_with_the_slice(self):
+  def test_cost_of_owners_does_not_depend_on_the_number_of_chips(self):
     found = facts(POD, 'owned_update(muon)')
 
     self.assertLess(found['sent'], 1.3 * SENT)
@@ -278,7 +278,7 @@ class HardwareTest(parameterized.TestCase):
   def test_small_leaves_share_buffers(self, name, case):
     found = facts(name, case)
 
-    # XLA joins no all-to-all. Those of `adasum` are of two shapes.
+    # XLA does not merge all-to-alls. Those of `adasum` have two shapes.
     self.assertBetween(found['times']['all_to_all'], 1, 2)
     if name == TPU:
       self.assertLess(found['code'], 3.5 * facts(name, PLAIN)['code'])
@@ -372,7 +372,7 @@ class SetUpTest(parameterized.TestCase):
       ("'v5e:2x4', {'data': 7}", 'must multiply to the 8 devices'),
       ("'h100:8', {'data': 8}", "h100:1x8 .* got 'h100:8'"),
   )
-  def test_refuses_what_is_not_there(self, arguments, message):
+  def test_refuses_unknown_arguments(self, arguments, message):
     facts(TPU if 'v' in arguments else GPU, 'by hand')
     code = f'import topology\ntopology.mesh({arguments})'
 
@@ -380,8 +380,8 @@ class SetUpTest(parameterized.TestCase):
       run(code)
 
   @cases.parameters(TPU, GPU)
-  def test_says_what_to_install(self, name):
-    # Of another version than any there is, or not at all.
+  def test_reports_missing_compilers(self, name):
+    # A nonexistent version, or no installation.
     code = (
         'import importlib.metadata, topology\n'
         f'importlib.metadata.version = lambda name: "0.0.1"\n'
@@ -393,7 +393,7 @@ class SetUpTest(parameterized.TestCase):
     ):
       run(code)
 
-  def test_refuses_arrays_on_devices_that_are_not_here(self):
+  def test_refuses_arrays_on_absent_devices(self):
     facts(TPU, 'by hand')
     code = (
         'import topology, jax, optax, shard_transforms as st\n'
@@ -404,7 +404,7 @@ class SetUpTest(parameterized.TestCase):
     with self.assertRaisesRegex(RuntimeError, '`params` must be shapes'):
       run(code)
 
-  def test_recipe_of_the_page_prints_what_is_shown(self):
+  def test_recipe_of_the_page_prints_the_shown_output(self):
     facts(TPU, 'by hand')
     text = PAGE.read_text(encoding='utf-8')
     blocks = re.findall(r'^```python\n(.*?)^```', text, re.M | re.S)

@@ -1,4 +1,4 @@
-"""Trains over shards, in any mode, for tests that compare with one device."""
+"""Training over shards in any mode, for comparisons with one device."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ AXIS = modes.AXIS
 
 
 class Trained(NamedTuple):
-  """What a training gives on each shard.
+  """The results of a training on each shard.
 
   Attributes:
     params: The parameters after each call, [shards, calls, ...].
@@ -36,7 +36,7 @@ class Trained(NamedTuple):
 def gradient(
     loss: Callable[..., Any], axis_name: Any = AXIS, stacked: bool = False
 ) -> Callable[[Any, Any], Any]:
-  """Returns what takes a shard's own gradient, or one of each tower.
+  """Returns a function that takes the gradient of a shard, or of each tower.
 
   Where no axis is mapped, it takes the batches of all shards, [shards, ...].
   """
@@ -73,7 +73,7 @@ def train(
   """Trains on the batches of all shards, call by call, inside of a mapping.
 
   Args:
-    tx: The transformation, or several by name, which one program trains alone.
+    tx: The transformation, or several by name, which one program trains.
     params: The parameters at first, the same on all shards.
     batches: A tree of batches [shards, calls, ...].
     mode: One of `modes.NAMES`, or 'hosts'.
@@ -157,7 +157,7 @@ def _train_plain(tx, params, batches, mode, axes, grad, extra_args, see):
 
 
 def momentum(axis_name: Any = AXIS) -> Any:
-  """Returns what trains over shards as `one_device.Device` does."""
+  """Returns a trainer over shards with the interface of `one_device.Device`."""
   return optax.chain(
       shard_transforms.cross_shard_mean(axis_name),
       optax.trace(one_device.DECAY),
@@ -190,7 +190,7 @@ def after(done: Any, tree: Any) -> Any:
   other for ever, as they may with a program from JAX's compilation cache.
   """
   first = jax.tree.leaves(done)[0]
-  # Not zero for all that the compiler knows.
+  # A zero that the compiler cannot infer.
   zero = 0 * jnp.sum(jnp.isfinite(first), dtype=jnp.float32)
   return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
@@ -205,5 +205,5 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def on_each_shard(tree: Any, num_shards: int = 8) -> Any:
-  """Returns what is the same on all shards, [shards, ...]."""
+  """Repeats a tree for all shards, [shards, ...]."""
   return jax.tree.map(lambda x: np.stack([x] * num_shards), tree)

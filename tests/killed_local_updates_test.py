@@ -1,4 +1,4 @@
-"""Local updates in processes that are killed resume to the bit."""
+"""Tests that killed processes with local updates resume to the same bits."""
 
 import os
 import pathlib
@@ -46,7 +46,7 @@ def bits(folder):
 class KilledTest(absltest.TestCase):
 
   @pytest.mark.slow
-  def test_goes_on_in_the_middle_of_a_round_and_of_a_delay(self):
+  def test_resumes_within_a_round_and_within_a_delay(self):
     folders = [
         pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         for _ in range(2)
@@ -55,7 +55,7 @@ class KilledTest(absltest.TestCase):
     # The first round is sent in step 4, and taken over in step 6.
     last = local_worker.EVERY - 1
     with self.assertRaisesRegex(
-        RuntimeError, 'process 0 of 2 that was killed by SIGKILL'
+        RuntimeError, 'process 0 of 2 was killed by SIGKILL'
     ):
       run_worker(killed, last + 1)
     self.assertEqual(saved(killed)[-1], last)

@@ -1,4 +1,4 @@
-"""The main job, killed, stopped or out of disk, resumes to the bit."""
+"""Tests that a killed main job resumes to the same bits."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ TWO_PROCESSES = ('--processes=2', *ONE_PROCESS)
 
 
 def start(folder, *flags, full=False):
-  """Starts the script in a folder, on a disk that takes small files alone."""
+  """Starts the script in a folder, on a disk that accepts only small files."""
   # In blocks of 512 or of 1024 bytes.
   limit = ['sh', '-c', 'ulimit -f 8 && exec "$0" "$@"'] if full else []
   return subprocess.Popen(
@@ -116,7 +116,7 @@ class KilledTest(parameterized.TestCase):
     return process
 
   def run_script(self, *flags, **kwargs):
-    """Returns how the script ends, and the rest of what it writes."""
+    """Returns the result of the script, and the rest of its output."""
     process = self.start(*flags, **kwargs)
     return process, *process.communicate(timeout=600)
 
@@ -168,9 +168,7 @@ class KilledTest(parameterized.TestCase):
     _, err = process.communicate(timeout=600)
 
     self.assertEqual(process.returncode, 1, err)
-    self.assertRegex(
-        err, 'FAILED: .* process 0 of 2 that was killed by SIGKILL'
-    )
+    self.assertRegex(err, 'FAILED: .* process 0 of 2 was killed by SIGKILL')
     self.assertRegex(err, f'Goes on from .*/{stopped}\\.')
     self.assert_ends_like_one_never_killed(*TWO_PROCESSES)
     self.check_full_disk()
@@ -204,7 +202,7 @@ class KilledTest(parameterized.TestCase):
     self.assertLen(calls(self.folder, 'c'), 2)
     self.assert_ends_like_one_never_killed(*ONE_PROCESS)
 
-  def test_goes_on_with_the_same_bits_on_another_number_of_shards(self):
+  def test_resumes_with_the_same_bits_on_another_number_of_shards(self):
     flags = ('--reproducible',)
     process = self.start(*flags, '--shards=8')
     self.wait_until_saved(EVERY, process)
@@ -231,10 +229,10 @@ class KilledTest(parameterized.TestCase):
   def assert_both_fail(self, process, err, status):
     self.assertEqual(process.returncode, 1, err)
     for child in range(2):
-      end = f'process {child} of 2 that exited with status {status}'
+      end = f'process {child} of 2 exited with status {status}'
       self.assertRegex(err, f'FAILED: .* {end}[,.]')
 
-  def test_refuses_another_training_and_changed_bits_but_not_those_before(self):
+  def test_refuses_other_training_and_corrupt_checkpoints(self):
     folder, _ = never_killed(*ONE_PROCESS)
     shutil.copytree(folder, self.folder, dirs_exist_ok=True)
     process, out, err = self.run_script(*ONE_PROCESS, '--seed=1')

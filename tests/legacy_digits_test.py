@@ -1,4 +1,4 @@
-"""Runs `legacy_digits.py`, the ported script, as a user does."""
+"""Tests of the example `legacy_digits.py`, a ported TF1 script."""
 
 import re
 

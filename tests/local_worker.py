@@ -1,4 +1,4 @@
-"""Trains with local updates and checkpoints, until a process kills itself.
+"""A program that trains with local updates, and kills itself.
 
 A program for `killed_local_updates_test.py`, with the folder, and the step in
 which process 0 dies, 0 for none.

@@ -1,4 +1,4 @@
-"""Updates of shards, some of which lie, for the tests of aggregators."""
+"""Updates of correct and faulty shards, for the tests of aggregators."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The ways in which JAX binds a mapped axis, as one function."""
+"""Mapping a function over shards, in each way that JAX binds an axis."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ PLAIN = {
 }
 NAMES = (*MAPPED, *PLAIN)
 UNTRACKED_MODES = ('vmap', 'pmap', 'shard_map_unchecked')
-# Those of JAX under which results have another dtype, or none.
+# Settings of JAX under which results have another dtype, or raise.
 SETTINGS = {
     'x64': lambda: jax.enable_x64(True),
     'strict': lambda: jax.numpy_dtype_promotion('strict'),
@@ -112,7 +112,7 @@ def is_mapped(axes: Any) -> bool:
 
 
 def of_shards(tree: Any) -> Any:
-  """Returns what the devices hold of global arrays, [shards, ...]."""
+  """Returns the parts of global arrays on the devices, [shards, ...]."""
 
   def stack(x):
     if not isinstance(x.sharding, jax.NamedSharding):

@@ -1,8 +1,9 @@
-"""A gradient that is N times too large, in every way to take one, in each mode.
+"""Tests of gradients that are N times too large, in each mode.
 
-JAX sums or does not sum over shards depending on the mode and on what is done
-to the parameters, the loss and the gradient. Behind `cross_shard_mean`, each of
-these is right, is refused, or is a multiple that no type shows.
+Whether JAX sums a gradient over shards depends on the mode and on the
+operations on the parameters, the loss and the gradient. After
+`cross_shard_mean`, the result is correct, refused, or listed as a multiple that
+types do not show.
 """
 
 from collections.abc import Callable
@@ -35,12 +36,12 @@ def value_and_grad(of):
 
 
 def then(reduce):
-  """Returns what reduces the results of a loss or a gradient."""
+  """Returns a function whose results are reduced."""
   return lambda of: lambda w, x: reduce(of(w, x), AXIS)
 
 
 def at(own):
-  """Returns what takes a gradient at parameters of each shard's own."""
+  """Returns the gradient at per-shard parameters."""
   return lambda of: lambda w, x: of(own(w, AXIS), x)
 
 
@@ -49,7 +50,7 @@ pmean, psum = then(lax.pmean), then(lax.psum)
 shard_mean = then(shard_transforms.shard_mean)
 divide = then(lambda g, axis: g / lax.axis_size(axis))
 
-# What comes of a way: an error with its words, or a multiple of the true mean.
+# The result of a way: an error with its words, or a multiple of the true mean.
 REDUCED = ValueError, '`cross_shard_mean` .* already reduced'
 REDUCED_LOSS = ValueError, 'loss of `value_and_grad` must be per shard'
 RIGHT = 1, ''
@@ -131,7 +132,7 @@ def outcomes(mode):
 
 
 def ratios(grad_fns, mode):
-  """Returns what `cross_shard_mean` gives, in units of the true mean."""
+  """Returns the result of `cross_shard_mean` in units of the true mean."""
 
   def reduce_all(w, x):
     return {name: reduce(name, w, x) for name in grad_fns}
@@ -149,7 +150,7 @@ def ratios(grad_fns, mode):
 class NTimesTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MAPPED)
-  def test_each_way_is_right_or_refused_or_listed(self, mode):
+  def test_each_gradient_is_correct_refused_or_listed(self, mode):
     given, expected = {}, {}
     for way, grad_fn, (outcome, words) in outcomes(mode):
       if isinstance(outcome, type):
@@ -165,7 +166,7 @@ class NTimesTest(parameterized.TestCase):
         np.testing.assert_array_equal(found[way], expected[way])
 
   @cases.parameters(SUMMED_LOSS, SUMMED, SCALED, PART, TOLD_WRONGLY)
-  def test_documentation_tells(self, _, pattern):
+  def test_documentation_lists_the_multiples(self, _, pattern):
     page = pathlib.Path(__file__).parents[1] / 'docs' / 'silent_mistakes.md'
     documented = (
         shard_transforms.cross_shard_mean,
@@ -189,7 +190,7 @@ def stacked(of):
   return grads
 
 
-# What comes of a way under plain `jax.jit`: an error with its words, or a
+# The result of a way under plain `jax.jit`: an error with its words, or a
 # multiple of the true mean.
 BARE = ValueError, 'must get the gradient of each shard, .* reduced already'
 PLAIN_WAYS = {
@@ -233,7 +234,7 @@ def reduced(grads):
 class PlainJitTest(parameterized.TestCase):
 
   @cases.product(mode=modes.PLAIN, way=PLAIN_WAYS)
-  def test_each_way_is_right_or_refused_or_listed(self, mode, way):
+  def test_each_gradient_is_correct_refused_or_listed(self, mode, way):
     grad_fn, (outcome, words) = PLAIN_WAYS[way]
     mesh = modes.plain_mesh(mode)
     x = modes.place(np.arange(SHARDS, dtype=np.float32), mesh, AXIS)

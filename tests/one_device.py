@@ -1,7 +1,7 @@
-"""One device in NumPy, in float64: what all shards and towers must give.
+"""Training on one device in NumPy, in float64: the reference for all shards.
 
-`monitoring/one_device_test.py` does not test it, but the public check
-`assert_trains_as_one_device`.
+The public check `assert_trains_as_one_device` is tested in
+`monitoring/single_device_check_test.py`.
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ def reduced(
   """Returns the weighted mean; zeros if nothing has a weight.
 
   Args:
-    values: What is reduced, [..., *shape]. What has no weight is left out,
-      whatever it holds.
+    values: The values to reduce, [..., *shape]. Values without a weight are
+      left out, whatever it holds.
     weights: A weight for each, [...].
     divisor: What the weighted sum is divided by; `None` is the total weight.
   """
@@ -62,6 +62,6 @@ class Device:
 
 
 def on_all(*calls: np.ndarray, dtype: np.typing.DTypeLike = np.float32):
-  """Returns what all of 8 shards get in each call, [shards, calls, ...]."""
+  """Returns the results of 8 shards in each call, [shards, calls, ...]."""
   stacked = np.stack(calls).astype(dtype)
   return np.broadcast_to(stacked, (8, *stacked.shape))

@@ -1,4 +1,4 @@
-"""Keeps the files of the repository consistent with each other."""
+"""Tests that the files of the repository are consistent."""
 
 import ast
 import collections
@@ -57,10 +57,10 @@ FLOORS = [
     )
 ]
 
-# What a maintainer reads first, and the modules of other packages that it uses.
+# The core, and the modules of other packages that it uses.
 CORE = ('base', 'gates', 'reduction', 'state', 'transforms')
 DOORS = {
-    '_src/gates/gating.py': ['analysis.plain_sums', 'analysis.weight_flow'],
+    '_src/gates/gating.py': ['analysis.plain_sums', 'analysis.weight_analysis'],
     '_src/transforms/sliced_inner.py': ['analysis.elementwise'],
 }
 
@@ -82,12 +82,12 @@ NAMESPACES = (
     *(launch, monitoring, owners, reproducible, state_rules),
 )
 
-# Everything public, each with the package that it is imported from.
+# All public names, each with its package.
 PUBLIC = [(package, name) for package in NAMESPACES for name in package.__all__]
 
 # Its blocks run in `hardware_test.py`.
 OTHER_PAGE = 'docs/compile_for_hardware.md'
-# What it prints of lines of code differs from what it shows.
+# The printed lines of code differ from the shown lines.
 WIRE_PAGE = 'docs/wire_report.md'
 LINE = re.compile(r'(?:, )?[\w.<>/]+:\d+| +source$|(?<=`) \(\)', re.M)
 
@@ -154,7 +154,7 @@ def without_lines(text):
   return re.sub(' +$', '', text, flags=re.M)
 
 
-# Those whose snippets run.
+# Pages whose snippets are executed.
 DOCUMENTS = [
     name
     for path in (*ROOT.glob('*.md'), *sorted((ROOT / 'docs').glob('*.md')))
@@ -200,7 +200,7 @@ def imported(path):
 
 
 def imported_of_ours(path):
-  """Returns which modules of the package a file of it imports."""
+  """Returns the modules of the package that one of its files imports."""
   return {
       name
       for name in imported(PATHS[path])
@@ -343,7 +343,7 @@ class LayoutTest(parameterized.TestCase):
       (floor,) = (i for i, row in enumerate(FLOORS) if package in row)
       self.assert_imports(path, {package, *itertools.chain(*FLOORS[:floor])})
 
-  def test_the_house_names_its_floors(self):
+  def test_packages_state_their_floors(self):
     text = ' '.join(shard_transforms._src.__doc__.split())
 
     rows = [', '.join(sorted(row)) for row in FLOORS]
@@ -354,7 +354,7 @@ class LayoutTest(parameterized.TestCase):
         list(enumerate(rows, 1)),
     )
 
-  def test_core_knows_no_other_package(self):
+  def test_core_does_not_import_other_packages(self):
     for path in IN_HOUSE:
       if path.split('/')[1] in CORE:
         found = imported_of_ours(path)
@@ -362,12 +362,12 @@ class LayoutTest(parameterized.TestCase):
         doors = [f'shard_transforms._src.{x}' for x in DOORS.get(path, [])]
         self.assertEqual(others, set(doors), path)
 
-  def test_facade_computes_with_what_is_public(self):
+  def test_facade_uses_public_packages(self):
     for path in PATHS:
       if path.startswith('facade/'):
         self.assert_imports(path, {'shard_transforms', 'base', 'facade'})
 
-  def test_imports_run_in_no_circle(self):
+  def test_imports_are_acyclic(self):
     graph = {
         f'shard_transforms.{path.removesuffix(".py").replace("/", ".")}': (
             imported_of_ours(path)
@@ -392,7 +392,7 @@ class LayoutTest(parameterized.TestCase):
       if path.split('/')[1] not in FLOORS[-1]:
         self.assertEmpty(homes & imported_of_ours(path), path)
 
-  def test_public_names_have_one_home(self):
+  def test_public_names_are_unique(self):
     # The names of the facade are those of TensorFlow.
     counts = collections.Counter(
         name for package, name in PUBLIC if package is not facade
@@ -400,7 +400,7 @@ class LayoutTest(parameterized.TestCase):
 
     self.assertEmpty([name for name, n in counts.items() if n > 1])
 
-  def test_base_alone_knows_versions_and_internals_of_jax(self):
+  def test_only_base_uses_versions_and_internals_of_jax(self):
     internal = re.compile(r'\bjax\._src\b|\bjax\.(__version|version\b)')
     found = {
         name
@@ -440,7 +440,7 @@ class DocumentationTest(parameterized.TestCase):
     self.assertEqual(tools['ruff']['target-version'], target)
     self.assertEqual(tools['pyink']['target-version'], [target])
 
-  def test_table_of_names_has_all_but_states_and_tensorflow_1(self):
+  def test_table_of_names_is_complete(self):
     names = {
         name
         for package, name in PUBLIC
@@ -451,6 +451,21 @@ class DocumentationTest(parameterized.TestCase):
     shown = re.findall(r'`(?:\w+\.)?(\w+)(?: <[\w.]+>)?`', tables)
 
     self.assertEmpty(names.difference(shown))
+
+  def test_citation_has_the_version(self):
+    self.assertIn(
+        f'\nversion: {shard_transforms.__version__}\n', read('CITATION.cff')
+    )
+
+  def test_files_of_the_index_of_tests_exist(self):
+    names = re.findall(r'`([\w/]+\.(?:py|json))`', read('tests/README.md'))
+    folders = ROOT, ROOT / 'tests', PACKAGE / '_src' / 'state'
+    missing = [
+        name for name in names if not any((x / name).exists() for x in folders)
+    ]
+
+    self.assertGreater(len(names), 30)
+    self.assertEmpty(missing)
 
   def test_contributing_has_the_floors(self):
     section = read('CONTRIBUTING.md').partition('## The floors')[2]
@@ -463,7 +478,7 @@ class DocumentationTest(parameterized.TestCase):
     }
     self.assertCountEqual(rows, expected)
 
-  def test_ci_runs_the_commands_as_written(self):
+  def test_ci_runs_the_documented_commands(self):
     shown = subprocess.run(
         ['bash', ROOT / '.ci/run', '--show'],
         check=True,
@@ -478,7 +493,7 @@ class DocumentationTest(parameterized.TestCase):
     for line in (all_tests, *shown):
       self.assertIn(line, bash_lines('CONTRIBUTING.md'))
 
-  def test_each_test_file_says_what_it_promises(self):
+  def test_each_test_file_has_a_docstring(self):
     for path in (ROOT / 'tests').rglob('*_test.py'):
       tree = ast.parse(path.read_text(encoding='utf-8'))
       self.assertIsNotNone(ast.get_docstring(tree), path)
@@ -510,13 +525,13 @@ class SnippetsTest(parameterized.TestCase):
         )
     )
 
-  def test_snippets_of_the_readme_run_in_order_and_print_what_is_shown(self):
+  def test_snippets_of_the_readme_print_the_shown_output(self):
     self._check_snippets('README.md')
 
   # Each starts a process.
   @cases.parameters(*(name for name in DOCUMENTS if name != 'README.md'))
   @pytest.mark.slow
-  def test_snippets_run_in_order_and_print_what_is_shown(self, name):
+  def test_snippets_print_the_shown_output(self, name):
     self._check_snippets(name)
 
   def _check_snippets(self, name):

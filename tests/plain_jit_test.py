@@ -1,4 +1,4 @@
-"""Gates under plain `jax.jit`, where the compiler inserts collectives."""
+"""Tests of gates under plain `jax.jit`."""
 
 import functools
 
@@ -99,7 +99,7 @@ def one_device(gate):
 class PlainJitTest(parameterized.TestCase):
 
   @cases.product(gate=GATES, kind=['Auto', 'Explicit'])
-  def test_trains_as_one_device_does(self, gate, kind):
+  def test_trains_like_one_device(self, gate, kind):
     mesh = make_mesh(kind)
     tx = GATES[gate]
     params = {
@@ -138,14 +138,14 @@ class PlainJitTest(parameterized.TestCase):
         places,
         after[1],
     )
-    # No parameter and no state is gathered. What is sent: gradients, losses,
-    # and whether all of them are finite.
+    # Parameters and state are not gathered. Only gradients, losses, and whether
+    # all are finite are communicated.
     self.assertContainsSubset(sent_by(step), {'psum'})
 
 
 class NotMappedTest(parameterized.TestCase):
 
-  def test_axes_that_are_not_mapped_name_the_way_out(self):
+  def test_error_for_an_unmapped_axis_names_a_cure(self):
     mean = shard_transforms.cross_shard_mean('data')
     with self.assertRaisesRegex(NameError, 'Under plain `jax.jit`'):
       mean.update(jnp.ones(2), mean.init(jnp.ones(2)))

@@ -1,7 +1,7 @@
-"""Properties for any split, order, scale, age and tree, by Hypothesis.
+"""Property-based tests for arbitrary weights, orders, scales, ages and trees.
 
-Compiling dominates. Where only values are drawn, one program of fixed shapes
-runs for all examples.
+Compilation dominates the time. If only values are drawn, one program of fixed
+shapes runs for all examples.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def examples(number: int) -> hypothesis.settings:
       derandomize=True,
       deadline=None,
       database=None,
-      # A busy machine is no failure.
+      # A busy machine is not a failure.
       suppress_health_check=[hypothesis.HealthCheck.too_slow],
   )
 
@@ -196,7 +196,7 @@ def at(tree, index):
 
 
 def updates_of_rows(params, own):
-  """Returns what each row gives for one shard's towers."""
+  """Returns the results of each row for the towers of a shard."""
   updates, weights, local_steps = own
   results = {}
   for name, row in ROWS.items():
@@ -247,7 +247,9 @@ class ValuesTest(parameterized.TestCase):
       seed=SEEDS,
   )
   @examples(20)
-  def test_any_split_of_tokens_gives_their_mean(self, towers, num_tokens, seed):
+  def test_mean_does_not_depend_on_the_split_of_tokens(
+      self, towers, num_tokens, seed
+  ):
     rng = np.random.default_rng(seed)
     w = rng.normal(size=FEATURES).astype(np.float32)
     lead = SHARDS, TOWERS, TOKENS
@@ -292,7 +294,7 @@ class ValuesTest(parameterized.TestCase):
       seed=SEEDS,
   )
   @examples(20)
-  def test_a_power_of_two_in_all_weights_changes_no_bit(
+  def test_scaling_all_weights_by_a_power_of_two_is_exact(
       self, power, weights, seed
   ):
     step = weighted_step()
@@ -367,7 +369,7 @@ class DropStaleTest(parameterized.TestCase):
   @cases.parameters(0, 2, INT32.max, -INT32.max)
   @hypothesis.given(ages=each(CALLS, AGES), seed=SEEDS)
   @examples(60)
-  def test_one_stream_is_as_the_model(self, staleness, ages, seed):
+  def test_one_stream_equals_the_model(self, staleness, ages, seed):
     updates = np.random.default_rng(seed).integers(-8, 9, CALLS)
     local_steps, weights = local_steps_of(ages), np.ones(CALLS, np.float32)
     calls = local_steps, weights, updates.astype(np.float32)
@@ -385,9 +387,9 @@ class DropStaleTest(parameterized.TestCase):
       seed=SEEDS,
   )
   @examples(15)
-  def test_shards_are_as_the_model(self, staleness, ages, weights, seed):
+  def test_shards_equal_the_model(self, staleness, ages, weights, seed):
     updates = np.random.default_rng(seed).integers(-8, 9, (SHARDS, CALLS))
-    # What has no weight must not count, whatever it is.
+    # Values without a weight must not count.
     updates = np.where(weights > 0, updates, np.nan).astype(np.float32)
     calls = local_steps_of(ages), weights.astype(np.float32), updates
 
@@ -441,7 +443,7 @@ class Block:
   inside: Any
 
 
-# What comes first is drawn most: types are tracked under `shard_map`.
+# The first mode is drawn most often: `shard_map` tracks types.
 ANY_MODE = strategies.sampled_from(modes.MAPPED[2:] + modes.MAPPED[:2])
 LENGTHS = strategies.sampled_from([2, 3, 5, 1, 0])
 SHAPES = strategies.lists(LENGTHS, max_size=4).map(tuple)
@@ -450,7 +452,7 @@ LEAVES = strategies.builds(jax.ShapeDtypeStruct, SHAPES, DTYPES)
 
 
 def nodes(trees):
-  """Returns a strategy for what holds `trees`, or none of them."""
+  """Returns a strategy for containers of `trees`, possibly empty."""
   several = strategies.lists(trees, max_size=4)
   keys = strategies.sampled_from(['a', 'b', 'c', 'd'])
   return strategies.one_of(
@@ -463,7 +465,7 @@ def nodes(trees):
   )
 
 
-# Most of what is no node is an array.
+# Most leaves are arrays.
 TREES = strategies.recursive(
     strategies.one_of(LEAVES, LEAVES, LEAVES, strategies.none()),
     nodes,
@@ -472,7 +474,7 @@ TREES = strategies.recursive(
 
 
 def expected_of_rows(updates):
-  """Returns what each row gives for updates without weights, by NumPy."""
+  """Returns the results of each row for unweighted updates, in NumPy."""
 
   def mean(row, x):
     counted = x[:, :1] if row.towers == 'one' else x
@@ -501,7 +503,7 @@ class TreesTest(parameterized.TestCase):
         tree,
     )
     params = jax.tree.map(lambda x: np.zeros_like(x[0, 0]), updates)
-    # A tree without leaves tells no number of shards.
+    # A tree without leaves does not determine the number of shards.
     local_steps = np.zeros((SHARDS, TOWERS), np.int32)
 
     step = modes.map_shards(mode, updates_of_rows, SHARDS)

@@ -1,4 +1,4 @@
-"""How tests start Python, and run the examples as a user does."""
+"""Commands that start Python and the examples in tests."""
 
 import os
 import pathlib
@@ -21,7 +21,7 @@ class ScriptTest(parameterized.TestCase):
 
   Attributes:
     script: Its file.
-    folder: The folder that it runs in.
+    folder: The working folder.
   """
 
   script: str
@@ -31,7 +31,7 @@ class ScriptTest(parameterized.TestCase):
     self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
   def run_script(self, *flags, **env):
-    """Returns what it has done; without flags, with all of scikit-learn."""
+    """Returns the finished process; without flags, with all of scikit-learn."""
     outer = {k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'}
     return subprocess.run(
         [*STRICT, EXAMPLES / self.script, *flags],
@@ -43,6 +43,6 @@ class ScriptTest(parameterized.TestCase):
     )
 
   def files(self):
-    """Returns the files that it has written."""
+    """Returns the files that were written."""
     paths = self.folder.rglob('*')
     return [p.relative_to(self.folder).as_posix() for p in paths if p.is_file()]

@@ -1,4 +1,4 @@
-"""The same bits on any number of shards: sums in the order of a tree."""
+"""Tests of `reproducible`: the same bits on any number of shards."""
 
 import functools
 import hashlib
@@ -22,12 +22,12 @@ NUM_SHARDS = (4, 8)
 NAN = np.nan
 
 _RNG = np.random.default_rng(0)
-# Numbers whose sum depends on the order.
+# Values whose sum depends on the order.
 X = _RNG.normal(size=(NUM_TOWERS, 3, 5)).astype(np.float32)
 WEIGHT = _RNG.uniform(0.1, 3, NUM_TOWERS).astype(np.float32)
 WEIGHT[[3, 10]] = 0
-# Large parameters, small steps, or steps of one length would hide the last bits
-# of a gradient.
+# Large parameters, small steps, or steps of equal length would hide the last
+# bits of a gradient.
 PARAMS = {'w': np.zeros((3, 5), np.float32), 'b': np.float32(0)}
 ADAM = optax.adamw(1.0, eps=1.0)
 
@@ -64,19 +64,19 @@ def _in_any_order(num_towers):
   )
 
 
-# How to make the transformation, and whether it is given weights.
+# The transformations, and whether they receive weights.
 WAYS = {
     'towers': (_towers, True),
     'stacked': (_stacked, True),
     'sharded': (_sharded, True),
     'clipped in a gate': (_gated, True),
-    'towers alike': (_towers, False),
+    'unweighted towers': (_towers, False),
     'in any order': (_in_any_order, False),
 }
 
 
 def _train(way, params, x, weight):
-  """Trains a shard two steps on its towers."""
+  """Trains a shard for two steps on its towers."""
   make, weighted = way
   tx = make(len(x))
   grad = shard_transforms.value_and_grad(_loss, modes.AXIS)
@@ -110,7 +110,7 @@ def _trainer(num_shards):
 
 @functools.cache
 def _digests(num_shards, bad=()):
-  """Returns the SHA-256 of parameters that are trained on shards, by way."""
+  """Returns the SHA-256 of trained parameters for each transformation."""
   x, weight = X.copy(), WEIGHT.copy()
   x[list(bad)], weight[list(bad)] = NAN, 0
   lead = (num_shards, NUM_TOWERS // num_shards)
@@ -134,7 +134,7 @@ def _in_pairs(rows):
 
 
 def _bytes_of(tx, num_shards, x):
-  """Returns how many bytes a shard sends for a step of one tower."""
+  """Returns the bytes that a shard sends in a step of one tower."""
 
   def step(x):
     return tx.update(x, tx.init(x), x)[0]
@@ -156,7 +156,7 @@ class SameBitsTest(parameterized.TestCase):
     self.assertLen(same, 1)
 
   def test_a_bad_tower_of_weight_0_is_left_out(self):
-    # Of four shards, two have a bad tower in the same call.
+    # Two of four shards have a bad tower in the same call.
     found = {_digests(n, (1, 9))['towers'] for n in NUM_SHARDS}
 
     self.assertLen(found, 1)
@@ -169,7 +169,7 @@ class SameBitsTest(parameterized.TestCase):
 
     ring = shard_transforms.cross_shard_mean(modes.AXIS)
     self.assertEqual(sent, _bytes_of(ring, 8, x))
-    # And the towers that count, a number.
+    # And the number of towers that count.
     self.assertBetween(_bytes_of(_sharded(1), 8, x), sent, sent + 100)
 
 
@@ -182,7 +182,7 @@ class SumsTest(parameterized.TestCase):
 
     def shard(_, own):
       x, weight = own
-      # A pair has the same sum in both orders; its neighbours do not.
+      # A pair has the same sum in both orders; neighbouring pairs do not.
       leaves = {'all': x, 'one': x[0, 0], 'some': x.ravel()[:7]}
       return (
           mean.update(leaves, mean.init(leaves))[0],
@@ -192,7 +192,7 @@ class SumsTest(parameterized.TestCase):
     x, weight = X[:8], WEIGHT[:8]
     plain, weighted = modes.map_shards(mode, shard)(PARAMS, (x, weight))
 
-    # Leaves that are sent together keep their bits.
+    # Packing leaves into buffers does not change their bits.
     expected = _in_pairs(x) * np.float32(1 / 8)
     np.testing.assert_array_equal(plain['all'], [expected] * 8)
     np.testing.assert_array_equal(plain['one'], [expected[0, 0]] * 8)
@@ -212,7 +212,7 @@ class SumsTest(parameterized.TestCase):
     np.testing.assert_array_equal(mean, [expected] * 8)
 
   def test_products_are_rounded_before_they_are_added(self):
-    # XLA would round the product and the sum once, in one operation.
+    # XLA would fuse the product and the sum, and round once.
     x = _RNG.normal(size=(8, 4096)).astype(np.float32)
     tx = reproducible.sum(modes.AXIS)
 
@@ -263,7 +263,7 @@ class SumsTest(parameterized.TestCase):
         X[0], own
     )
 
-    # They are added in float32.
+    # The towers are added in float32.
     wide = np.asarray(own[1], np.float32).reshape(16, 3, 5)
     expected = (_in_pairs(wide) / 16).astype(jnp.bfloat16)
     for half in halves:
@@ -271,7 +271,7 @@ class SumsTest(parameterized.TestCase):
     # A tower without a gradient counts as zero.
     expected = _in_pairs(X[::2]) / np.float32(16)
     np.testing.assert_array_equal(missing[0], expected)
-    # `inner` does not run if no tower counts.
+    # The state of `inner` does not change if no tower counts.
     np.testing.assert_array_equal(nothing, np.zeros((8, 3, 5), np.float32))
     self.assertEqual(count[0], 0)
 
@@ -310,7 +310,7 @@ def _step_on(num_shards, make=_towers):
 
 
 def _towers_of(num_shards):
-  """Returns what all shards get for each of their towers."""
+  """Returns the towers of all shards."""
   return X.reshape(num_shards, -1, 3, 5).swapaxes(0, 1)
 
 
@@ -341,7 +341,7 @@ class ResizedTest(parameterized.TestCase):
       self.assertEqual(np.asarray(x).tobytes(), y.tobytes())
 
   @cases.parameters(_towers, _sharded)
-  def test_goes_on_with_the_same_bits(self, make):
+  def test_continues_with_the_same_bits(self, make):
     params, state = _trained(4, 4, 4, make=make)
 
     found, found_state = _trained(4, 2, 4, make=make)
@@ -349,7 +349,7 @@ class ResizedTest(parameterized.TestCase):
     self.assert_same_bits(found, params)
     self.assert_same_bits(found_state.inner_state, state.inner_state)
 
-  def test_begins_a_window_again_on_fewer_shards(self):
+  def test_repeats_a_window_on_fewer_shards(self):
     mesh, tx, step = _step_on(4)
     state = shard_transforms.init_state(tx, PARAMS, mesh)
     params, state = step(PARAMS, state, _towers_of(4)[0])
@@ -357,7 +357,7 @@ class ResizedTest(parameterized.TestCase):
     params, state = _restored((params, state))
     mesh, tx, step = _step_on(2)
 
-    with self.assertRaisesRegex(ValueError, 'must have no tower in its window'):
+    with self.assertRaisesRegex(ValueError, '1 towers in an unfinished window'):
       shard_transforms.resize_state(state, tx, PARAMS, mesh)
     state = optax.tree_utils.tree_set(state, tower=np.int32(0))
     state = shard_transforms.resize_state(state, tx, PARAMS, mesh)
@@ -375,7 +375,7 @@ class ResizedTest(parameterized.TestCase):
 
 
 def _traced(tx, x=X[:8], made=None, of_params=False):
-  """Traces what `tx` does with each shard's own updates, or with those of all.
+  """Traces an update with per-shard or with equal updates.
 
   Args:
     tx: The transformation.
@@ -391,7 +391,7 @@ def _traced(tx, x=X[:8], made=None, of_params=False):
   jax.eval_shape(modes.map_shards('shard_map', shard, len(x)), X[0], x)
 
 
-NO_POWER, REDUCED = 'power of two.* Take 4 or 8', 'already reduced'
+NO_POWER, REDUCED = 'power of two.* Use 4 or 8', 'already reduced'
 MEAN = reproducible.mean(modes.AXIS)
 REFUSALS = {
     'towers': (lambda: _towers(6), NO_POWER),
@@ -401,7 +401,7 @@ REFUSALS = {
         lambda: _traced(_towers(2), X[:6]),
         'number of shards .* power of two',
     ),
-    'updates that are no stack': (
+    'updates without a stack': (
         lambda: _traced(reproducible.mean(modes.AXIS, num_towers=2)),
         'leading axis of 2 towers, got .*3',
     ),
@@ -409,7 +409,7 @@ REFUSALS = {
     'reduced towers': (lambda: _traced(_towers(2), of_params=True), REDUCED),
     'state of another window': (
         lambda: _traced(_towers(2), made=_towers(4)),
-        'of all shards, got 32 instead of 16',
+        'of 32 towers on all shards .* has 16',
     ),
 }
 
@@ -428,8 +428,10 @@ class RefusalTest(parameterized.TestCase):
     inner = optax.chain(clip, ADAM)
 
     _traced(shard_transforms.shard_update(inner, modes.AXIS))
-    with self.assertRaisesRegex(ValueError, '`reduce_sum` takes') as caught:
+    with self.assertRaisesRegex(
+        ValueError, '`reduce_sum` may combine'
+    ) as caught:
       _traced(_sharded(1, inner))
 
-    # It does not advise what it refuses.
+    # The message does not recommend the refused transformation.
     self.assertNotIn('To clip by the global norm', str(caught.exception))

@@ -1,4 +1,4 @@
-"""Tasks of asynchronous runs that workers can import, and runs of them."""
+"""Tasks of asynchronous runs that workers can import."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The tables of `docs/measurements.md` that `benchmarks/plan.py` prints."""
+"""Tests of the tables of `docs/measurements.md` by `benchmarks/plan.py`."""
 
 import collections
 import importlib.util
@@ -63,7 +63,7 @@ def sent(tx, num_slow, num_fast):
 class ScalingDocsTest(parameterized.TestCase):
 
   @pytest.mark.slow
-  def test_tables_are_what_the_commands_print(self):
+  def test_tables_equal_the_output_of_the_commands(self):
     printed = set()
     for command in commands():
       run = subprocess.run(
@@ -79,12 +79,12 @@ class ScalingDocsTest(parameterized.TestCase):
     text = DOCS.read_text(encoding='utf-8')
     traffic = re.findall(r'^\| [\d,]+ \|.*$', text, re.M)
     self.assertLen(traffic, 3)
-    # Gigabytes with and without `shard_update`, told on its page.
+    # Gigabytes with and without `shard_update`, as stated on its page.
     for row in (*traffic, '| 8 | 16 | 9 |'):
       self.assertIn(row, printed)
 
   @cases.parameters((8, 8), (4, 2), (64, 8))
-  def test_a_step_sends_what_is_planned(self, *sizes):
+  def test_a_step_sends_the_planned_bytes(self, *sizes):
     axes = ('slow', 'fast')
     num_bytes, num_shards = 4 * SHAPE[0], sizes[0] * sizes[1]
 

@@ -1,4 +1,4 @@
-"""The site is built without a warning, and shows what it should."""
+"""Tests of the documentation site."""
 
 import html
 import importlib
@@ -28,7 +28,7 @@ def wrong_backslashes(page):
   article = text.partition('<article')[2].partition('</article>')[0]
   math = r'<(span|div)[^>]*class="math[^"]*"[^>]*>(.*?)</\1>'
   formulas = [html.unescape(m[2]) for m in re.finditer(math, article, re.S)]
-  # MathJax knows no doubled command, and takes none within `\text`.
+  # MathJax does not support doubled commands, or commands within `\text`.
   wrong = re.compile(r'\\\\[A-Za-z,]|\\text\{[^}]*\\')
   prose = re.sub(math, '', article, flags=re.S)
   prose = re.sub('<pre.*?</pre>', '', prose, flags=re.S)
@@ -56,7 +56,7 @@ class SiteTest(unittest.TestCase):
         timeout=300,
     )
 
-  def test_is_built_without_warnings_and_has_each_public_name(self):
+  def test_builds_without_warnings_and_has_each_public_name(self):
     self.assertEqual(self.build.returncode, 0, self.build.stderr)
     self.assertGreater(len(REFERENCE), 5)
     for page in REFERENCE:
@@ -74,7 +74,7 @@ class SiteTest(unittest.TestCase):
         self.assertRegex(head, r'<meta name="description" content="[^"]{30}')
         self.assertIn('favicon', head)
 
-  def test_drawings_have_the_mode_of_the_page_and_cells_their_heading(self):
+  def test_drawings_are_inlined_and_cells_are_labelled(self):
     text = '\n'.join(x.read_text('utf-8') for x in self.site.glob('*.html'))
 
     self.assertIn('<svg class="drawing', text)
@@ -83,7 +83,7 @@ class SiteTest(unittest.TestCase):
     # A blank line in a table ends it.
     self.assertNotRegex(text, r'<p>\|')
 
-  def test_no_backslash_shows(self):
+  def test_does_not_show_backslashes(self):
     wrong = {
         str(page.relative_to(self.site)): found
         for page in self.site.rglob('*.html')

@@ -1,4 +1,4 @@
-"""Trees of which shards hold slices, on a mesh of two axes."""
+"""Trees that are sliced over a mesh with two axes."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Which staleness transformations nest in which: a table of the documents."""
+"""Tests of the table of nested staleness transformations."""
 
 import pathlib
 
@@ -83,7 +83,7 @@ def outcome(row, place):
 class CompositionTest(parameterized.TestCase):
 
   @cases.parameters(*ROWS)
-  def test_the_table_is_what_happens(self, row):
+  def test_the_table_is_correct(self, row):
     found = [outcome(row, place) for place in PLACES]
 
     line = '| ' + ' | '.join([row, *found]) + ' |'
@@ -100,7 +100,7 @@ class PlainJitTest(parameterized.TestCase):
           st.delay_updates(1),
       )
   )
-  def test_keeps_what_is_sharded(self, tx):
+  def test_preserves_sharding(self, tx):
     mesh = jax.make_mesh((8,), (AXIS,), (jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, P(None, AXIS))
     params = np.arange(16.0, dtype=np.float32).reshape(2, 8)

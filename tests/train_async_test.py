@@ -45,7 +45,7 @@ class TrainAsyncTest(python_command.ScriptTest):
     self.assertEqual(rows['c']['dropped'], '0')
 
   @pytest.mark.slow
-  def test_is_killed_and_ends_with_the_bits_of_its_replay(self):
+  def test_a_killed_run_has_the_bits_of_its_replay(self):
     run = self.run_script(
         *('--workers=2', '--updates=60', '--staleness=1', '--wait=15'),
         *('--kill', '--ways=c', '--output_dir=out'),

@@ -1,4 +1,4 @@
-"""Runs `train_digits.py`, the main job, as a user does."""
+"""Tests of the example `train_digits.py`, the main job."""
 
 import csv
 import re
@@ -25,9 +25,9 @@ class TrainDigitsTest(python_command.ScriptTest):
     return list(zip(*cells, strict=True))
 
   @cases.parameters(
-      # With its defaults, it also checks that it reaches its accuracy.
+      # With the default flags, the script also checks its accuracy.
       ('digits_out', 8, 500),
-      # Of 5 devices, 3 divide this batch.
+      # This batch is divisible by 3 of 5 devices.
       ('a/b', 3, 12, '--mode=shard_map_unchecked', '--batch_size=24'),
       # With `jax.shard_map`, killed_test runs in two processes.
       (
@@ -36,7 +36,7 @@ class TrainDigitsTest(python_command.ScriptTest):
       ),
   )
   @pytest.mark.slow
-  def test_trains_alike_in_all_ways(self, folder, num_shards, steps, *flags):
+  def test_all_ways_train_equally(self, folder, num_shards, steps, *flags):
     if flags:
       flags += (f'--output_dir={folder}', f'--steps={steps}')
     env = {'JAX_NUM_CPU_DEVICES': '5'} if num_shards == 3 else {}
@@ -69,7 +69,7 @@ class TrainDigitsTest(python_command.ScriptTest):
         f'{num_dropped} of {steps}'
         f' (stale_fraction {num_dropped / steps:.3f})',
     )
-    # Of 7 calls a large batch, 4 are the towers of (c).
+    # The towers of (c) are 4 of 7 calls per large batch.
     self.assertIn(f'{7 * steps}/{7 * steps}', run.stderr)
     self.check_figure(f'{folder}/train_digits.png')
 
@@ -99,7 +99,7 @@ class TrainDigitsTest(python_command.ScriptTest):
     self.assertGreater(height, 400)
 
   @pytest.mark.slow
-  def test_fails_where_it_misses_its_aims(self):
+  def test_fails_if_the_accuracy_is_too_low(self):
     run = self.run_script('--learning_rate=1e6', '--shards=1', '--batch_size=4')
 
     self.assertEqual(run.returncode, 1, run.stderr)

@@ -1,4 +1,4 @@
-"""Runs `train_local.py`, the example of local updates, as a user does."""
+"""Tests of the example `train_local.py`."""
 
 import re
 

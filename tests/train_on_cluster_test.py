@@ -1,4 +1,4 @@
-"""Runs `train_on_cluster.py` as two tasks of Slurm, and `train_on_ray.py`."""
+"""Tests of the examples `train_on_cluster.py` and `train_on_ray.py`."""
 
 import os
 import socket
@@ -56,7 +56,7 @@ def run_on_ray(num_workers, *flags, until=None):
   """Runs it; kills a worker once there is `until`; returns its lines."""
   env = os.environ | python_command.QUICK
   env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'}
-  # Ray itself warns, so warnings are no errors here.
+  # Ray itself warns, so warnings are not errors here.
   process = subprocess.Popen(
       [sys.executable, RAY_SCRIPT, f'--workers={num_workers}', *flags],
       env=env,

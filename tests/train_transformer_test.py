@@ -1,4 +1,4 @@
-"""Runs `train_transformer.py`, accumulation and Muon, as a user does."""
+"""Tests of the example `train_transformer.py`."""
 
 import re
 
@@ -20,7 +20,7 @@ class TrainTransformerTest(python_command.ScriptTest):
     rows = re.findall(ROW, run.stdout)
     names, first, last, sent, memory = zip(*rows, strict=True)
     self.assertEqual(names, ('jit, lax.scan', 'tower_reduce', 'accumulated'))
-    # The embedding of what is read and of what is told is reduced twice there.
+    # The tied embedding of inputs and outputs is reduced twice there.
     self.assertEqual(sent, ('369,432', '89,286', '89,286'))
     self.assertLen({*first}, 1)
     self.assertLen({*last}, 1)
@@ -29,7 +29,7 @@ class TrainTransformerTest(python_command.ScriptTest):
     self.assertLess(max(others), 1.25 * plain)
 
   @pytest.mark.slow
-  def test_owners_train_by_muon_as_all_do(self):
+  def test_sharded_muon_trains_like_replicated_muon(self):
     run = self.run_script('--steps=10', '--muon')
 
     self.assertEqual(run.returncode, 0, run.stderr)

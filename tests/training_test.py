@@ -1,9 +1,9 @@
-"""Shards with small batches train exactly as one device with one large batch.
+"""Tests that several shards train like one device with a larger batch.
 
 Each job of `JOBS` trains a small network over shards, with the gradient taken
 inside the mapped function, and compares the parameters after each step with
-plain JAX and Optax on one device. Transformations alone, with any gradients,
-are rows of `contract_test.py`.
+plain JAX and Optax on one device. Single transformations with arbitrary
+gradients are rows of `contract_test.py`.
 """
 
 import functools
@@ -53,7 +53,8 @@ def initial_params():
 def uneven_batches():
   """Returns batches [shards, steps, towers, ...] of 0 to `BATCH` examples.
 
-  The rest of each is padding. Of two steps, no gradient is fresh or all are.
+  The rest of each is padding. In two steps, either all gradients are stale or
+  none is.
   """
   rng = np.random.default_rng(1)
   lead = (SHARDS, STEPS, TOWERS)
@@ -91,8 +92,8 @@ class Job(NamedTuple):
 
   Attributes:
     tx: What trains over shards.
-    alone: What trains on one device.
-    towers: How the towers of a step arrive; 'one' is the first alone.
+    alone: The transformation on one device.
+    towers: How the towers of a step arrive; 'one' is only the first.
     stale: Whether gradients that are not fresh are dropped.
     groups: Which shards train together.
     axes: The axes of the mesh.
@@ -138,8 +139,8 @@ JOBS = {
         weighted=False,
     ),
 }
-# What others have as well runs in few modes. The parameters of groups differ
-# between shards, which needs a mapped step.
+# Jobs whose parts are in other jobs run in few modes. The parameters of groups
+# differ between shards, which needs a mapped step.
 SOME_MODES = {
     'mean': ('shard_map', *modes.PLAIN),
     'groups': ('shard_map',),
@@ -250,7 +251,7 @@ class TrainingTest(parameterized.TestCase):
         )
       assert_same(actual, harness.on_each_shard(expected, len(group)))
 
-  def test_trains_without_jit_as_one_device(self):
+  def test_trains_like_one_device_without_jit(self):
     tx, own = mean(optax.sgd(0.1)), np.arange(SHARDS, dtype=np.float32)
 
     def train(params, own):

@@ -1,4 +1,4 @@
-"""Imports and trains where the modules of POSIX are missing, as on Windows."""
+"""Tests without the modules of POSIX, as on Windows."""
 
 import subprocess
 
@@ -7,8 +7,8 @@ import pytest
 
 import python_command
 
-# Without Ray, and what Python has on POSIX alone. Others are imported before:
-# they know by the name of the system whether to expect it.
+# Without Ray, and without the POSIX modules of Python. Other modules are
+# imported before, because they decide by the name of the system.
 BEGINNING = """
 import sys
 import jax
@@ -71,7 +71,7 @@ print(mapped(jnp.zeros(()), jax.device_put(jnp.array([1.0, 3.0]), split)))
     self.assertEqual(printed, '-2.0\n')
 
   @pytest.mark.slow
-  def test_train_takes_turns_and_says_what_needs_posix(self):
+  def test_train_runs_in_one_process_and_reports_posix_features(self):
     printed = run(TASK + """
 print(train(cluster=None)[1].global_step)
 for options in dict(cluster=None, folder='run'), dict(cluster='local'):

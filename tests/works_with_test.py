@@ -1,4 +1,4 @@
-"""Wrappers of Optax inside and around what this library has.
+"""Tests of wrappers of Optax inside and around transformations.
 
 `ROWS` is the table of `docs/composing.md`: each wrapper of Optax inside and
 around each transformation, and the result.
@@ -292,7 +292,7 @@ class Job(NamedTuple):
 
   @property
   def tx(self):
-    """What each shard runs."""
+    """The function of each shard."""
     make, wrap = PLACES[self.label], ROWS[self.name].wrap
     is_inside = self.label in INSIDE
     return make(wrap(MOMENTUM)) if is_inside else wrap(make(MOMENTUM))
@@ -327,7 +327,7 @@ def train_on_shards(mode, jobs):
   """Returns parameters by shard and step, for each job."""
   fns = [job.trainer() for job in jobs]
 
-  # One program for all of them compiles several times as fast.
+  # One program for all jobs compiles several times as fast.
   def train(params, batches):
     return [fn(*given) for fn, *given in zip(fns, params, batches, strict=True)]
 
@@ -378,7 +378,7 @@ def train_alone(jobs):
 
 
 def jobs_of(name, mode):
-  """Returns what the table says about each training under a mode."""
+  """Returns the documented result of each training in a mode."""
   jobs, checked = {}, outcomes(name, 'shard_map')
   for label, outcome in outcomes(name, mode).items():
     # Under another mode, what the table says otherwise.
@@ -402,7 +402,7 @@ def trees_differ(some, other):
 class ComposingTest(parameterized.TestCase):
 
   @cases.product(mode=('shard_map', 'vmap'), part=range(2))
-  def test_trains_as_one_device_where_the_table_says_so(self, mode, part):
+  def test_trains_like_one_device_where_documented(self, mode, part):
     jobs = {}
     for name in list(ROWS)[part::2]:
       jobs |= jobs_of(name, mode)
@@ -423,7 +423,7 @@ class ComposingTest(parameterized.TestCase):
       assert_same(actual, expected)
 
   @cases.parameters(*ROWS)
-  def test_refuses_where_the_table_says_so(self, name):
+  def test_refuses_where_documented(self, name):
     for label, outcome in outcomes(name, 'shard_map').items():
       refused = 'Optax: arguments' if outcome == 'no weights' else outcome
       if refused not in REFUSALS:
@@ -435,8 +435,8 @@ class ComposingTest(parameterized.TestCase):
           jax.eval_shape(train, initial_params(name), batches_of(name))
 
   @cases.parameters(*ROWS)
-  def test_shards_decide_alone_where_the_table_says_that_it_hangs(self, name):
-    # What is inside has no collective.
+  def test_shards_decide_differently_where_a_deadlock_is_documented(self, name):
+    # The inner transformation has no collective.
     for label, outcome in outcomes(name, 'pmap').items():
       if outcome not in TRAINS or label in INSIDE:
         continue
@@ -449,7 +449,7 @@ class ComposingTest(parameterized.TestCase):
 class LostTest(parameterized.TestCase):
   """Extra arguments that Optax drops in silence."""
 
-  def test_chain_around_it_loses_weights(self):
+  def test_chain_around_a_gate_drops_weights(self):
     names = '`lookahead`', '`contrib.split_real_and_imaginary`'
     wraps = {name: ROWS[name].wrap for name in names}
     wraps['`MultiSteps`'] = lambda tx: optax.MultiSteps(
@@ -473,9 +473,9 @@ class LostTest(parameterized.TestCase):
 
 
 class SilentTest(parameterized.TestCase):
-  """What the document says beside its tables."""
+  """Claims of the document outside of its tables."""
 
-  def test_nothing_refuses_what_hangs_with_groups(self):
+  def test_deadlocks_with_groups_are_not_refused(self):
     mean = shard_transforms.cross_shard_mean(AXIS, groups=[[0, 1], [2, 3]])
     tx = optax.apply_if_finite(optax.chain(mean, MOMENTUM), 3)
 
@@ -518,7 +518,7 @@ def lines(header, rows):
 class DocumentTest(parameterized.TestCase):
 
   @cases.parameters('inside', 'around')
-  def test_tables_of_the_document_are_those_that_are_tested(self, where):
+  def test_documented_tables_are_tested(self, where):
     places = {'inside': INSIDE, 'around': AROUND}[where]
     names = collections.defaultdict(list)
     for name, row in ROWS.items():
@@ -528,7 +528,7 @@ class DocumentTest(parameterized.TestCase):
     table = lines(('of Optax', *places), rows)
     self.assertIn('\n\n' + '\n'.join(table) + '\n\n', DOCUMENT.read_text())
 
-  def test_refusals_of_the_document_are_those_that_are_tested(self):
+  def test_documented_refusals_are_tested(self):
     rows = [
         (name, f'`{error.__name__}`', f'“{words} …”')
         for name, (error, words) in REFUSALS.items()

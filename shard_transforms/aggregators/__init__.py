@@ -1,4 +1,4 @@
-"""What shards make of their updates, in the place of `cross_shard_mean`."""
+"""Reductions over shards other than the mean, such as medians and votes."""
 
 from shard_transforms._src.aggregators.adasum import adasum
 from shard_transforms._src.aggregators.majority_vote import majority_vote

@@ -1,4 +1,4 @@
-"""Fewer bytes between shards, with feedback of what is not sent."""
+"""Compressed means over shards, with error feedback."""
 
 from shard_transforms._src.compression.compressed_mean import compressed_mean
 from shard_transforms._src.compression.compressor import Compressor

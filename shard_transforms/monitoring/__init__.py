@@ -1,4 +1,4 @@
-"""Reports on what a training step sends, and checks that shards are sound."""
+"""Communication reports, metrics, and checks that shards agree."""
 
 from shard_transforms._src.compression.residuals import compression_error
 from shard_transforms._src.monitoring.compiled_report import hlo_wire_report
@@ -13,11 +13,11 @@ from shard_transforms._src.monitoring.metrics import check_health
 from shard_transforms._src.monitoring.metrics import metrics
 from shard_transforms._src.monitoring.noise_scale import NoiseScaleState
 from shard_transforms._src.monitoring.noise_scale import track_noise_scale
-from shard_transforms._src.monitoring.one_device import (
-    assert_trains_as_one_device,
-)
 from shard_transforms._src.monitoring.report_table import Collective
 from shard_transforms._src.monitoring.report_table import WireReport
+from shard_transforms._src.monitoring.single_device_check import (
+    assert_trains_as_one_device,
+)
 from shard_transforms._src.monitoring.step_estimate import Chip
 from shard_transforms._src.monitoring.step_estimate import StepEstimate
 from shard_transforms._src.monitoring.step_estimate import estimate_step

@@ -1,10 +1,10 @@
-"""The same bits on any number of shards: sums in the order of a tree."""
+"""Reductions with the same bits on any number of shards."""
 
+from shard_transforms._src.reproducible.accumulation import TowersState
 from shard_transforms._src.reproducible.cross_shard import mean
 from shard_transforms._src.reproducible.cross_shard import sum
 from shard_transforms._src.reproducible.towers import sharded_towers
 from shard_transforms._src.reproducible.towers import towers
-from shard_transforms._src.reproducible.windows import TowersState
 
 __all__ = (
     'TowersState',

@@ -1,4 +1,4 @@
-"""`adasum`: its tree of pairs, norms and bytes, and Horovod's own vectors."""
+"""Tests of `adasum`: tree of pairs, norms, bytes, and Horovod's vectors."""
 
 from absl.testing import parameterized
 import jax
@@ -50,7 +50,7 @@ def assert_close(found, expected):
 class AdasumTest(parameterized.TestCase):
 
   @cases.parameters(5, 8)
-  def test_is_the_tree_of_pairs_of_each_leaf(self, num_shards):
+  def test_equals_the_tree_of_pairs_of_each_leaf(self, num_shards):
     updates = lying_shards.tree(num_shards)
 
     found = aggregated(updates)
@@ -58,7 +58,7 @@ class AdasumTest(parameterized.TestCase):
     for name, x in updates.items():
       assert_close(found[name], adasum(x))
 
-  def test_is_that_of_the_whole_tree(self):
+  def test_over_tree_uses_the_norm_of_the_tree(self):
     updates = lying_shards.tree()
     flat = np.concatenate([x.reshape(8, -1) for x in updates.values()], axis=1)
 
@@ -67,7 +67,7 @@ class AdasumTest(parameterized.TestCase):
     found = np.concatenate([x.ravel() for x in found.values()])
     assert_close(found, adasum(flat))
 
-  def test_shards_of_weight_zero_are_as_if_zero(self):
+  def test_shards_of_weight_zero_count_as_zero(self):
     weight = np.float32([3, 0, 1, 0, 2, 1, np.nan, 0.5])
     updates = lying_shards.tree()['w']
     lies, left = updates.copy(), updates.copy()
@@ -84,7 +84,7 @@ class AdasumTest(parameterized.TestCase):
         (1e-30, 1e-30, 1e15, 1e30),
     )
     normal = np.random.default_rng(0).normal(size=(4, 50))
-    # Any vectors, and parallel ones.
+    # Random vectors, and parallel vectors.
     updates = [
         np.float32(own * np.float64(of_shards)[:, None])
         for of_shards in sizes
@@ -95,7 +95,7 @@ class AdasumTest(parameterized.TestCase):
       self.assertTrue(np.isfinite(found).all())
       assert_close(found, adasum(own))
 
-  def test_zeros_give_zero_and_zero_gives_the_other(self):
+  def test_zero_is_neutral(self):
     other = np.float32([1, -2, 3])
 
     np.testing.assert_array_equal(
@@ -103,7 +103,7 @@ class AdasumTest(parameterized.TestCase):
     )
     assert_close(aggregated(np.stack([0 * other, other])), other)
 
-  def test_is_the_identity_at_one_shard_to_the_bit(self):
+  def test_one_shard_is_the_exact_identity(self):
     update = np.float32([[1e-40, -0.0, np.nan, -np.inf, 3.3]])
 
     tx = aggregators.adasum(AXIS)
@@ -111,7 +111,7 @@ class AdasumTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(found.view(np.uint32), update.view(np.uint32))
 
-  def test_sends_an_all_reduce_and_three_numbers_a_pair(self):
+  def test_sends_an_all_reduce_and_three_values_per_pair(self):
     num_leaves, elements = 3, 8 * 4096
     grads = [jax.ShapeDtypeStruct((elements,), jnp.float32)] * num_leaves
     tx = aggregators.adasum(AXIS)
@@ -121,13 +121,13 @@ class AdasumTest(parameterized.TestCase):
     )
 
     whole = 2 * num_leaves * elements * 4 * 7 / 8
-    # Of seven pairs, in three levels.
+    # For seven pairs, in three levels.
     products = 2 * num_leaves * 7 * 3 * 4 * 7 / 8
     scales = 7 * num_leaves * 4
     self.assertEqual(report.total_bytes, whole + products + scales)
 
   @cases.product(axis_names=((AXIS,), (AXIS, 'model')))
-  def test_is_typed_the_same_beside_an_axis_of_the_compiler(self, axis_names):
+  def test_is_typed_as_invariant_beside_an_auto_axis(self, axis_names):
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), auto)
     tx = aggregators.adasum(AXIS)
@@ -143,7 +143,7 @@ class AdasumTest(parameterized.TestCase):
 
     self.assertEqual(found.shape, (6,))
 
-  def test_refuses_an_unknown_part(self):
+  def test_refuses_an_unknown_choice(self):
     with self.assertRaisesRegex(ValueError, "`over` must be .* got 'layer'"):
       aggregators.adasum(AXIS, over='layer')
 
@@ -151,7 +151,7 @@ class AdasumTest(parameterized.TestCase):
 class HorovodTest(parameterized.TestCase):
   """The vectors of Horovod's own tests, with Horovod's tolerances.
 
-  Those of `test_adasum_pytorch.py` and `test_adasum_tensorflow.py` in
+  The vectors of `test_adasum_pytorch.py` and `test_adasum_tensorflow.py` in
   `test/parallel` of https://github.com/horovod/horovod: normal vectors drawn in
   the same order from the same seed, orthogonal or parallel, with a known sum or
   mean.

@@ -1,4 +1,4 @@
-"""What all aggregators have in common, and how they compose with gates."""
+"""Tests of all aggregators: composition with wrappers, types and exchange."""
 
 from absl.testing import parameterized
 import jax
@@ -23,8 +23,8 @@ AGGREGATORS = {
 }
 
 
-def alone(name, updates):
-  """Returns the aggregate of some updates, of as many shards."""
+def aggregated(name, updates):
+  """Aggregates updates of several shards."""
   num_shards = len(jax.tree.leaves(updates)[0])
   found = lying_shards.aggregated(
       AGGREGATORS[name](), 'vmap', updates, None, num_shards
@@ -39,7 +39,7 @@ def two_level_mesh():
 class AggregatorTest(parameterized.TestCase):
 
   @cases.parameters('adasum', 'trimmed_mean')
-  def test_stands_in_gates_towers_and_rounds_and_before_slices(self, name):
+  def test_composes_with_every_wrapper(self, name):
     make = AGGREGATORS[name]
     gated = st.guard(make(), AXIS, on_bad='exclude', min_shards=5)
     gated = st.drop_stale(0, gated, axis_name=AXIS)
@@ -84,19 +84,19 @@ class AggregatorTest(parameterized.TestCase):
         'rounds': 0.5 * updates.sum(1),
         'slices': updates[:, 0],
     }
-    expected = alone(name, expected)
+    expected = aggregated(name, expected)
     if name == 'adasum':
       bad[[2, 3]] = 0
     else:
       bad = np.delete(bad, [2, 3], axis=0)
-    expected['gates'] = alone(name, bad)
+    expected['gates'] = aggregated(name, bad)
     for key, x in expected.items():
       with self.subTest(key):
         x = -x if key in ('rounds', 'slices') else x
         np.testing.assert_allclose(found[key][0], x, rtol=3e-5, atol=1e-6)
 
   @cases.parameters(*AGGREGATORS)
-  def test_a_sharded_optimizer_refuses_it(self, name):
+  def test_is_refused_inside_shard_update(self, name):
     tx = st.shard_update(AGGREGATORS[name](), AXIS)
 
     def fn(params, update):
@@ -108,14 +108,14 @@ class AggregatorTest(parameterized.TestCase):
       modes.map_shards('shard_map', fn)(np.zeros(3), np.ones((8, 3)))
 
   @cases.product(name=AGGREGATORS, weighted=(False, True))
-  def test_results_are_typed_as_the_same_on_all_shards(self, name, weighted):
+  def test_results_are_typed_as_invariant(self, name, weighted):
     tx = AGGREGATORS[name]()
 
     def fn(update, weight):
       given = {'weight': weight[0]} if weighted else {}
       return tx.update(update[0], tx.init(update), **given)[0]
 
-    # Else `jax.shard_map` refuses the specs of what is returned.
+    # Otherwise `jax.shard_map` would refuse the specs of the results.
     mapped = jax.shard_map(
         fn, mesh=modes.mesh(), in_specs=P(AXIS), out_specs=P()
     )
@@ -125,7 +125,7 @@ class AggregatorTest(parameterized.TestCase):
 
 
 class ExchangeTest(parameterized.TestCase):
-  # The bytes that are sent are tested through the aggregators.
+  # The bytes that are sent are tested with each aggregator.
 
   @cases.parameters(*AGGREGATORS)
   def test_small_leaves_share_buffers(self, name):
@@ -139,7 +139,7 @@ class ExchangeTest(parameterized.TestCase):
     sent = [c.primitive for c in report.collectives]
     self.assertEqual(sent.count('all_to_all'), 1)
 
-  def test_slices_are_those_of_several_axes(self):
+  def test_slices_follow_the_order_of_several_axes(self):
     updates = np.random.default_rng(0).normal(size=(8, 13)).astype('float32')
 
     for axes in (AXES, AXES[::-1]):
@@ -155,7 +155,7 @@ class ExchangeTest(parameterized.TestCase):
           jax.jit(mapped)(updates), np.median(updates, axis=0)
       )
 
-  def test_an_axis_that_is_not_mapped_may_slice_updates(self):
+  def test_updates_may_be_sharded_over_an_unmapped_axis(self):
     mesh = two_level_mesh()
     updates = np.random.default_rng(0).normal(size=(2, 5, 8)).astype('float32')
     updates = jax.device_put(

@@ -1,4 +1,4 @@
-"""`majority_vote`: the signs, who has a vote, ties, and a bit an element."""
+"""Tests of `majority_vote`: signs, votes, ties, and one bit per element."""
 
 from absl.testing import parameterized
 import jax
@@ -22,7 +22,7 @@ def winners(x):
 class MajorityVoteTest(parameterized.TestCase):
 
   @cases.parameters(('shard_map', 8), ('shard_map', 5), ('pmap', 1))
-  def test_is_the_sign_of_most_shards(self, mode, num_shards):
+  def test_returns_the_sign_of_most_shards(self, mode, num_shards):
     updates = lying_shards.tree(num_shards)
 
     found = lying_shards.aggregated(VOTE, mode, updates, None, num_shards)
@@ -41,7 +41,7 @@ class MajorityVoteTest(parameterized.TestCase):
       left = winners(x[[0, 2, 4, 5, 7]])
       np.testing.assert_array_equal(found[name], np.stack([left] * 8))
 
-  def test_one_shard_votes_as_several_of_one_mind_do(self):
+  def test_one_shard_equals_several_that_agree(self):
     update = np.float32([[1e-40, -0.0, np.nan, -np.inf, -3.3]])
 
     one, three = (
@@ -72,7 +72,7 @@ class MajorityVoteTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(found[0], [1, 1, 1, -1])
 
-  def test_sends_a_bit_an_element_both_ways(self):
+  def test_sends_one_bit_per_element_each_way(self):
     grads = jax.ShapeDtypeStruct((8 * 8 * 1000,), jnp.float32)
 
     def sent(weight):
@@ -83,5 +83,5 @@ class MajorityVoteTest(parameterized.TestCase):
       ).total_bytes
 
     self.assertEqual(sent(None), 2 * 8000 * 7 / 8)
-    # And from each shard to each other one a byte, and one back.
+    # And one byte from each shard to each other shard, and one byte back.
     self.assertEqual(sent(1.0), 2 * (8000 * 7 / 8 + 7))

@@ -1,4 +1,4 @@
-"""`coordinate_median`, `trimmed_mean`: as in NumPy; liars, NaN and weights."""
+"""Tests of `coordinate_median` and `trimmed_mean` against NumPy."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def trimmed(values, num_trimmed):
 class OrderStatisticsTest(parameterized.TestCase):
 
   @cases.parameters(8, 5)
-  def test_is_that_of_numpy(self, num_shards):
+  def test_equals_numpy(self, num_shards):
     updates = lying_shards.tree(num_shards)
 
     for tx, expected in (
@@ -54,7 +54,7 @@ class OrderStatisticsTest(parameterized.TestCase):
     for tx, expected in (
         (MEDIAN, lambda x: np.median(x, 0)),
         (aggregators.trimmed_mean(AXIS, 1), lambda x: trimmed(x, 1)),
-        # Of five, as many are trimmed as leave one.
+        # Trimming stops when one of the five values is left.
         (aggregators.trimmed_mean(AXIS, 3), lambda x: np.median(x, 0)),
     ):
       found = lying_shards.aggregated(tx, 'shard_map', lies, weight)
@@ -70,14 +70,14 @@ class OrderStatisticsTest(parameterized.TestCase):
       )
       np.testing.assert_array_equal(found['w'], np.zeros([8, 3]))
 
-  def test_no_three_liars_of_eight_move_it_past_the_others(self):
+  def test_three_faulty_shards_of_eight_are_bounded_by_the_others(self):
     good = np.random.default_rng(1).normal(size=(8, 2)).astype('float32')
     liars = [
         list(subset)
         for size in (1, 2, 3)
         for subset in itertools.combinations(range(8), size)
     ]
-    # An element for each subset, each kind of lie, and each good one.
+    # One element for each subset, each kind of fault, and each correct value.
     values = np.repeat(good[:, None, None], len(liars), axis=1)
     values = np.repeat(values, len(lying_shards.LIES) + 1, axis=2)
     for i, subset in enumerate(liars):
@@ -100,13 +100,13 @@ class OrderStatisticsTest(parameterized.TestCase):
       for x in found.values():
         self.assertTrue(np.all(x[i] >= others.min(0)), subset)
         self.assertTrue(np.all(x[i] <= others.max(0)), subset)
-      # The paper's bound: no further than the order statistics of the others.
+      # The bound of the paper: the order statistics of the correct shards.
       rank = len(subset)
       low, high = np.sort(others, 0)[[3 - rank, len(others) - 4 + rank]]
       self.assertTrue(np.all(found['median'][i] >= low), subset)
       self.assertTrue(np.all(found['median'][i] <= high), subset)
 
-  def test_what_is_nan_is_left_out_of_each_element(self):
+  def test_nan_is_left_out_of_each_element(self):
     updates = np.random.default_rng(0).normal(size=(8, 9)).astype('float32')
     for num_nan in range(9):
       updates[:num_nan, num_nan] = np.nan
@@ -122,7 +122,7 @@ class OrderStatisticsTest(parameterized.TestCase):
       wanted = [expected(updates[n:, n]) for n in range(8)] + [0]
       np.testing.assert_allclose(found, wanted, rtol=3e-6)
 
-  def test_is_the_identity_at_one_shard_to_the_bit(self):
+  def test_one_shard_is_the_exact_identity(self):
     updates = np.float32([[1e-40, -0.0, np.nan, -np.inf, 3.3]])
 
     for tx in MEDIAN, aggregators.trimmed_mean(AXIS, 0):
@@ -131,7 +131,7 @@ class OrderStatisticsTest(parameterized.TestCase):
           found.view(np.uint32), updates.view(np.uint32)
       )
 
-  def test_values_that_agree_stay_to_the_bit(self):
+  def test_equal_values_keep_their_bits(self):
     value = np.float32([3e38, -3e38, 2e-38, 0.1, np.inf])
     updates = {'w': np.stack([value] * 8)}
 
@@ -180,8 +180,8 @@ class OrderStatisticsTest(parameterized.TestCase):
       aggregators.trimmed_mean(AXIS, num_trimmed)
 
   @cases.parameters(*range(1, 9, 2), 8)
-  def test_sorts_all_zeros_and_ones_and_so_everything(self, num_shards):
-    # By the 0-1 principle of sorting networks.
+  def test_sorts_all_zeros_and_ones(self, num_shards):
+    # This suffices by the 0-1 principle of sorting networks.
     rows = np.array(list(itertools.product((0.0, 1.0), repeat=num_shards))).T
 
     found = lying_shards.aggregated(

@@ -1,4 +1,4 @@
-"""Which operations are element-wise; experiments_test has whole optimizers."""
+"""Tests of element-wise operations; see also optax_optimizers_test."""
 
 import functools
 
@@ -31,11 +31,11 @@ def problem_of(inner, params=PARAMS, num_slices=4, **extra_args):
 
 
 def problem_with_sums(fn, shape=(3, 8)):
-  """Returns the problem of a function of a leaf, where shards may add up."""
+  """Returns the problem of a function of a leaf that may use collectives."""
   inner = optax.with_extra_args_support(optax.stateless(lambda u, p: fn(u)))
   found = []
 
-  # The axes are bound only where it is traced.
+  # The axes are bound only while it is traced.
   def check(x):
     found.append(elementwise.find_problem(inner, x, x, (8,), (AXIS,)))
 
@@ -50,17 +50,17 @@ def leafwise(fn):
 
 
 def of_matrix(fn):
-  """Returns a function of a leaf that leaves all but matrices alone."""
+  """Returns a function that changes only matrices."""
   return lambda u, p: fn(u, p) if u.ndim == 2 else u
 
 
 def scalar_of(fn):
-  """Returns one that multiplies all leaves by `fn(updates)`."""
+  """Returns a transformation that multiplies all leaves by `fn(updates)`."""
   return optax.stateless(lambda u, _: jax.tree.map(lambda x: x * fn(u), u))
 
 
 def starting_with(init):
-  """Returns one whose state starts so, and that does nothing."""
+  """Returns an identity transformation with this initial state."""
   return optax.GradientTransformation(
       init, lambda u, state, params=None: (u, state)
   )
@@ -87,11 +87,12 @@ def axis_index():
 
 
 def ones_of_a_row(x):
-  # Ones are one number; but for a slice of one column, eight are eight times.
+  # A vector of ones is a repeated value, but on a slice of one column, eight
+  # ones would be broadcast.
   return x * total(x * jnp.ones((1,) * (x.ndim - 1) + (8,)))
 
 
-# A sum over all slices is one number, if what it adds up ends in zeros.
+# A sum over all slices is a scalar if the padding of its operand is zero.
 SUMS = (
     lambda x: x * total(x**2),
     lambda x: x * total(-jnp.abs(x) + jnp.sqrt(x) + 3 * x / 7),
@@ -104,21 +105,21 @@ SUMS = (
     lambda x: x * jnp.sqrt(total(x).astype('bfloat16')).astype('float32'),
     lambda x: x * lax.cond(total(x) > 0, total, lambda x: 2 * total(x), x),
     lambda x: x * jnp.sort(jnp.arange(5) * total(x))[::-1][0],
-    # What is sent may be the same on all shards.
+    # The operand of a collective may be the same on all shards.
     lambda x: x * lax.pmax(jnp.float32(1), AXIS),
     lambda x: x * lax.psum(jnp.sum(jnp.ones(3)), 'model'),
 )
-PAD = 'padding after the last element may not be zero'
-LOCAL = 'a sum over the slice of one shard is used as if over all'
-TWICE = '`psum` adds up what is the same on all shards'
-OWN = 'numbers of their own'
+PAD = 'the padding after the last one may not be zero'
+LOCAL = 'a sum over the slice of one shard is used like a sum over all slices'
+TWICE = '`psum` sums values that are the same on all shards'
+OWN = 'different values'
 WRONG_SUMS = (
-    # Each of them gives another number where all shards hold the whole.
+    # These functions have a different result if all shards hold the whole leaf.
     (lambda x: x * lax.pmean(jnp.sum(x), AXIS), '`pmean` divides'),
     (lambda x: x * (total(x) * (1 / 8)), '`pmean` divides'),
     (lambda x: x * (0.125 * total(x)), '`pmean` divides'),
     (lambda x: x * lax.psum(jnp.sqrt(total(x)), AXIS), TWICE),
-    (lambda x: lax.psum(x, AXIS), '`psum` takes several'),
+    (lambda x: lax.psum(x, AXIS), '`psum` .* several elements'),
     (lambda x: x * lax.psum_scatter(jnp.arange(8.0), AXIS), OWN),
     (lambda x: x * lax.all_to_all(jnp.arange(8.0), AXIS, 0, 0)[0], OWN),
     (lambda x: x * lax.ppermute(jnp.float32(1), AXIS, RING), OWN),
@@ -131,17 +132,20 @@ WRONG_SUMS = (
     (lambda x: x * lax.psum(jnp.sum(x).astype(int), AXIS), LOCAL),
     (lambda x: x * lax.psum(jnp.sum(x), 'model'), LOCAL),
     (lambda x: x * lax.psum(jnp.sum(x), AXIS, axis_index_groups=HALVES), LOCAL),
-    (lambda x: x * lax.psum(jnp.sum(x, 0)[None], AXIS), '`reduce_sum` takes'),
-    (lambda x: x * jnp.sum(x[None], 0), '`reduce_sum` takes several'),
+    (
+        lambda x: x * lax.psum(jnp.sum(x, 0)[None], AXIS),
+        '`reduce_sum` .* several',
+    ),
+    (lambda x: x * jnp.sum(x[None], 0), '`reduce_sum` .* several elements'),
     (lambda x: x * lax.cond(total(x) > 0, total, jnp.max, x), '`reduce_max` '),
     (lambda x: x * total(x + 1), PAD),
     (lambda x: x * total(x**0), PAD),
     (lambda x: x * total(x**-2), PAD),
     (lambda x: x * total(jnp.maximum(x, 1)), PAD),
     (lambda x: x * total(jnp.where(x == 0, 1, x)), PAD),
-    # Of -0.0, which is zero, too.
+    # The bits of -0.0, which is also zero.
     (lambda x: x * total(lax.bitcast_convert_type(-x, 'int32')), PAD),
-    # Behind its end, the other may be infinite.
+    # In the padding, the other factor may be infinite.
     (lambda x: x * total(x * (x + 1)), PAD),
     (lambda x: x * total(x / (x + 1)), PAD),
     (lambda x: x * total(lax.cond(total(x) > 0, halved, jnp.cos, x)), PAD),
@@ -156,7 +160,7 @@ class SumTest(parameterized.TestCase):
   def test_accepts(self, fn):
     self.assertIsNone(problem_with_sums(fn))
 
-  def test_what_is_accepted_does_the_same_on_slices(self):
+  def test_accepted_functions_are_equal_on_slices(self):
     def shard(x):
       return jax.vmap(lambda x: [fn(x) for fn in SUMS], axis_name='model')(x)
 
@@ -174,11 +178,11 @@ class SumTest(parameterized.TestCase):
   def test_refuses(self, fn, problem):
     self.assertRegex(problem_with_sums(fn), problem)
 
-  def test_refuses_a_vector_that_is_repeated(self):
+  def test_refuses_a_broadcast_vector(self):
     self.assertRegex(problem_with_sums(ones_of_a_row, (8,)), 'on their shapes')
 
 
-# Functions of an update and a parameter that take each element alone.
+# Element-wise functions of an update and a parameter.
 ALONE = (
     lambda u, p: 2 * u + p**3 - u / (p + 1),
     lambda u, p: jnp.where(u > 0, jnp.clip(p, -1, 1), jnp.sign(u)),
@@ -189,7 +193,7 @@ ALONE = (
     lambda u, p: lax.cond(True, lambda: u, lambda: 2 * p),
     lambda u, p: jnp.nextafter(u, p),
     lambda u, p: lax.fori_loop(0, 3, lambda _, x: x + p, u),
-    # A loop whose length is a number.
+    # A loop of constant length.
     lambda u, p: lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * p), (0, u)
     )[1],
@@ -203,13 +207,13 @@ ALONE = (
     lambda u, p: (u[None] * 2)[0],
     lambda u, p: jax.scipy.special.zeta(2 + u**2, 1.0),
 )
-PLACE = 'a number of its own for each place'
+PLACE = 'a different value for each position'
 SIZE = 'on their shapes'
-UNKNOWN = ' takes several of them together, as far as is known'
-# And what is wrong with those that do not.
+UNKNOWN = ' may combine several elements'
+# Other functions, and their problems.
 TOGETHER = (
-    # What it does not understand.
-    (lambda u, p: jnp.stack([u, p]).max(0), 'moves them'),
+    # Unknown primitives.
+    (lambda u, p: jnp.stack([u, p]).max(0), 'moves elements'),
     (lambda u, p: jnp.concatenate([u[None], p[None]])[1], '`concatenate` move'),
     (lambda u, p: jnp.array(TABLE)[(u > 0).astype(int)] * u, '`gather` moves'),
     (lambda u, p: jax.pure_callback(np.abs, u, u), '`pure_callback`' + UNKNOWN),
@@ -217,27 +221,30 @@ TOGETHER = (
         lambda u, p: u * lax.reduce(jnp.ones(3), 0.0, twice_the_sum, (0,)),
         '`reduce`' + UNKNOWN,
     ),
-    (lambda u, p: u - jnp.sum(u), '`reduce_sum` takes several'),
+    (lambda u, p: u - jnp.sum(u), '`reduce_sum` .* several elements'),
     (of_matrix(lambda u, p: u @ p[0]), 'the shapes of the updates'),
-    (of_matrix(lambda u, p: u @ np.ones((u.shape[-1], 5))), '`dot_general` ta'),
-    (lambda u, p: jnp.roll(u, 1), '`slice` moves them'),
+    (
+        of_matrix(lambda u, p: u @ np.ones((u.shape[-1], 5))),
+        '`dot_general` may',
+    ),
+    (lambda u, p: jnp.roll(u, 1), '`slice` moves elements'),
     (of_matrix(lambda u, p: u[..., ::-1]), '`rev` moves'),
     (
         lambda u, p: lax.fori_loop(0, 3, lambda _, x: jnp.roll(x, 1) + p, u),
-        '`slice` moves them',
+        '`slice` moves elements',
     ),
     (
         lambda u, p: lax.scan(lambda c, x: (c + x, c), 0.0, u.ravel())[0] * u,
-        'a loop takes them one by one',
+        'a loop processes elements one by one',
     ),
     (
         lambda u, p: lax.while_loop(
             lambda x: jnp.max(x) > 1, lambda x: x / 2, u
         ),
-        '`reduce_max` takes several',
+        '`reduce_max` .* several elements',
     ),
     (of_matrix(lambda u, p: jnp.reshape(u, (1, 3, 5))[0]), 'on slices it rais'),
-    # Slices along columns would meet others.
+    # Slices along columns would be combined with other elements.
     (
         lambda u, p: (u.reshape(1, -1) * TABLE[1]).reshape(u.shape),
         '`reshape` mov',
@@ -245,16 +252,17 @@ TOGETHER = (
     (lambda u, p: u * jnp.arange(u.size, dtype='f').reshape(u.shape), PLACE),
     (
         lambda u, p: u * jnp.arange(5.0) if u.ndim == 1 else u,
-        r'`mul` brings .* an array \[5\] that has a number of its own',
+        r'`mul` combines .* an array \[5\] that has a different value',
     ),
     (lambda u, p: u + noise(u.shape), PLACE),
     (lambda u, p: noise(u.shape), SIZE),
     (
         lambda u, p: u
         * lax.reduce(u, np.zeros([], u.dtype), twice_the_sum, range(u.ndim)),
-        '`reduce.*` takes several',
+        '`reduce.*` .* several elements',
     ),
-    # Their size, as a number, a table, a choice, a bit, a sign and a dtype.
+    # Use of the size as a constant, a table, a choice, a bit, a sign and a
+    # dtype.
     (lambda u, p: u / u.size, SIZE),
     (lambda u, p: u**u.size, SIZE),
     (lambda u, p: 2 * u if u.size > 3 else u, SIZE),
@@ -273,7 +281,7 @@ TOGETHER = (
     (lambda u, p: u if p.shape[-1:] == (5,) else 2 * u, SIZE),
     (
         lambda u, p: lax.cond(True, lambda: u, lambda: u - jnp.sum(p)),
-        '`reduce_sum` takes several',
+        '`reduce_sum` .* several elements',
     ),
 )
 
@@ -292,11 +300,11 @@ def norm_in_the_state(updates, state, params=None):
 
 
 def times(name, table):
-  """Returns one that multiplies one leaf by a table."""
+  """Returns a transformation that multiplies one leaf by a table."""
   return optax.stateless(lambda u, _: {**u, name: u[name] * table})
 
 
-# Of whole trees.
+# Functions of whole trees.
 ACCEPTED = {
     'numbers of its own': scalar_of(lambda u: jnp.sum(jnp.arange(3.0))),
     'noise for all': scalar_of(lambda u: noise()),
@@ -308,7 +316,7 @@ REFUSED = (
     (starting_with(optax.tree_utils.tree_norm), '`reduce_sum` .* in its state'),
     (
         starting_with(lambda p: jax.tree.map(lambda x: noise(x.shape), p)),
-        'its state at .* each place has its own number',
+        'its state at .* each position has a different value',
     ),
     (
         starting_with(lambda p: 1.0 * sum(x.size for x in jax.tree.leaves(p))),
@@ -317,10 +325,10 @@ REFUSED = (
     (times('w', np.arange(15.0, dtype='float32').reshape(3, 5)), PLACE),
     (optax.clip_by_global_norm(1.0), r"`reduce_sum`.* updates at \['b'\]"),
     (optax.zero_nans(), r"`reduce_or`.* state at .*found_nan\['b'\]"),
-    (optax.lbfgs(), r'its state at .* has a shape of its own, \(10'),
+    (optax.lbfgs(), r'its state at .* has a different shape, \(10'),
     (optax.scale_by_factored_rms(min_dim_size_to_factor=2), 'state'),
     (optax.masked(optax.trace(0.9), by_shape), 'its state depends on their sh'),
-    # For slices alone, it is another tree.
+    # On slices, the mask has a different tree.
     (optax.masked(optax.trace(0.9), by_size), 'its state depends on their sha'),
     (
         optax.GradientTransformation(
@@ -350,7 +358,7 @@ class ElementwiseTest(parameterized.TestCase):
   def test_refuses_transformations(self, inner, problem):
     self.assertRegex(problem_of(inner), problem)
 
-  def test_knows_extra_arguments(self):
+  def test_supports_extra_arguments(self):
     def update(updates, state, params=None, *, value, **extra_args):
       del params, extra_args
       return jax.tree.map(lambda u: u * value, updates), state
@@ -363,22 +371,22 @@ class ElementwiseTest(parameterized.TestCase):
     problem = problem_of(inner, vector, value=jnp.arange(5.0))
     self.assertRegex(problem, PLACE)
 
-  def test_a_leaf_of_one_element_is_cut_as_well(self):
+  def test_a_leaf_of_one_element_is_sliced_too(self):
     params = {**PARAMS, 'b': jax.ShapeDtypeStruct((1,), jnp.float32)}
 
     self.assertIsNone(problem_of(optax.adam(0.1), params))
     problem = problem_of(scalar_of(lambda u: u['b'][0]), params)
-    self.assertRegex(problem, '`squeeze` moves them to other places')
+    self.assertRegex(problem, '`squeeze` moves elements to other positions')
 
-  # Slices of one size lie along different dimensions.
+  # Slices of equal size along different dimensions.
   @cases.parameters(
       (
           (6, 4),
           (1,),
           lambda u: u['w'] * u['b'].reshape(1, 1),
-          'other shapes, .* m',
+          'different shapes, .* are c',
       ),
-      ((6, 4), (1, 4), lambda u: u['w'] * u['b'], 'leaves of other shapes,'),
+      ((6, 4), (1, 4), lambda u: u['w'] * u['b'], 'different shapes,'),
       (
           *((1, 8), (8,), lambda u: u['b'].reshape(1, 8)),
           r"at \['w'\] depends on elements .* \(8,\)",

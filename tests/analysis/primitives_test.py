@@ -1,4 +1,4 @@
-"""The tables of primitives: JAX has each, and no table contradicts another."""
+"""Tests of the tables of primitives against the installed JAX."""
 
 import sys
 
@@ -9,8 +9,8 @@ import jax.extend
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 
-# Names that the version of JAX at hand must not have: each line of JAX that the
-# tables were read from lacks some of the other.
+# Names that a version of JAX does not have. Each version that the tables are
+# based on lacks some names of the other.
 MISSING = {(0, 10): {'log2', 'one_minus_square', 'polynomial'}}
 
 
@@ -29,7 +29,7 @@ def installed():
 
 class PrimitivesTest(absltest.TestCase):
 
-  def test_each_is_a_primitive_of_the_installed_jax(self):
+  def test_every_name_is_a_primitive_of_the_installed_jax(self):
     known = frozenset().union(
         primitives.ELEMENTWISE,
         primitives.KEEPS_ZEROS,
@@ -41,7 +41,7 @@ class PrimitivesTest(absltest.TestCase):
     missing = MISSING.get(jax.__version_info__[:2], set())
     self.assertEqual(known - installed(), missing)
 
-  def test_tables_do_not_contradict_each_other(self):
+  def test_tables_are_consistent(self):
     self.assertEmpty(primitives.ELEMENTWISE & primitives.MOVING)
     self.assertEmpty(primitives.REPLICATED & primitives.SCATTERING)
     self.assertContainsSubset(primitives.KEEPS_ZEROS, primitives.ELEMENTWISE)

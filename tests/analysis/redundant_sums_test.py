@@ -1,4 +1,4 @@
-"""Warnings of a sum over shards that is summed again; no false ones."""
+"""Tests of the warning about redundant sums."""
 
 import functools
 
@@ -57,17 +57,17 @@ class ReducedTwiceTest(parameterized.TestCase):
       lambda x: psum(lax.scan(lambda c, y: (pmean(y), None), 0.0, x)[0]),
       _twice_under_jit,
   )
-  def test_is_found(self, fn):
+  def test_warns(self, fn):
     (warning,) = _warnings(fn, VECTOR)
 
     self.assertRegex(
         warning,
-        "^`(psum|reduce_scatter)` sums over 'data' what has been summed over it"
-        ' before: reduce it once.$',
+        "^`(psum|reduce_scatter)` sums over 'data' values that were already"
+        ' summed over it: reduce them only once.$',
     )
 
   @cases.parameters('mean', 'sum')
-  def test_is_found_where_the_library_cannot(self, kind):
+  def test_warns_where_types_are_not_tracked(self, kind):
     factory = getattr(st, f'cross_shard_{kind}')
     inner = optax.chain(factory('data'), optax.sgd(0.1))
     tx = st.drop_stale(0, inner)
@@ -81,7 +81,7 @@ class ReducedTwiceTest(parameterized.TestCase):
     self.assertLen(warnings, 1)
     self.assertIn(f"`psum` in 'cross_shard_{kind}' sums over", warnings[0])
 
-  def test_is_found_where_jax_has_summed_the_gradient(self):
+  def test_warns_where_jax_has_summed_the_gradient(self):
     def step(w, x):
       return pmean(jax.grad(lambda w: jnp.sum(w * x))(w))
 
@@ -92,9 +92,11 @@ class ReducedTwiceTest(parameterized.TestCase):
     report = st.monitoring.wire_report(mapped, VECTOR, x)
 
     self.assertLen(report.warnings, 1)
-    self.assertIn("over 'data' what has been summed", report.warnings[0])
+    self.assertIn(
+        "over 'data' values that were already summed", report.warnings[0]
+    )
 
-  def test_names_the_axes_that_are_reduced_twice(self):
+  def test_reports_the_axes_that_are_reduced_twice(self):
     report = st.monitoring.wire_report(
         lambda x: lax.psum(lax.psum(x, ('host', 'data')), ('data', 'core')),
         VECTOR,
@@ -102,9 +104,9 @@ class ReducedTwiceTest(parameterized.TestCase):
     )
 
     (warning,) = report.warnings
-    self.assertStartsWith(warning, "`psum` sums over 'data' what")
+    self.assertStartsWith(warning, "`psum` sums over 'data' values")
 
-  def test_remembers_the_axes_of_all_sums(self):
+  def test_tracks_the_axes_of_all_sums(self):
     def fn(x):
       return lax.psum(lax.psum(lax.psum(x, 'host'), 'core'), 'host')
 
@@ -114,21 +116,21 @@ class ReducedTwiceTest(parameterized.TestCase):
 
     self.assertLen(report.warnings, 1)
 
-  def test_tells_of_arrays_that_are_alike_once(self):
+  def test_reports_equal_warnings_once(self):
     (warning,) = _warnings(
         lambda *xs: pmean(pmean(xs)), VECTOR, VECTOR, BATCHES
     )
 
-    self.assertEndsWith(warning, 'reduce it once. (3 arrays.)')
+    self.assertEndsWith(warning, 'them only once. (3 arrays.)')
 
   @cases.parameters(
       pmean,
-      # What a sum of sums does not give.
+      # Only one of the summands is a sum.
       lambda x: psum(1 / psum(x)),
       lambda x: psum(psum(x) + 1),
-      # Over another axis.
+      # A sum over another axis.
       lambda x: lax.psum(pmean(x), 'model'),
-      # What the shards' own values are mixed into.
+      # A combination with per-shard values.
       lambda x: psum(psum(x) * x),
       lambda x: psum(psum(x) + x),
       lambda x: psum(jnp.concatenate([psum(x), x])),
@@ -141,7 +143,7 @@ class ReducedTwiceTest(parameterized.TestCase):
       jax.grad(lambda x: -jnp.log(psum(jnp.sum(jnp.exp(x))))),
       # A sum of sums over groups.
       lambda x: psum(lax.psum(x, 'data', axis_index_groups=[[0, 1], [2, 3]])),
-      # A count of shards, and other reductions.
+      # The number of shards, and other reductions.
       lambda x: psum(jnp.ones(5)) + pmean(x),
       lambda x: psum(lax.pmax(x, 'data')),
       lambda x: lax.pmax(psum(x), 'data'),
@@ -152,7 +154,7 @@ class ReducedTwiceTest(parameterized.TestCase):
       lambda x: psum(lax.scan(lambda c, y: (y, pmean(y)), 0.0, x)[0]),
       lambda x: lax.while_loop(lambda c: c[0] < 1, psum, psum(x)),
   )
-  def test_is_not_found_in_what_is_right(self, fn):
+  def test_does_not_warn_about_correct_sums(self, fn):
     report = st.monitoring.wire_report(
         fn, VECTOR, axis_sizes={'data': 4, 'model': 2}
     )

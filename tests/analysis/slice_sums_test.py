@@ -1,4 +1,4 @@
-"""Warnings of sums over slices that are taken for sums of whole leaves."""
+"""Tests of the warning about sums over slices."""
 
 from absl.testing import parameterized
 import jax
@@ -17,7 +17,7 @@ PARAMS = {
     'down': np.ones((8, 4), np.float32),
 }
 CUT = {'up': P(None, 'model'), 'down': P('model')}
-# Behind the mean, and whether it takes slices for whole leaves.
+# Transformations after the mean, and whether they sum over slices.
 LINKS = {
     'sgd': (optax.sgd(0.1, momentum=0.9), False),
     'adamw': (optax.adamw(0.1), False),
@@ -29,14 +29,14 @@ LINKS = {
 GATES = (
     lambda tx: tx,
     lambda tx: st.guard(tx, 'data'),
-    # Its sums are each shard's own, along both axes.
+    # These sums are per shard along both axes.
     lambda tx: st.tower_reduce(2, tx, axis_name='data'),
 )
 
 
 def loss_fn(params, x):
   y = lax.psum(jax.nn.relu(x @ params['up']) @ params['down'], 'model')
-  # The gradient is scaled by a total of this shard's rows, which is right.
+  # Scaling the gradient by a sum over the rows of this shard is correct.
   return jnp.sqrt(jnp.mean((y - x) ** 2))
 
 
@@ -64,7 +64,7 @@ def warnings_of(tx, gate=lambda tx: tx):
 class SliceSumsTest(parameterized.TestCase):
 
   @cases.parameters(*LINKS)
-  def test_warns_of_what_takes_slices_for_whole_leaves(self, name):
+  def test_warns_about_sums_over_slices(self, name):
     tx, is_wrong = LINKS[name]
 
     for gate in GATES:

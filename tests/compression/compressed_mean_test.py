@@ -1,4 +1,4 @@
-"""`compressed_mean`: nothing is lost; formula, weights, options, resizing."""
+"""Tests of `compressed_mean`: error feedback, weights, options and resizing."""
 
 import functools
 
@@ -47,13 +47,14 @@ class NothingLostTest(parameterized.TestCase):
           bits = updates[leaf].view(np.uint8)
           np.testing.assert_array_equal(bits, np.stack([bits[0]] * 8))
 
-  def test_exact_compressors_lose_nothing_to_the_bit(self):
+  def test_exact_compressors_lose_no_bit(self):
     exact = {'top_k': ALL['top_k']}
     exact['float32'] = build(compression.cast('float32'))
     params = {'w': zeros(7, 19)}
     rng = np.random.default_rng(0)
     data = {'w': rng.integers(-99, 99, (8, 15, 7, 19)).astype(np.float32)}
-    # Means over 8, 4, 2 and 1 shards are exact; in the last steps none counts.
+    # Means over 8, 4, 2 and 1 shards are exact; in the last steps, no shard
+    # counts.
     weight = np.zeros((8, 15), np.float32)
     for step in range(12):
       shards = rng.permutation(8)[: 8 >> step % 4]
@@ -71,7 +72,7 @@ class NothingLostTest(parameterized.TestCase):
       if name == 'float32':
         np.testing.assert_array_equal(updates['w'][0], means)
 
-  def test_weights_and_shards_that_do_not_count(self):
+  def test_weights_and_shards_of_weight_zero(self):
     params = {'w': zeros(7, 19), 'b': zeros(5)}
     data = compressions.make_data(8, 12, params)
     rng = np.random.default_rng(1)
@@ -139,23 +140,23 @@ class OptionsTest(parameterized.TestCase):
 
     found = compressions.run(transformations, 'shard_map', data, params)
 
-    # Padding holds nothing back.
+    # The padding has no residual.
     for name in 'sign', 'int4':
       server = found[name][1].server_residual['w']
       self.assertEqual(server.shape, (8, 1, 9))
       np.testing.assert_array_equal(server.ravel()[65:], 0)
-    # A warmup is the plain mean, and holds nothing back.
+    # The warm-up is the plain mean, and leaves no residual.
     mean, _ = found['mean']
     updates, state = found['warmup']
     np.testing.assert_array_equal(updates['w'][:, :3], mean['w'][:, :3])
     self.assertTrue((updates['w'][:, 3] != mean['w'][:, 3]).any())
     means = data['w'].astype(np.float64).mean(0)
     compressions.assert_nothing_lost(updates, state, means, 'w')
-    # Without feedback each step is alone.
+    # Without feedback, steps are independent.
     updates, state = found['no feedback']
     self.assertEmpty(jax.tree.leaves((state.residual, state.server_residual)))
     np.testing.assert_array_equal(updates['w'][:, 5], updates['w'][:, 4])
-    # Each step draws its own random numbers.
+    # Each step draws new random values.
     drawn, _ = found['random']
     self.assertTrue((drawn['w'][:, 5] != drawn['w'][:, 4]).any())
 
@@ -180,11 +181,11 @@ class ResizeTest(parameterized.TestCase):
       error = np.linalg.norm(total - expected.sum(0))
       self.assertLess(error / np.linalg.norm(expected), 1e-5)
 
-    # One shard sends all that was held back.
+    # A single shard sends all residuals.
     np.testing.assert_array_equal(state[0].residual['w'], 0)
     np.testing.assert_array_equal(state[0].server_residual['w'], 0)
 
-  def test_refuses_the_state_of_another_number_of_shards_or_kind(self):
+  def test_refuses_a_state_for_other_shards_or_transformation(self):
     tx = build(compression.scaled_sign(16))
     params = {'w': zeros(7, 19)}
     state = st.init_state(tx, params, modes.mesh(4))
@@ -192,7 +193,9 @@ class ResizeTest(parameterized.TestCase):
     state = compression.CompressedMeanState(state.step, *twice)
     data = compressions.make_data(8, 1, params)
 
-    with self.assertRaisesRegex(ValueError, 'made for 8 shards.*resize_state'):
+    with self.assertRaisesRegex(
+        ValueError, 'do not fit 8 shards.*resize_state'
+    ):
       compressions.go_on(tx, params, modes.mesh(8), state, data)
     with self.assertRaisesRegex(TypeError, 'must be a `CompressedMeanState`'):
       tx.update(params, optax.EmptyState())
@@ -214,8 +217,8 @@ class FormulaTest(parameterized.TestCase):
 
     mean, state = modes.map_shards('shard_map', fn, 2)(0.0, (u, e, server))
 
-    # Sent are [4, 0 | 0, 2] and [2, 0 | 0, 8]; the owners have [4, 2] of the
-    # mean [3, 0] and [1, 2], and [-3, 5] of [0, 5] and [-3, 0].
+    # Shards send [4, 0 | 0, 2] and [2, 0 | 0, 8]. The owners add [1, 2] and
+    # [-3, 0] to the means [3, 0] and [0, 5].
     np.testing.assert_array_equal(mean, [[4, 0, 0, 5]] * 2)
     own, server, norms = (x[:, 0] for x in state[1:])
     np.testing.assert_array_equal(own, [[0, 2, -1, 0], [0, 1, 4, 0]])
@@ -230,10 +233,20 @@ ERRORS = (
     (SIGN, dict(warmup_steps=-1), ValueError, '`warmup_steps` must be at leas'),
     ('sign', {}, TypeError, '`compressor` of `compressed_mean` must be a `Com'),
 )
-# The options of the state, a change of the updates, and what is said.
+# The options of the state, a change of the updates, and the error.
 WRONG_UPDATES = (
-    (dict(min_elements=2), None, ValueError, '`feedback` and `min_el.*keeps'),
-    (dict(feedback=None), None, ValueError, '`feedback` and `min_el.*lacks'),
+    (
+        dict(min_elements=2),
+        None,
+        ValueError,
+        'has a residual.* another `feedback`',
+    ),
+    (
+        dict(feedback=None),
+        None,
+        ValueError,
+        'lacks a residual.* `min_elements`',
+    ),
     ({}, lambda x: x[:7], ValueError, r"shapes .* at \['w'\]"),
     ({}, lambda x: x + 0j, TypeError, r"complex leaf at \['w'\]"),
 )

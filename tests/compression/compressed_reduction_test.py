@@ -1,4 +1,4 @@
-"""Which leaves are compressed, and the health and metrics of their state."""
+"""Tests of the selection of leaves, and of the health of the state."""
 
 from absl.testing import parameterized
 import jax
@@ -40,7 +40,7 @@ class StateTest(parameterized.TestCase):
     state = st.init_state(tx, params, modes.mesh(4))
 
     monitoring.check_health(state)
-    # Nothing has been sent yet.
+    # No update has been sent.
     error = monitoring.compression_error(state)
     np.testing.assert_array_equal(error, np.zeros(4))
     state.residual['a'] = state.residual['a'].at[3, 0].set(jnp.inf)
@@ -54,7 +54,7 @@ class StateTest(parameterized.TestCase):
       (compression.compressed_mean(AXIS, compression.scaled_sign()),),
       (compression.power_sgd(AXIS, 1),),
   )
-  def test_metrics_tell_the_steps(self, tx):
+  def test_metrics_include_the_step(self, tx):
     state = st.init_state(tx, jnp.zeros(2), modes.mesh(8))
 
     found = monitoring.metrics(state._replace(step=jnp.int32(3)))

@@ -1,4 +1,4 @@
-"""`Compressor`: which arguments, payloads and rows it refuses."""
+"""Tests of the arguments, payloads and rows that a `Compressor` refuses."""
 
 from absl.testing import parameterized
 import jax
@@ -31,8 +31,8 @@ class CompressorTest(parameterized.TestCase):
   @cases.parameters(
       ((0, encode, decode), ValueError, '`block` must be at least 1, got 0'),
       ((2.0, encode, decode), TypeError, '`block` must be an integer'),
-      ((8, None, decode), TypeError, '`encode` must be a function, got None'),
-      ((8, encode, 'x'), TypeError, "`decode` must be a function, got 'x'"),
+      ((8, None, decode), TypeError, '`encode` must be callable, got None'),
+      ((8, encode, 'x'), TypeError, "`decode` must be callable, got 'x'"),
   )
   def test_refuses_wrong_arguments(self, arguments, error, message):
     with self.assertRaisesRegex(error, message):
@@ -42,17 +42,21 @@ class CompressorTest(parameterized.TestCase):
 class PayloadTest(parameterized.TestCase):
 
   @cases.parameters(
-      (lambda rows: rows[0], ValueError, 'arrays of 3 rows.*shape'),
-      (lambda rows: rows > 0, TypeError, 'numbers of whole bytes, got bool'),
-      (lambda rows: rows + 0j, TypeError, 'whole bytes, got complex64'),
-      (lambda rows: rows.astype('int4'), TypeError, 'whole bytes, got int4'),
+      (lambda rows: rows[0], ValueError, r'shape \(4,\) for 3 rows'),
+      (
+          lambda rows: rows > 0,
+          TypeError,
+          'array of bool. Return .* whole bytes',
+      ),
+      (lambda rows: rows + 0j, TypeError, 'array of complex64'),
+      (lambda rows: rows.astype('int4'), TypeError, 'array of int4'),
       (
           lambda rows: rows.astype('float4_e2m1fn'),
           TypeError,
-          'whole bytes, got float4_e2m1fn',
+          'array of float4_e2m1fn',
       ),
   )
-  def test_refuses_what_cannot_be_sent(self, encode, error, message):
+  def test_refuses_invalid_payload(self, encode, error, message):
     wrong = compressor(encode, lambda payload, key: payload)
 
     with self.assertRaisesRegex(error, message):
@@ -62,7 +66,7 @@ class PayloadTest(parameterized.TestCase):
       (lambda payload, key: payload[:, :2], r'float32\[3, 4\], got .*\[3, 2\]'),
       (lambda payload, key: payload.astype('float16'), 'got float16'),
   )
-  def test_refuses_what_are_no_rows(self, decode, message):
+  def test_refuses_invalid_rows(self, decode, message):
     wrong = compressor(lambda rows: rows, decode)
 
     with self.assertRaisesRegex(ValueError, message):

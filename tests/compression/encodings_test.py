@@ -1,4 +1,4 @@
-"""What every built-in compressor keeps; rounding, and places of `top_k`."""
+"""Tests of the built-in compressors: contraction, rounding and indices."""
 
 from unittest import mock
 
@@ -26,21 +26,21 @@ ALL = {
 
 @jax.jit
 def compress_by_all(rows):
-  """Returns what each compressor makes of rows [r, 64]."""
+  """Compresses rows [r, 64] by each compressor."""
   return {
       name: c.decode(c.encode(rows, KEY, KEY), KEY) for name, c in ALL.items()
   }
 
 
 def contraction(p, q):
-  """Returns delta of each row."""
+  """Returns the contraction delta of each row."""
   p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
   return 1 - ((p - q) ** 2).sum(1) / (p**2).sum(1)
 
 
 def normal_rows(num_rows=50, seed=0):
   rng = np.random.default_rng(seed)
-  # Of light and of heavy tails.
+  # Rows with light and with heavy tails.
   rows = rng.normal(size=(num_rows, 64)) ** rng.choice([1, 3], (num_rows, 1))
   return rows.astype(np.float32)
 
@@ -55,7 +55,7 @@ class EveryCompressorTest(parameterized.TestCase):
 
   @cases.parameters(1e30, 1e-42)
   def test_all_magnitudes_stay_finite(self, scale):
-    # Denormals may be flushed to zero, but must not become infinite.
+    # Subnormal values may be flushed to zero, but must not become infinite.
     rows = (normal_rows() * np.float64(scale)).astype(np.float32)
 
     found = compress_by_all(rows)
@@ -85,21 +85,23 @@ class EveryCompressorTest(parameterized.TestCase):
       with self.subTest(name):
         excess = contraction(rows, found[name]) - delta
         self.assertGreaterEqual(excess.min(), -1e-6)
-    # As an equality.
+    # With equality.
     np.testing.assert_allclose(
         contraction(rows, found['sign']), least['sign'], atol=1e-5
     )
 
-  def test_rows_are_compressed_alone(self):
+  def test_rows_are_compressed_independently(self):
     rows = normal_rows()
 
     together = compress_by_all(rows)
-    alone = compress_by_all(rows[7:8])
+    independent = compress_by_all(rows[7:8])
 
     for name in set(ALL) - {'stochastic', 'stochastic4'}:
-      np.testing.assert_array_equal(together[name][7:8], alone[name], name)
+      np.testing.assert_array_equal(
+          together[name][7:8], independent[name], name
+      )
 
-  def test_what_is_too_large_for_a_dtype_is_sent_as_its_largest(self):
+  def test_values_beyond_the_dtype_are_clipped(self):
     found = compress_by_all(np.full((1, 64), 3.4e38, np.float32))
 
     for dtype in 'bfloat16', 'float16':
@@ -128,7 +130,7 @@ class QuantizeTest(parameterized.TestCase):
 
   @cases.parameters(8, 4)
   def test_zeros_are_not_divided_by_zero(self, bits):
-    # What becomes of a NaN as an integer is left to the platform.
+    # The conversion of NaN to an integer depends on the platform.
     with jax.debug_nans(True):
       levels, _ = compression.quantize(bits).encode(
           jnp.zeros((1, 256)), KEY, KEY
@@ -137,7 +139,7 @@ class QuantizeTest(parameterized.TestCase):
     self.assertLen(np.unique(levels), 1)
 
   @cases.parameters(8, 4)
-  def test_gives_the_nearest_level(self, bits):
+  def test_rounds_to_the_nearest_level(self, bits):
     rows = normal_rows()
     most = 2 ** (bits - 1) - 1
     scale = np.abs(rows).max(1, keepdims=True) / most
@@ -171,7 +173,7 @@ class TopKTest(parameterized.TestCase):
     np.testing.assert_array_equal(found, np.where(is_sent, rows, 0))
     np.testing.assert_array_equal(on_tpu, found)
 
-  def test_top_k_knows_places_in_the_largest_block(self):
+  def test_top_k_has_correct_indices_in_the_largest_block(self):
     rows = np.zeros((1, 65536), np.float32)
     rows[0, 65535] = -2.0
 
@@ -189,7 +191,7 @@ ERRORS = (
     (SIGN, (12,), ValueError, 'multiple of 8, got 12'),
     (CAST, ('int8',), ValueError, '`dtype` must be real'),
     (CAST, ('float64',), ValueError, '8, 16 or 32 bits, got float64'),
-    # It has neither a zero nor a sign.
+    # This dtype has neither a zero nor a sign.
     (CAST, ('float8_e8m0fnu',), ValueError, 'signed, .*float8_e8m0fnu'),
     (CAST, ('real',), TypeError, "'real' not understood"),
     (TOP_K, (0.0,), ValueError, '`fraction` must be positive, got 0.0'),

@@ -1,4 +1,4 @@
-"""`power_sgd`: as in NumPy and PyTorch, exact cases, sketches and resizing."""
+"""Tests of `power_sgd` against NumPy and PyTorch, sketches and resizing."""
 
 import json
 import pathlib
@@ -22,7 +22,7 @@ TAPE = pathlib.Path(__file__).with_name('power_sgd_hook.json')
 
 
 def in_numpy(data, sketch, weight=None):
-  """Returns the results and residuals of a model in float64.
+  """Returns the results and residuals of a reference in float64.
 
   Args:
     data: Matrices [shards, steps, n, m].
@@ -50,7 +50,7 @@ def in_numpy(data, sketch, weight=None):
 
 
 def first_sketches(params, *txs):
-  """Returns the sketches that shards begin with, by transformation."""
+  """Returns the initial sketches for each transformation."""
   init = jax.vmap(
       lambda _: [tx.init(params).sketch for tx in txs], axis_name=AXIS
   )
@@ -60,7 +60,7 @@ def first_sketches(params, *txs):
 class PowerSGDTest(parameterized.TestCase):
 
   @cases.parameters((8, False), (3, True))
-  def test_is_the_model_in_numpy(self, num_shards, weighted):
+  def test_equals_the_reference_in_numpy(self, num_shards, weighted):
     tx = compression.power_sgd(AXIS, 2)
     params = {
         'w': zeros(12, 20),
@@ -96,7 +96,7 @@ class PowerSGDTest(parameterized.TestCase):
     for leaf in ('b', 'small'):
       mean = np.einsum('nt,nt...->t...', share, data[leaf])
       np.testing.assert_allclose(updates[leaf][0], mean, atol=1e-5)
-    # Nothing is lost of leaves of three axes and of 16 bits.
+    # Results and residuals add up for leaves with three axes and of 16 bits.
     conv = np.asarray(data['conv'], np.float64)
     means = np.einsum('nt,nt...->t...', share, conv)
     total = np.asarray(updates['conv'][0], np.float64).sum(0)
@@ -104,8 +104,8 @@ class PowerSGDTest(parameterized.TestCase):
     np.testing.assert_allclose(total, means.sum(0), atol=0.1)
 
   @cases.parameters(8, 9)
-  def test_a_mean_of_the_rank_is_exact_and_leaves_nothing(self, rank):
-    # Up to rank 8, factors are multiplied in another way.
+  def test_a_mean_of_the_rank_is_exact_without_residual(self, rank):
+    # Above rank 8, the factors are multiplied by a matrix product.
     rng = np.random.default_rng(0)
     left, right = rng.normal(size=(24, rank)), rng.normal(size=(rank, 25))
     own = np.float32(np.stack([left @ right, 3 * left @ right]))
@@ -120,9 +120,10 @@ class PowerSGDTest(parameterized.TestCase):
     np.testing.assert_allclose(mean, np.stack(2 * [own.mean(0)]), atol=1e-4)
     np.testing.assert_allclose(rest, np.zeros_like(own), atol=1e-4)
 
-  def test_gives_what_the_hook_of_pytorch_gave(self):
-    # To two processes over gloo, which had sent two steps whole: the gradients
-    # of each and their mean, the residuals and right factors after each step.
+  def test_equals_the_hook_of_pytorch(self):
+    # Recorded from two processes over gloo after two uncompressed steps: the
+    # gradients of each process, their mean, and the residuals and right factors
+    # after each step.
     tape = json.loads(TAPE.read_text())
     shapes = {k: tuple(shape) for k, shape in tape['shapes'].items()}
     first, *steps = tape['steps']
@@ -143,7 +144,7 @@ class PowerSGDTest(parameterized.TestCase):
     grads = jax.tree.map(lambda *x: np.stack(x, axis=1), *grads)
 
     def shard(residual, grads):
-      # The hook holds back its errors of leaves that it sends whole, too.
+      # The hook also keeps residuals of uncompressed leaves.
       state = tx.init({k: zeros(*shape) for k, shape in shapes.items()})
       state = state._replace(
           residual=residual | {'vector': None}, sketch=sketch
@@ -179,11 +180,11 @@ class PowerSGDTest(parameterized.TestCase):
     for step in (0, 3):
       error = updates['w'][0, step] - mean
       self.assertLess(np.abs(error).max(), 1e-5 * scale)
-    # Shards hold back what cancels.
+    # The residuals of the shards cancel.
     held = state.residual['w'].astype(np.float64).mean(0)
     self.assertLess(np.abs(held).max(), 1e-4 * scale)
 
-  def test_a_warmup_and_a_rank_above_the_matrix_are_the_plain_mean(self):
+  def test_warmup_and_full_rank_are_the_plain_mean(self):
     params = {'w': zeros(12, 20), 'b': zeros(20)}
     data = compressions.make_data(8, 3, params)
     transformations = {
@@ -199,7 +200,7 @@ class PowerSGDTest(parameterized.TestCase):
       chex.assert_trees_all_equal(updates, mean, strict=True)
     self.assertEmpty(jax.tree.leaves(found['rank'][1].residual))
 
-  def test_compresses_what_two_factors_make_small_enough(self):
+  def test_compresses_matrices_with_a_sufficient_ratio(self):
     shapes = {'least': (8, 8), 'less': (8, 7), 'row': (64,), 'empty': (0, 0)}
     params = {name: zeros(*shape) for name, shape in shapes.items()}
     params['complex'] = zeros(8, 8, dtype=np.complex64)
@@ -248,7 +249,7 @@ class PowerSGDTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, message):
       compression.power_sgd(AXIS, **options)
 
-  def test_refuses_the_state_of_another_rank(self):
+  def test_refuses_a_state_of_another_rank(self):
     params = {'w': zeros(12, 20)}
 
     def shard(params, grads):
@@ -256,5 +257,5 @@ class PowerSGDTest(parameterized.TestCase):
       return compression.power_sgd(AXIS, 2).update(grads, state)
 
     mapped = jax.vmap(shard, (None, 0), axis_name=AXIS)
-    with self.assertRaisesRegex(ValueError, 'same `rank` and `min_ratio`'):
+    with self.assertRaisesRegex(ValueError, 'another `rank` or `min_ratio`'):
       jax.eval_shape(mapped, params, {'w': np.zeros((8, 12, 20), np.float32)})

@@ -1,4 +1,4 @@
-"""The exchange of compressed leaves: its random keys and its bytes."""
+"""Tests of the exchange of compressed leaves: its random keys and its bytes."""
 
 import functools
 
@@ -45,7 +45,7 @@ class ExchangeTest(parameterized.TestCase):
 
     drawn = np.concatenate(drawn)
     self.assertLen(set(drawn[:, 1]), 16)
-    # The rows of the two phases are of different numbers.
+    # The two phases have different numbers of rows.
     self.assertLen(set(drawn[:8, 0]), 1)
     self.assertLen(set(drawn[8:, 0]), 1)
     np.testing.assert_array_equal(drawn[8:, 0], drawn[8:, 2])

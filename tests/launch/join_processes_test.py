@@ -1,4 +1,4 @@
-"""What the environment must say for a process to join others."""
+"""Tests of `join_processes`: detection from variables, errors and exits."""
 
 import inspect
 import os
@@ -47,11 +47,11 @@ ELSEWHERE = JAX | {'JAX_COORDINATOR_ADDRESS': '10.0.0.1:80'}
 FOUND = 'h:1', 3, 1, None
 RANKS = 'SLURM_PROCID', 'SLURM_LOCALID', 'OMPI_COMM_WORLD_RANK'
 RANKS += 'OMPI_COMM_WORLD_LOCAL_RANK', 'PMI_RANK', 'RANK'
-# As `srun --mpi=pmi2` sets beside its own variables, and a launcher of PyTorch.
+# Variables that `srun --mpi=pmi2` and a launcher of PyTorch set in addition.
 BESIDE = {'PMI_SIZE': '2', 'PMI_RANK': '1', 'WORLD_SIZE': '2', 'RANK': '1'}
 
-# With its loopback address taken by the coordinator, the port is free on
-# another one; it would not be if the coordinator listened on all of them.
+# The coordinator takes the port only on its own loopback address. If it
+# listened on all addresses, the port would not be free on another one.
 PROBE = """
 import os, socket
 import shard_transforms
@@ -90,7 +90,7 @@ TIMEOUTS = [name for name in INITIALIZE if 'timeout' in name]
 
 
 def environment(values):
-  """Returns the environment with these variables of launchers alone."""
+  """Returns the environment with only these variables of launchers."""
   kinds = ('SLURM_', 'OMPI_', 'PMI_', 'KUBERNETES_', 'JOB_COMPLETION', 'JAX_')
   kinds += ('PMIX_', 'FLUX_', '_CONDOR_', 'SM_')
   others = {k: v for k, v in os.environ.items() if not k.startswith(kinds)}
@@ -112,12 +112,12 @@ def start(values):
   )
 
 
-def start_told(*told):
-  """Runs tasks that are told a number of processes, and their own."""
+def start_numbered(*numbers):
+  """Runs one task per pair of a number of processes and a process number."""
   with socket.socket() as probe:
     probe.bind(('127.0.0.1', 0))
     address = f'127.0.0.1:{probe.getsockname()[1]}'
-  seconds = 2 if len(told) == 1 else 60
+  seconds = 2 if len(numbers) == 1 else 60
   code = (
       'import shard_transforms; shard_transforms.launch.join_processes('
       f'initialization_timeout={seconds}, shutdown_timeout=2)'
@@ -125,7 +125,7 @@ def start_told(*told):
   names = 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
   common = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_PLATFORMS': 'cpu'}
   return run_each(
-      code, [common | dict(zip(names, x, strict=True)) for x in told]
+      code, [common | dict(zip(names, x, strict=True)) for x in numbers]
   )
 
 
@@ -199,7 +199,7 @@ class JoinProcessesTest(parameterized.TestCase):
         *(address, 2, 1, None),
         cluster_detection_method='deactivate',
         coordinator_bind_address=address if is_loopback else None,
-        # As long as JAX waits by itself.
+        # The defaults of JAX.
         **{x: INITIALIZE[x].default for x in TIMEOUTS}
         | {'heartbeat_timeout_seconds': 7},
     )
@@ -227,7 +227,7 @@ class JoinProcessesTest(parameterized.TestCase):
       ({}, 'gcetpu'),
       (SLURM | BESIDE, 'slurm'),
       (BATCH_SCRIPT | OPEN_MPI, 'ompi'),
-      # The first task of the second slice of TPUs.
+      # The first task of the second TPU slice.
       (SLICES | {'JOB_COMPLETION_INDEX': '0'}, 'gketpu'),
   )
   def test_joins_what_jax_detects(self, values, method):
@@ -249,7 +249,7 @@ class JoinProcessesTest(parameterized.TestCase):
   @cases.parameters(
       (dict.fromkeys(JAX, ''), None),
       (SLURM | {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'}, None),
-      # The shell of `salloc` is no task.
+      # The shell of `salloc` is not a task.
       ({'SLURM_NTASKS': '2'}, None),
       ({'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '1'}, None),
       ({'KUBERNETES_SERVICE_HOST': '10.0.0.1'}, None),
@@ -257,22 +257,22 @@ class JoinProcessesTest(parameterized.TestCase):
       (ONE_OF_OPEN_MPI | {'PMIX_RANK': '0'}, None),
       (KUBERNETES | {'JOB_COMPLETION_INDEX': '0'}, ('h:1', 1, 0, None)),
   )
-  def test_a_single_task_runs_alone(self, values, detected):
+  def test_a_single_task_does_not_join(self, values, detected):
     count, initialize, _ = self.join(values, detected)
 
     self.assertEqual(count, 1)
     initialize.assert_not_called()
 
   @cases.parameters(
-      (BATCH_SCRIPT, None, 'a batch script is no task'),
+      (BATCH_SCRIPT, None, 'a batch script is not a task'),
       (
           {'SLURM_PROCID': '0', 'SLURM_JOB_NUM_NODES': '2'},
           None,
-          r'\(SLURM_JOB_NUM_NODES=2, .*=0\), .* nothing \(a batch script is no',
+          r'\(SLURM_JOB_NUM_NODES=2, .*=0\) .* no cluster \(a batch script',
       ),
-      (SLURM | {'SLURM_NTASKS': '1'}, None, 'NTASKS=1, .*=1.* nothing. Set'),
+      (SLURM | {'SLURM_NTASKS': '1'}, None, 'NTASKS=1, .*=1.* no cluster. Set'),
       (SLURM | {'SLURM_NTASKS': '1'}, ('h:1', 1, 1, None), 'process 1 of 1'),
-      (SLURM | JAX | {'JAX_PROCESS_ID': '0'}, None, 'knows process 0 of 2.'),
+      (SLURM | JAX | {'JAX_PROCESS_ID': '0'}, None, 'detected process 0 of 2.'),
       ({'PMI_SIZE': '2', 'PMI_RANK': '0'}, None, r'MPI \(PMI_SIZE=2, PMI_RANK'),
       ({'WORLD_SIZE': '2', 'RANK': '0'}, None, 'torchrun .* unset RANK'),
       (KUBERNETES, None, r"pip install 'jax\[k8s\]'"),
@@ -281,37 +281,41 @@ class JoinProcessesTest(parameterized.TestCase):
       ({'PMIX_RANK': '0'}, None, r'PMIx \(PMIX_RANK=0\).* unset PMIX_RANK'),
       (SAGEMAKER, None, r'SageMaker \(SM_HOSTS=.*"b"\], SM_CURRENT_HOST=a\)'),
       (SAGEMAKER | {'SM_CURRENT_HOST': 'c'}, None, "HOSTS` must be .* and 'c'"),
-      (OPEN_MPI, None, 'knows nothing .*OMPI_MCA_orte_hnp_uri'),
-      (SLURM, None, 'nothing. Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_P'),
-      (SLICES, None, 'knows nothing .it needs Kubernetes'),
-      (SLURM, FOUND, 'knows process 1 of 3. Set'),
-      (SLURM | BESIDE | {'PMI_SIZE': '4'}, ('h:1', 2, 1, None), 'got MPI .*=4'),
-      # Two tasks of Slurm, each of which starts one of Open MPI.
-      (SLURM | OPEN_MPI | ONE_OF_OPEN_MPI, None, 'got Slurm'),
+      (OPEN_MPI, None, 'detected no cluster .*OMPI_MCA_orte'),
+      (SLURM, None, 'cluster. Set JAX_COORDINATOR_ADDRESS, .* unset SLURM_P'),
+      (SLICES, None, 'no cluster .it needs Kubernetes'),
+      (SLURM, FOUND, 'detected process 1 of 3. Set'),
+      (
+          SLURM | BESIDE | {'PMI_SIZE': '4'},
+          ('h:1', 2, 1, None),
+          r'MPI .*=4, .* started',
+      ),
+      # Two tasks of Slurm, each of which starts one task of Open MPI.
+      (SLURM | OPEN_MPI | ONE_OF_OPEN_MPI, None, 'Slurm .* started'),
       (SLURM | {'SLURM_PROCID': 'one'}, None, "`SLURM_PROCID` must .*, got 'o"),
       (SLURM | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, None, 'process 0 of 2. Se'),
       (SLURM | ELSEWHERE | {'JAX_NUM_PROCESSES': '3'}, None, 'process 1 of 3.'),
-      (KUBERNETES | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, None, 'got Kubernet'),
-      # What the variables of JAX say by themselves.
-      ({'JAX_PROCESS_ID': '0'}, None, 'ADDRESS` must be set .*, got None'),
-      (JAX | {'JAX_PROCESS_ID': ''}, None, "ID` must be set .*, got ''. Set a"),
+      (KUBERNETES | ELSEWHERE | {'JAX_PROCESS_ID': '0'}, None, 'Kubernetes'),
+      # Only the variables of JAX.
+      ({'JAX_PROCESS_ID': '0'}, None, 'ADDRESS` is not set, although'),
+      (JAX | {'JAX_PROCESS_ID': ''}, None, 'ID` is not set, although .* Set a'),
       (JAX | {'JAX_NUM_PROCESSES': '0'}, None, "PROC.* of 1 or more, got '0'"),
       (JAX | {'JAX_PROCESS_ID': '2'}, None, "_ID` .* from 0 to 1, got '2'"),
       (JAX | {'JAX_PROCESS_ID': '1.0'}, None, "_ID` must be an .*, got '1.0'"),
       (JAX | {'JAX_COORDINATOR_ADDRESS': 'h:'}, None, "host:port, got 'h:'"),
       (JAX | {'JAX_COORDINATOR_ADDRESS': ':80'}, None, "host:port, got ':80'"),
   )
-  def test_no_task_trains_alone_or_as_another(self, values, found, message):
+  def test_refuses_inconsistent_variables(self, values, found, message):
     with self.assertRaisesRegex(ValueError, message):
       self.join(values, found)
 
-  def test_refuses_another_number_of_processes_than_process_0_has(self):
+  def test_refuses_a_different_number_of_processes(self):
     with self.assertRaisesRegex(
-        ValueError, '`JAX_NUM_PROCESSES` .* got 2 in process 1, and 3 in proc'
+        ValueError, '`JAX_NUM_PROCESSES` .* got 2 in process 1 and 3 in proc'
     ):
       self.join(JAX, published='3')
 
-  def test_refuses_an_address_where_another_program_listens(self):
+  def test_refuses_an_address_that_is_in_use(self):
     with socket.socket() as other:
       other.bind(('127.0.0.1', 0))
       other.listen()
@@ -319,13 +323,13 @@ class JoinProcessesTest(parameterized.TestCase):
       values = JAX | {'JAX_COORDINATOR_ADDRESS': address, 'JAX_PROCESS_ID': '0'}
 
       with self.assertRaisesRegex(
-          OSError, f"free port .* '{address}', where another .* another port"
+          OSError, f"free port .* listens on '{address}'. Use another port"
       ):
         self.join(values)
 
-  def test_tells_why_jax_finds_no_other_task(self):
+  def test_reports_why_detection_failed(self):
     no_host = TimeoutError('no host')
-    message = 'must find the other tasks, got TimeoutError: no'
+    message = 'could not find the other tasks .*: TimeoutError: no'
     with (
         mock.patch.dict(os.environ, environment(SLURM), clear=True),
         mock.patch.object(jax_internals, 'detect_cluster', side_effect=no_host),
@@ -337,16 +341,16 @@ class JoinProcessesTest(parameterized.TestCase):
       (SLURM | JAX,),
       (OPEN_MPI | JAX,),
       (KUBERNETES | ELSEWHERE,),
-      # It counts hosts, each of which may have several processes.
+      # SageMaker counts hosts, each of which may have several processes.
       (SAGEMAKER | ELSEWHERE,),
-      # The processes of `run_processes` are no tasks of what it runs in.
+      # The processes of `run_processes` are not tasks of its own scheduler.
       (BATCH_SCRIPT | JAX,),
       (KUBERNETES | {'JOB_COMPLETION_INDEX': '5'} | JAX,),
       (SLICES | {'JOB_COMPLETION_INDEX': '0'} | ELSEWHERE,),
-      # An allocation counts what it has started itself.
+      # An allocation counts only its own tasks.
       (OPEN_MPI | JAX | BATCH_SCRIPT,),
   )
-  def test_variables_of_jax_beside_those_of_a_scheduler(self, values):
+  def test_uses_the_variables_of_jax_inside_a_scheduler(self, values):
     count, initialize, detect = self.join(values)
 
     self.assertEqual(count, 2)
@@ -362,38 +366,38 @@ class JoinProcessesTest(parameterized.TestCase):
       self.assertEndsWith(output, f'[0, 1] {rank}\n')
 
   @pytest.mark.slow
-  def test_two_tasks_that_are_told_other_numbers_do_not_train(self):
-    (_, _, _), (status, output, errors) = start_told(('2', '0'), ('3', '1'))
+  def test_two_tasks_with_different_numbers_do_not_train(self):
+    (_, _, _), (status, output, errors) = start_numbered(('2', '0'), ('3', '1'))
 
     self.assertEqual(status, 1, output)
-    self.assertIn('got 3 in process 1, and 2 in process 0', errors)
+    self.assertIn('got 3 in process 1 and 2 in process 0', errors)
 
   @pytest.mark.slow
-  def test_says_for_whom_it_has_waited(self):
-    ((_, _, errors),) = start_told(('2', '0'))
+  def test_warns_before_the_timeout(self):
+    ((_, _, errors),) = start_numbered(('2', '0'))
 
     self.assertIn('Process 0 of 2 has waited 1 seconds for the oth', errors)
-    self.assertIn('with the numbers from 0 to 1, each once', errors)
+    self.assertIn('with the numbers from 0 to 1 (JAX_NUM', errors)
 
   @pytest.mark.slow
-  def test_neither_of_two_tasks_trains_alone(self):
+  def test_neither_of_two_tasks_trains_separately(self):
     values = {k: v for k, v in SLURM.items() if k != 'SLURM_STEP_NODELIST'}
 
     for status, output, errors in start(values):
       self.assertEqual(status, 1, output)
-      self.assertIn('ValueError: Each scheduler must say', errors)
+      self.assertIn('ValueError: Slurm (SLURM_', errors)
       self.assertIn('Set JAX_COORDINATOR_ADDRESS', errors)
 
   @pytest.mark.slow
-  def test_coordinator_on_loopback_listens_there_alone(self):
+  def test_coordinator_on_loopback_listens_only_there(self):
     run = start_job(PROBE, 1)
 
     self.assertEqual(run.returncode, 0, run.stderr)
 
   @pytest.mark.slow
-  def test_who_fails_does_not_wait_for_the_others(self):
+  def test_a_failed_process_does_not_wait_for_the_others(self):
     run = start_job(FAILURE, 2)
 
     self.assertIn('ArithmeticError: out of numbers', run.stderr)
-    self.assertIn('Process 1 of 2 failed, and leaves the others.', run.stderr)
-    self.assertRegex(run.stderr, 'got process 1 of 2 that exited with status 1')
+    self.assertIn('Process 1 of 2 failed, and exits without', run.stderr)
+    self.assertRegex(run.stderr, 'process 1 of 2 exited with status 1')

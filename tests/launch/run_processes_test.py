@@ -1,4 +1,4 @@
-"""Processes of one host: failures are named, and no process is left behind."""
+"""Tests of `run_processes`: reports of failures, and no process left behind."""
 
 import math
 import os
@@ -16,8 +16,8 @@ import pytest
 import cases
 import shard_transforms
 
-# Each process writes its number into a file, and then does what it is told:
-# the words after it are the deeds of process 0, 1 and so on.
+# Each process writes its number into a file, and then performs its action. The
+# arguments are the actions of process 0, 1 and so on.
 CHILD = """
 import os, pathlib, signal, sys, time
 folder, *deeds = sys.argv[1:]
@@ -29,8 +29,9 @@ if deed in ('ignore_sigterm', 'stop'):
 elif deed == 'tidy_up':
   signal.signal(signal.SIGTERM, lambda *_: (path.unlink(), sys.exit()))
 elif deed == 'note_sigterm':
-  # As where JAX keeps it to itself, and the program is blocked.
-  signal.signal(signal.SIGTERM, lambda *_: path.with_suffix('.told').touch())
+  # Like JAX, which handles the signal while the program is blocked.
+  note = path.with_suffix('.signaled')
+  signal.signal(signal.SIGTERM, lambda *_: note.touch())
 path.with_suffix('.new').write_text(str(os.getpid()))
 path.with_suffix('.new').rename(path)
 deadline = time.monotonic() + 60
@@ -38,7 +39,7 @@ while len(list(path.parent.glob('*.pid'))) < len(deeds):
   assert time.monotonic() < deadline
   time.sleep(0.01)
 if {'report', 'be_killed'} <= {*deeds}:
-  # Who dies closes its end of the pipe.
+  # A process that dies closes its end of the pipe.
   pipe = (path.parent / 'pipe').open('r' if deed == 'report' else 'w')
 if deed == 'exit':
   sys.exit(7)
@@ -48,8 +49,8 @@ elif deed == 'stop':
   os.kill(os.getpid(), signal.SIGSTOP)
 elif deed == 'report':
   pipe.read()
-  # On a busy machine, the end of the other, whose files are closed by now, may
-  # be noticed no sooner.
+  # On a busy machine, the parent may notice the end of the other process only
+  # after its files are closed.
   time.sleep(0.1)
   sys.exit('my peer is gone')
 elif deed == 'print':
@@ -61,12 +62,12 @@ else:
   time.sleep(60)
 """
 
-# Runs the same through a supervisor of its own, which can be interrupted.
+# Runs the processes through a supervisor, which can be interrupted.
 SUPERVISOR = """
 import signal
 import sys
 import shard_transforms
-# What runs in the background of a shell ignores it.
+# A process in the background of a shell ignores this signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 shard_transforms.launch.run_processes(
     len(sys.argv) - 3, [sys.executable, '-c', *sys.argv[1:]], grace=0.5
@@ -103,78 +104,77 @@ class ProcessesTest(parameterized.TestCase):
         stderr=subprocess.PIPE,
         text=True,
     )
-    # In reverse order: it is killed, and then its pipes are closed.
+    # Cleanups run in reverse order: the process is killed, then its pipes
+    # close.
     self.enterContext(supervisor)
     self.addCleanup(supervisor.kill)
     return supervisor
 
   @pytest.mark.slow
-  def test_tells_each_process_its_number_its_gpu_and_to_keep_memory(self):
+  def test_sets_number_gpu_and_memory_options(self):
     supervisor = self.start_supervisor('print', 'print', 'print')
     out, err = supervisor.communicate(timeout=60)
 
     self.assertEqual(supervisor.returncode, 0, err)
-    # The output of the others, which is the same, is discarded.
+    # The equal output of the other processes is discarded.
     self.assertRegex(out, r'\A127\.0\.0\.1:\d+ 3 0 1073741824\n\Z')
     self.assertCountEqual(
         err.splitlines(), [f'error {i}, GPU {i}' for i in range(3)]
     )
 
   @cases.parameters(
-      (('wait', 'exit'), 'got process 1 of 2 that exited with status 7.'),
-      (('wait', 'be_killed', 'wait'), 'got process 1 of 3 .* killed by SIGKIL'),
-      (('exit', 'stop'), r'got process 1 of 2 .*\(SIGSTOP\), then process 0 '),
+      (('wait', 'exit'), 'process 1 of 2 exited with status 7.'),
+      (('wait', 'be_killed', 'wait'), 'process 1 of 3 .* killed by SIGKIL'),
+      (('exit', 'stop'), r'process 1 of 2 .*\(SIGSTOP\), then process 0 '),
   )
-  def test_names_who_failed_and_ends_the_others(self, deeds, message):
-    with self.assertRaisesRegex(
-        RuntimeError, '`command` must exit.*' + message
-    ):
+  def test_reports_failed_processes_and_ends_the_others(self, deeds, message):
+    with self.assertRaisesRegex(RuntimeError, '`command` failed: ' + message):
       self.run_children(*deeds, grace=0.2)
 
     self.assertLen(self.pids(), len(deeds))
     self.assertFalse(any(map(is_alive, self.pids())))
 
-  def test_names_who_still_ran_when_another_had_failed(self):
-    words = 'status 7. Still running then, and ended: process 0, 2. If a deadl'
+  def test_reports_processes_that_were_still_running(self):
+    words = 'status 7. Process 0, 2 was still running'
     with self.assertRaisesRegex(RuntimeError, words):
       self.run_children('wait', 'exit', 'wait', grace=0.2)
 
   @cases.parameters(
       (('report', 'be_killed'), (1, 0)), (('be_killed', 'report'), (0, 1))
   )
-  def test_names_them_in_the_order_of_their_ends(self, deeds, order):
+  def test_reports_failures_in_order(self, deeds, order):
     os.mkfifo(self.folder / 'pipe')
     killed, reports = order
 
     with self.assertRaisesRegex(
         RuntimeError,
-        f'got process {killed} of 2 .* SIGKILL, then process {reports} of 2'
+        f'process {killed} of 2 .* SIGKILL, then process {reports} of 2'
         r' .* status 1\.',
     ):
       self.run_children(*deeds)
 
-  def test_waits_for_no_grace_where_one_was_killed(self):
+  def test_ends_the_others_early_after_a_kill(self):
     with self.assertRaisesRegex(
-        RuntimeError, 'got process 1 of 2 that was killed by SIGKILL'
+        RuntimeError, 'process 1 of 2 was killed by SIGKILL'
     ):
       self.run_children('note_sigterm', 'be_killed', grace=600)
 
-    # It would have ended by itself long before.
-    self.assertLen(list(self.folder.glob('*.told')), 1)
+    # The process received SIGTERM, and was killed before it ended by itself.
+    self.assertLen(list(self.folder.glob('*.signaled')), 1)
     self.assertLen(self.pids(), 2)
     self.assertFalse(any(map(is_alive, self.pids())))
 
   @pytest.mark.slow
-  def test_lets_the_others_tidy_up(self):
-    with self.assertRaisesRegex(RuntimeError, 'got process 0 of 2 .* status 7'):
+  def test_lets_the_others_clean_up(self):
+    with self.assertRaisesRegex(RuntimeError, 'process 0 of 2 .* status 7'):
       self.run_children('exit', 'tidy_up', grace=2)
 
     self.assertLen(self.pids(), 1)
 
-  def test_kills_who_ignores_sigterm_and_restores_its_handler(self):
+  def test_kills_processes_that_ignore_sigterm_and_restores_the_handler(self):
     before = signal.getsignal(signal.SIGTERM)
 
-    with self.assertRaisesRegex(RuntimeError, 'got process 1 .* status 7'):
+    with self.assertRaisesRegex(RuntimeError, 'process 1 .* status 7'):
       self.run_children('ignore_sigterm', 'exit', grace=0.2)
 
     self.assertFalse(any(map(is_alive, self.pids())))
@@ -182,7 +182,7 @@ class ProcessesTest(parameterized.TestCase):
 
   @cases.parameters((signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143))
   @pytest.mark.slow
-  def test_leaves_nobody_behind_when_interrupted(self, number, status):
+  def test_leaves_no_process_behind_when_interrupted(self, number, status):
     supervisor = self.start_supervisor('wait', 'ignore_sigterm')
     deadline = time.monotonic() + 60
     while len(self.pids()) < 2 and time.monotonic() < deadline:
@@ -209,7 +209,7 @@ class ProcessesTest(parameterized.TestCase):
     thread.join(timeout=60)
 
     self.assertLen(failures, 1)
-    self.assertIn('process 0 of 1 that exited with status 7', failures[0])
+    self.assertIn('process 0 of 1 exited with status 7', failures[0])
 
   @cases.parameters(
       (0, ['true'], 1, ValueError, '`num_processes` must be at least 1, got 0'),

@@ -1,7 +1,7 @@
-"""The methods that `local_updates` implements, as in papers, in float64.
+"""Reference implementations in float64 of the methods of `local_updates`.
 
-Each takes what the shards have after each round and gives the anchor, with
-nothing of Optax in it.
+Each computes the anchor from the local parameters after each round, without
+Optax.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ class Method(NamedTuple):
   """A row of the table of methods.
 
   Attributes:
-    outer: What follows the mean.
-    options: Those of `local_updates`.
-    model: What it is to give: a function of the centres [steps, shards, size]
-      that gives the anchor and the own parameters after each step.
+    outer: The transformation after the mean.
+    options: The options of `local_updates`.
+    model: The reference: a function of the centres [steps, shards, size] that
+      returns the anchor and the local parameters after each step.
   """
 
   outer: optax.GradientTransformation
@@ -42,12 +42,12 @@ class Method(NamedTuple):
 
 
 def step_alone(own, centre):
-  """Is gradient descent on the squared distance to a shard's own centre."""
+  """Gradient descent on the squared distance to the centre of a shard."""
   return own - RATE * (own - centre)
 
 
 def in_rounds(start, every=3):
-  """Returns a model of rounds after which all shards go on from the anchor."""
+  """Returns a model of rounds after which shards continue from the anchor."""
 
   def model(centres):
     move = start()
@@ -93,7 +93,7 @@ def bmuf(nesterov=False):
     model = anchor if model is None else model
     block = eta * block + (own.mean(0) - anchor)
     model = model + block
-    # With Nesterov's momentum, shards begin the next block further along.
+    # With Nesterov's momentum, shards start the next block further along.
     return everywhere(model + nesterov * eta * block, own)
 
   return move
@@ -111,7 +111,7 @@ def slow_momentum():
 
 
 def streaming(centres, every=6, delay=1, own_part=0.25):
-  """Sends the first two numbers at half of a round, the others at its end."""
+  """Sends two elements in the middle of a round, and the others at its end."""
   size = centres.shape[-1]
   anchor = np.linspace(-1, 1, size)
   own = np.stack([anchor] * centres.shape[1])
@@ -134,7 +134,7 @@ def streaming(centres, every=6, delay=1, own_part=0.25):
 
 
 def of_page():
-  """Returns what the table of docs/local_updates.md gives for `outer`."""
+  """Returns the column `outer` of the table in docs/local_updates.md."""
   page = pathlib.Path(__file__).parents[2] / 'docs' / 'local_updates.md'
   text = page.read_text(encoding='utf-8')
   rows = re.findall(r'^\| (.*?) \| `(sgd\([^`]*\))` \|', text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The state of `local_updates`: own parameters, resizing, checkpoints."""
+"""Tests of the state of `local_updates`: local parameters, health, resizing."""
 
 from absl.testing import parameterized
 import chex
@@ -28,15 +28,15 @@ def _tx():
 
 
 def _on_shard(fn):
-  """Returns what a function gives on each of 8 shards."""
+  """Returns a function that is mapped over 8 shards."""
   return modes.map_shards('shard_map', fn)
 
 
 class LocalParamsTest(parameterized.TestCase):
 
-  def test_finds_own_parameters_in_any_state(self):
+  def test_finds_local_parameters_in_any_state(self):
     txs = {
-        'alone': _tx(),
+        'unwrapped': _tx(),
         'chain': optax.chain(optax.identity(), _tx()),
         'masked': optax.masked(_tx(), {'a': True, 'b': False, 'n': False}),
         'partition': optax.partition(
@@ -85,7 +85,7 @@ class LocalParamsTest(parameterized.TestCase):
         (
             lambda: _on_shard(of_others)(params, np.zeros(8)),
             ValueError,
-            '`params` of `local_params` must .*another. With nnx',
+            '`params` of `local_params` have a different.* With nnx',
         ),
     ):
       with self.subTest(words), self.assertRaisesRegex(error, words):
@@ -117,7 +117,7 @@ class HealthTest(parameterized.TestCase):
     monitoring.check_health(state)
     monitoring.check_health(state._replace(own_params=sick))
     with self.assertRaisesRegex(
-        RuntimeError, r'own parameters .* \[0, 1, .*7\], are not, in round 0'
+        RuntimeError, r'are not finite .* \[0, 1, .*7\], in round 0'
     ):
       monitoring.check_health(state._replace(own_params=lost))
 
@@ -125,7 +125,7 @@ class HealthTest(parameterized.TestCase):
 class ResizeTest(parameterized.TestCase):
 
   @cases.parameters(((8, 4, 8), 2), ((8, 3), 3))
-  def test_ends_a_round_with_what_all_shards_have_done(self, sizes, step):
+  def test_a_resized_round_includes_all_steps(self, sizes, step):
     tx = _tx()
     params = jnp.linspace(-1, 1, 5)
     meshes = [modes.mesh(size) for size in sizes]
@@ -148,13 +148,13 @@ class ResizeTest(parameterized.TestCase):
     counts = optax.tree_utils.tree_get(after.inner_state, 'count')
     np.testing.assert_array_equal(counts, np.full(sizes[-1], step))
     if step == 3:
-      # Between rounds, all shards have the bits of the anchor.
+      # Between rounds, all shards have the exact bits of the anchor.
       np.testing.assert_array_equal(
           after.own_params, np.stack([params] * sizes[-1])
       )
     self.assertEqual((after.step, after.num_rounds), (step % 3, step // 3))
 
-  def test_weighs_shards_of_a_round_and_leaves_out_those_that_are_lost(self):
+  def test_weights_shards_and_leaves_out_those_that_are_not_finite(self):
     tx = _tx()
     params = np.zeros(2, np.float32)
     state = st.init_state(tx, params, modes.mesh())
@@ -167,10 +167,10 @@ class ResizeTest(parameterized.TestCase):
 
     want = (own[0] + 3 * own[2]) / 4
     np.testing.assert_allclose(state.own_params, [want] * 3)
-    # What a lost shard has done is not in the mean, so its weight is left out.
+    # The weight of a shard that is left out of the mean is left out too.
     np.testing.assert_allclose(state.total_weight, np.full((3, 1), 4 / 3))
 
-  def test_steps_before_a_resize_count_as_much_as_they_did(self):
+  def test_steps_before_a_resize_keep_their_weight(self):
     sizes = 8, 3
     tx = local_updates(optax.sgd(0.1), _outer(), AXIS, every=3)
     meshes = [modes.mesh(size) for size in sizes]
@@ -197,7 +197,7 @@ class ResizeTest(parameterized.TestCase):
 
 
 def _step(tx, mesh, like):
-  """Returns a step of all shards, for a state as `init_state` makes it."""
+  """Returns a step of all shards, for a state created by `init_state`."""
   specs = st.state_specs(tx, like, mesh)
 
   def step(params, state, grads, weight=None):

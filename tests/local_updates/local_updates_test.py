@@ -1,4 +1,4 @@
-"""Training in rounds: the methods, and what may stand in `outer` and around."""
+"""Tests of `local_updates`: methods, weights, composition and errors."""
 
 import functools
 import itertools
@@ -65,7 +65,7 @@ def _joined(tree):
 
 
 def _train(tx, params, data, weights=None, loss=_loss, local_step=None):
-  """Returns parameters and own ones [steps, ...] of a shard, and state."""
+  """Returns anchor and local parameters [steps, ...] of a shard, and state."""
 
   def step(carry, inputs):
     params, state = carry
@@ -84,7 +84,7 @@ def _train(tx, params, data, weights=None, loss=_loss, local_step=None):
 
 
 def _run(txs, data=CENTRES, weights=None, **options):
-  """Returns what `_train` does for each, [shards, steps, features]."""
+  """Returns the results of `_train`, [shards, steps, features]."""
 
   def shard(params, own):
     return [_train(tx, params, *own, **options) for tx in txs]
@@ -96,7 +96,7 @@ def _run(txs, data=CENTRES, weights=None, **options):
 
 class DerivativeTest(parameterized.TestCase):
 
-  def test_backward_is_forward(self):
+  def test_forward_and_reverse_derivatives_agree(self):
     tx = _local(_mean(optax.sgd(0.7, 0.9)))
 
     def trained(own, params):
@@ -118,7 +118,7 @@ class DerivativeTest(parameterized.TestCase):
 
 class MethodTest(parameterized.TestCase):
 
-  def test_is_each_method_of_the_page_s_table(self):
+  def test_equals_each_method_of_the_documented_table(self):
     methods = local_methods.METHODS
     self.assertLen(methods, 6)
     found = _run([method.build() for method in methods.values()])
@@ -132,13 +132,13 @@ class MethodTest(parameterized.TestCase):
         bits = anchor.view(np.uint32)
         np.testing.assert_array_equal(bits, [bits[0]] * SHARDS)
         if 'mixing' not in method.options:
-          # Shards have the bits of the anchor where a round has ended.
+          # At the end of a round, shards have the exact bits of the anchor.
           is_end = np.ptp(want_own, axis=1).max(axis=-1) == 0
           self.assertTrue(is_end.any())
           own = own[:, is_end].view(np.uint32)
           np.testing.assert_array_equal(own, bits[:, is_end])
 
-  def test_gives_the_histories_of_torchft(self):
+  def test_equals_the_recordings_of_torchft(self):
     recorded = json.loads(TORCHFT.read_text(encoding='utf-8'))['cases']
     self.assertLen(recorded, 4)
     outer, inner = _mean(optax.sgd(2.0)), optax.sgd(1.0)
@@ -164,13 +164,13 @@ class MethodTest(parameterized.TestCase):
             found = anchor[:, int(step) - 1]
             np.testing.assert_array_equal(found, [layers] * SHARDS)
 
-  def test_rounds_of_one_step_and_rates_that_change(self):
+  def test_rounds_of_one_step_and_changing_rates(self):
     def inject(schedule):
       return optax.inject_hyperparams(optax.sgd)(schedule)
 
     outer = _mean(inject(lambda meeting: 1 - 0.25 * meeting))
     changing = _local(outer, inner=inject(lambda step: 0.4 / (1 + step)))
-    # All fragments share the steps of a round of fewer steps.
+    # Several fragments are sent in one step if the round has fewer steps.
     txs = [_local(every=1, fragments=n) for n in (1, 2)]
     one, two, changed = _run([*txs, changing])
 
@@ -185,7 +185,7 @@ class MethodTest(parameterized.TestCase):
       for (found, *_), want in (one, params), (two, params), (changed, anchor):
         np.testing.assert_allclose(found[:, i], [want] * SHARDS, atol=1e-6)
 
-  def test_a_round_that_became_shorter_still_ends_with_a_meeting(self):
+  def test_a_shortened_round_still_ends_with_an_outer_step(self):
     tx = _local(every=5)
 
     def shard(params, own):
@@ -201,7 +201,7 @@ class MethodTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(rounds[0], [0, 0, 1, 1, 1])
 
-  def test_spreads_leaves_evenly_over_fragments(self):
+  def test_distributes_leaves_evenly_over_fragments(self):
     tx = _local(_mean(optax.sgd(1.0, 0.9)), fragments=2)
     params = {k: np.ones(n, np.float32) for k, n in dict(a=5, b=4, c=3).items()}
 
@@ -233,7 +233,7 @@ class MethodTest(parameterized.TestCase):
 
 class WeightTest(parameterized.TestCase):
 
-  def test_weighs_shards_by_the_tokens_of_the_round(self):
+  def test_weights_shards_by_the_tokens_of_the_round(self):
     count = optax.scale_by_schedule(lambda _: 1.0)
     inner = optax.chain(optax.sgd(0.3), count)
     tx = _local(_mean(optax.sgd(1.0, 0.5)), 3, inner)
@@ -250,7 +250,7 @@ class WeightTest(parameterized.TestCase):
     counts = np.ravel(optax.tree_utils.tree_get(state.inner_state, 'count'))
     np.testing.assert_array_equal(counts, (tokens > 0).sum(1))
 
-  def test_leaves_out_a_sick_shard_and_weighs_the_others(self):
+  def test_excludes_a_non_finite_shard_and_weights_the_others(self):
     tx = _local(guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude'), 3)
     tokens = np.random.default_rng(2).integers(0, 4, (SHARDS, STEPS))
     tokens[5, 1] = 9
@@ -262,10 +262,10 @@ class WeightTest(parameterized.TestCase):
 
     check_weighed(anchor, own, tokens, data)
 
-  def test_takes_the_word_of_the_user_about_the_weight(self):
+  def test_assume_weighted_skips_the_check(self):
     def update(updates, state, params=None, *, weight, **extra_args):
       del params, extra_args
-      # The first sum has no weight, and the second takes away what it should.
+      # The first sum is unweighted, and the second subtracts the excluded part.
       mask = jnp.where(weight > 0, 1.0, 0.0)
       summed = jax.tree.map(
           lambda u: lax.psum(u, AXIS) - lax.psum((1 - mask) * u, AXIS), updates
@@ -284,7 +284,7 @@ class WeightTest(parameterized.TestCase):
 
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
 
-  def test_weighs_each_fragment_by_the_steps_since_it_was_sent(self):
+  def test_weights_each_fragment_by_the_steps_since_it_was_sent(self):
     tx = _local(every=4, fragments={'a': 0, 'b': 1})
     tokens = np.random.default_rng(3).integers(1, 5, (SHARDS, STEPS))
 
@@ -300,7 +300,7 @@ class WeightTest(parameterized.TestCase):
           x[:, part] = params[part]
       np.testing.assert_allclose(anchor[:, i], [params] * SHARDS, atol=1e-6)
 
-  def test_renews_a_shard_that_is_not_finite_and_waits_for_a_quorum(self):
+  def test_restarts_a_non_finite_shard_and_waits_for_a_quorum(self):
     outer, strict = (
         guard(_mean(optax.sgd(1.0)), AXIS, on_bad='exclude', min_shards=n)
         for n in (2, 8)
@@ -325,7 +325,7 @@ class WeightTest(parameterized.TestCase):
       self.assertFalse(finite[5, 0])
       self.assertTrue(finite[5, 4:].all())
       self.assertTrue(finite[np.arange(SHARDS) != 5].all())
-      # Its moments have begun again.
+      # The moments of the shard are reset.
       num_steps = optax.tree_utils.tree_get(state.inner_state, 'count')
       want = np.full(SHARDS, STEPS)
       want[5] -= 4 // fragments
@@ -342,7 +342,7 @@ def check_weighed(anchor, own, tokens, data, decay=0):
     if i % 3 == 2:
       total = tokens[:, i - 2 : i + 1].sum(1)
       well = np.isfinite(x).all(1)
-      # A round without any leaves the momentum as it is, too.
+      # A round of total weight zero does not change the momentum either.
       if total.any():
         mean = np.average(x[well], axis=0, weights=total[well])
         velocity = decay * velocity + params - mean
@@ -354,7 +354,7 @@ def check_weighed(anchor, own, tokens, data, decay=0):
 
 class ReportTest(parameterized.TestCase):
 
-  def test_sends_nothing_between_meetings(self):
+  def test_does_not_communicate_between_outer_steps(self):
     tx = _local(every=6, fragments=2, inner=optax.adam(0.1))
 
     def shard(params, own):
@@ -363,12 +363,12 @@ class ReportTest(parameterized.TestCase):
     own = np.zeros((SHARDS, 1, 5), np.float32)
     report = wire_report(modes.map_shards('shard_map', shard), PARAMS, own)
 
-    # Of five numbers, each is sent once in a round.
+    # Each of the five elements is sent once per round.
     self.assertTrue(all(c.conditional for c in report.collectives))
     self.assertEqual(report.total_bytes, 2 * 7 / 8 * 5 * 4)
     self.assertEmpty(report.warnings)
 
-  def test_counts_what_inner_sends_in_each_step(self):
+  def test_reports_the_communication_of_inner(self):
     tx = _local(every=20, inner=_mean(SGD, axis_name='core'))
 
     report = wire_report(
@@ -381,7 +381,7 @@ class ReportTest(parameterized.TestCase):
     self.assertEqual(found, {('core',): False, (AXIS,): True})
 
   @cases.parameters('shard_map', 'pmap')
-  def test_warns_of_a_gradient_at_the_shared_parameters(self, mode):
+  def test_warns_about_a_gradient_at_the_shared_parameters(self, mode):
     tx = _local(every=6)
 
     def by_hand(params, own):
@@ -411,7 +411,7 @@ class ReportTest(parameterized.TestCase):
 
 class SurroundingsTest(parameterized.TestCase):
 
-  def test_gets_extra_arguments(self):
+  def test_forwards_extra_arguments(self):
     def scale(updates, state, params=None, *, value, **extra_args):
       del params, extra_args
       return jax.tree.map(lambda u: -value * u, updates), state
@@ -431,7 +431,7 @@ class SurroundingsTest(parameterized.TestCase):
     for updates in modes.map_shards('shard_map', shard)(PARAMS, own):
       np.testing.assert_array_equal(_joined(updates), np.full((8, 5), -0.25))
 
-  def test_keeps_the_momentum_in_slices_and_sends_compressed(self):
+  def test_outer_may_be_sharded_and_compressed(self):
     momentum = optax.sgd(0.7, 0.9, nesterov=True)
     half = compression.cast('bfloat16')
     half = compression.compressed_mean(AXIS, half, min_elements=1)
@@ -445,12 +445,13 @@ class SurroundingsTest(parameterized.TestCase):
     self.assertFalse(np.array_equal(half, whole))
     self.assertEqual(np.ptp(half, axis=0).max(), 0)
 
-  def test_steps_once_a_window_of_towers(self):
+  def test_takes_one_local_step_per_window_of_towers(self):
     towers = tower_reduce(2, _local(every=3), axis_name=AXIS)
 
     ((anchor, own, _),) = _run([towers])
 
-    # The mean of two gradients at one place is that of the mean centre.
+    # The mean of two gradients at one point is the gradient for the mean
+    # centre.
     means = CENTRES.reshape(SHARDS, STEPS // 2, 2, 5).mean(2)
     tokens = np.ones((SHARDS, STEPS // 2))
     check_weighed(anchor[:, 1::2], own[:, 1::2], tokens, means)
@@ -469,7 +470,7 @@ class SurroundingsTest(parameterized.TestCase):
     want = x[np.arange(SHARDS) != 3].mean(0)
     np.testing.assert_allclose(anchor[:, 1], [want] * 8, rtol=1e-5, atol=1e-6)
 
-  def test_keeps_leaves_of_all_kinds(self):
+  def test_keeps_leaves_of_all_types(self):
     params = {
         'scalar': np.float32(1),
         'matrix': np.ones((2, 5), np.float32),
@@ -480,7 +481,7 @@ class SurroundingsTest(parameterized.TestCase):
         'none': None,
         'masked': optax.MaskedNode(),
     }
-    # Which makes more of what is half.
+    # This magnifies the difference.
     rate = np.float32(1)
     double = optax.stateless_with_tree_map(lambda u, _: -rate * u)
     txs = [
@@ -512,7 +513,7 @@ class SurroundingsTest(parameterized.TestCase):
       of_first = jax.tree.map(lambda x: jax.typeof(x[0]), found)
       chex.assert_trees_all_equal_shapes_and_dtypes(of_first, kinds)
       self.assertTrue((found['matrix'] < 0).all())
-    # Of one fragment, which is taken over in the last step.
+    # The state of one fragment, which is mixed in the last step.
     chex.assert_trees_all_equal(*trained[0], strict=True)
 
 
@@ -525,7 +526,7 @@ def _on_mesh(fn, other, in_specs, out_specs, check=True):
 
 class MeshTest(parameterized.TestCase):
 
-  def test_refuses_what_differs_along_another_axis(self):
+  def test_refuses_updates_that_differ_along_another_axis(self):
     def step(params, data):
       return _local().update(data[0], _local().init(params), params)[0]
 
@@ -534,7 +535,7 @@ class MeshTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"must name \['core'\]"):
       jax.eval_shape(step, np.zeros(3, 'f'), np.zeros((8, 3), 'f'))
 
-  def test_islands_reduce_among_themselves_and_meet_once_a_round(self):
+  def test_groups_reduce_in_each_step_and_average_once_per_round(self):
     tx = _local(inner=_mean(optax.sgd(0.3), axis_name='core'))
 
     def step(params, state, data):
@@ -562,7 +563,7 @@ class MeshTest(parameterized.TestCase):
     tx, spec = _local(_mean(optax.sgd(0.7, 0.9))), P('model')
     params = np.linspace(-1, 1, 6, dtype=np.float32)
     data = np.float32(np.random.default_rng(1).normal(size=(4, 3, 6)))
-    # Of one shard, at one place.
+    # One shard, at one position.
     data[1, 0, 2] = np.nan
 
     def step(params, state, data):
@@ -592,24 +593,24 @@ class MeshTest(parameterized.TestCase):
 
 
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
-MUST_REDUCE = "`outer` .* must reduce .*along \\['data'\\]"
+MUST_REDUCE = "`outer` .* differ between shards along \\['data'\\]"
 NESTED = optax.chain(_local())
-# Outer and inner transformations, and what is said of them.
+# Outer and inner transformations, and the error messages.
 REFUSED = (
-    # Where types tell, the mean says it first.
+    # Where types are tracked, the mean raises first.
     (
         {'inner': _mean(SGD)},
-        '`inner` .* must not send .*`psum`.*`outer`|reduce in `outer`',
+        '`inner` .* communicates .*`psum`.*`outer`|reduce in `outer`',
     ),
     ({'outer': optax.sgd(0.7, 0.9)}, MUST_REDUCE),
     ({'outer': cross_shard_mean(AXIS, groups=HALVES)}, MUST_REDUCE),
     ({'outer': optax.masked(_mean(), {'a': True, 'b': False})}, MUST_REDUCE),
     (
         {'outer': _mean(optax.stateless(lambda updates, params: updates['a']))},
-        '`outer` .* must keep the tree',
+        '`outer` .* changed the tree',
     ),
-    ({'inner': NESTED}, "must not hold .*'host'"),
-    ({'outer': NESTED}, "must not hold .*'host'"),
+    ({'inner': NESTED}, "contains another .*'host'"),
+    ({'outer': NESTED}, "contains another .*'host'"),
 )
 EVERY, FRAGMENTS = '`every` must be', '`fragments` must be'
 ARGUMENTS = (
@@ -618,7 +619,7 @@ ARGUMENTS = (
     (dict(assume_weighted=1), TypeError, '`assume_weighted` must be a boolean'),
     (dict(every=0), ValueError, f'{EVERY} at least 1, got 0'),
     (dict(delay=-1), ValueError, '`delay` must be at least 0, got -1'),
-    (dict(every=4, delay=2, fragments=2), ValueError, 'less than .* 2, got 2'),
+    (dict(every=4, delay=2, fragments=2), ValueError, 'less than 2, .* got 2'),
     (dict(fragments='all'), TypeError, f"{FRAGMENTS} an integer, got 'all'"),
     (dict(fragments={'a': 1, 'b': 'x'}), TypeError, 'labels that are all str'),
     (dict(fragments={'a': 0.5}), TypeError, 'an integer, or a tree of labels'),
@@ -626,22 +627,22 @@ ARGUMENTS = (
 )
 TREES = (
     (6, 'must be at most the number of leaves, 3, got 6'),
-    ({'a': 0, 'b': 1}, 'must have the tree of the parameters'),
+    ({'a': 0, 'b': 1}, 'must be a tree like the parameters'),
     ({'a': 0, 'b': None, 'c': 1}, r"each leaf, got None at \['b'\]"),
 )
 OTHER_KINDS = PARAMS | {'b': np.ones(3, jnp.bfloat16)}
-# Calls of `update`, given a state, parameters and a shard's own gradient.
+# Calls of `update` with a state, parameters and the gradient of a shard.
 MOMENTUM = _local(_mean(optax.sgd(1.0, 0.9)))
 UPDATES = (
     (
         lambda s, p, own: (jax.grad(optax.tree.vdot)(p, own), s, p),
         *(ValueError, r"got \['a'\] .* already reduced.*`.*local_params\(par"),
     ),
-    (lambda s, p, own: (own, s), ValueError, 'the parameters, got None'),
+    (lambda s, p, own: (own, s), ValueError, 'needs the parameters'),
     (
         lambda s, p, own: (own, s, local_params(p, s)),
         ValueError,
-        r"same on all shards, got \['a'\].*along \['data'\].*local_par",
+        r"same on all shards, but \['a'\].*along \['data'\].*local_par",
     ),
     (lambda s, p, own: (own, s, OTHER_KINDS), ValueError, '`params` .* state'),
     (lambda s, p, own: (own, (), p), TypeError, 'be a `LocalUpdatesState`'),
@@ -655,7 +656,7 @@ def _traced(fn, mode='shard_map'):
 
 class OuterTest(parameterized.TestCase):
 
-  # With one owner, and with several.
+  # With one owner and with several owners.
   @cases.product(mode=modes.MAPPED, num_matrices=(1, 8))
   def test_owners_may_be_outer(self, mode, num_matrices):
     params = {f'w{i}': np.ones((4, 6), np.float32) for i in range(num_matrices)}
@@ -680,9 +681,9 @@ class OuterTest(parameterized.TestCase):
 
 class RefusalTest(parameterized.TestCase):
 
-  # Without types, all is followed through the program.
+  # Where types are not tracked, the jaxpr is analyzed.
   @cases.parameters('shard_map', 'shard_map_unchecked')
-  def test_refuses_what_does_not_reduce_and_takes_what_does(self, mode):
+  def test_outer_must_reduce_and_inner_must_not(self, mode):
     def trace(**given):
       tx = _local(**given)
       _traced(lambda p, own: tx.update(own, tx.init(p), p)[0], mode)
@@ -703,7 +704,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, words):
       _local(**given)
 
-  def test_refuses_fragments_that_do_not_fit_the_tree(self):
+  def test_refuses_fragments_that_do_not_match_the_tree(self):
     for fragments, words in TREES:
       tx = _local(every=9, fragments=fragments)
       with self.subTest(words), self.assertRaisesRegex(ValueError, words):
@@ -717,7 +718,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, words):
       _traced(update)
 
-  def test_refuses_the_state_of_other_fragments(self):
+  def test_refuses_a_state_of_other_fragments(self):
     txs = [
         _local(_mean(optax.sgd(1.0, 0.9)), every=4, fragments=fragments)
         for fragments in (2, {'a': 'x', 'b': 'y'}, {'a': 0, 'b': 0})
@@ -728,5 +729,5 @@ class RefusalTest(parameterized.TestCase):
       def shard(params, own, made=made, given=given):
         return given.update(own, made.init(params), params)
 
-      with self.assertRaisesRegex(ValueError, 'same fragments'):
+      with self.assertRaisesRegex(ValueError, 'for other fragments'):
         _traced(shard)

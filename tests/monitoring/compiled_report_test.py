@@ -1,4 +1,4 @@
-"""Reports of compiled programs: as of traced ones, sources, GPUs and TPUs."""
+"""Tests of reports on compiled programs."""
 
 import collections
 import dataclasses
@@ -56,7 +56,7 @@ TRANSFORMS = {
 
 
 def sent_by_axes(report):
-  """Returns the bytes of a report by axes, and by whether they are sent."""
+  """Returns the bytes of a report by axes, and whether they are conditional."""
   found = collections.Counter()
   for c in report.collectives:
     found[c.axes, c.conditional] += c.sent_bytes
@@ -64,7 +64,7 @@ def sent_by_axes(report):
 
 
 def step_of(name):
-  """Returns a step of a transformation, and what to give it."""
+  """Returns a step of a transformation, and its arguments."""
   tx = TRANSFORMS[name]
   mesh = modes.mesh()
   state = st.init_state(tx, PARAMS, mesh)
@@ -89,17 +89,17 @@ def step_of(name):
       lambda p: jax.ShapeDtypeStruct((8, *p.shape), p.dtype), PARAMS
   )
   weight = jax.ShapeDtypeStruct((8,), jnp.float32)
-  # The minimum of a step that all shards share is not used here: the compiler
-  # would leave it out.
+  # The minimum of a shared step is not used here, and would be removed by the
+  # compiler.
   local_step = jax.ShapeDtypeStruct((8,), jnp.int32)
   return jax.jit(mapped), (PARAMS, state, grads, weight, local_step)
 
 
 class AgreementTest(parameterized.TestCase):
-  """What the compiler sends is what the traced program says."""
+  """The compiled communication equals the traced communication."""
 
   @cases.parameters(*TRANSFORMS)
-  def test_sends_what_the_traced_program_does(self, name):
+  def test_equals_the_report_of_the_traced_program(self, name):
     step, given = step_of(name)
 
     traced = wire_report(step, *given)
@@ -110,14 +110,14 @@ class AgreementTest(parameterized.TestCase):
     self.assertLessEqual(
         compiled.merged.num_collectives, traced.num_collectives
     )
-    # Sums that the compiler joins may be without a name.
+    # Sums that the compiler merges may not have a name.
     scopes = {'', *(collective.scope for collective in traced.collectives)}
     self.assertContainsSubset({c.scope for c in compiled.collectives}, scopes)
     self.assertEmpty(compiled.warnings)
 
 
 def step_over_axes(fn):
-  """Maps a function of a shard's rows over a mesh of two axes."""
+  """Maps a function of the rows of a shard over a mesh with two axes."""
   mesh = jax.make_mesh((4, 2), ('data', 'model'), (AUTO, AUTO))
   spec = P(('data', 'model'))
   return jax.shard_map(
@@ -141,14 +141,14 @@ LOOPS = (
         )[0],
         *(False, True),
     ),
-    # It always turns once.
+    # This loop always runs once.
     (
         lambda due, x: lax.while_loop(
             lambda c: c[0], lambda c: (False, largest(c[1])), (True, x)
         )[1],
         *(False, False),
     ),
-    # The decision is computed, or that of the next turn but one is false.
+    # The condition is computed, or becomes false in a later iteration.
     (
         lambda due, x: lax.while_loop(
             lambda c: c[0], lambda c: (c[1].sum() > 1, largest(c[1])), (due, x)
@@ -204,7 +204,7 @@ SENDING = (
 
 
 class ControlFlowTest(parameterized.TestCase):
-  """Every collective that JAX has, in every surrounding."""
+  """Every collective of JAX, in every context."""
 
   def test_agrees_with_the_traced_program(self):
     step = step_over_axes(lambda x: [fn(x + i) for i, fn in enumerate(SENDING)])
@@ -216,9 +216,9 @@ class ControlFlowTest(parameterized.TestCase):
         [without_source(c) for c in compiled.collectives], traced.collectives
     )
 
-  # As which part of the carry the decision is kept does not matter.
+  # The position of the condition in the carry does not matter.
   @cases.parameters(*LOOPS)
-  def test_tells_loops_from_branches(self, fn, in_while, conditional):
+  def test_distinguishes_loops_from_branches(self, fn, in_while, conditional):
     step = step_over_axes(lambda x: fn(lax.psum(x, 'data')[0, 0] > 0, x))
 
     report = wire_report(step, ROWS, compiled=True)
@@ -228,7 +228,7 @@ class ControlFlowTest(parameterized.TestCase):
         (found.in_while, found.conditional), (in_while, conditional)
     )
 
-  def test_finds_what_the_partitioner_adds(self):
+  def test_reports_collectives_of_the_partitioner(self):
     mesh = jax.make_mesh((4, 2), ('data', 'model'), (AUTO, AUTO))
     w = jax.ShapeDtypeStruct(
         (16, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, 'model'))
@@ -253,11 +253,11 @@ class ControlFlowTest(parameterized.TestCase):
         ),
     )
 
-  def test_names_the_line_that_asked_for_it(self):
+  def test_reports_the_line_of_the_user(self):
     line = inspect.currentframe().f_lineno + 4
 
     def fn(x):
-      # The number keeps JAX from finding a program of other lines.
+      # The constant avoids a cached program with other lines.
       return lax.psum(x * line, 'data')
 
     report = wire_report(step_over_axes(fn), ROWS, compiled=True)
@@ -265,7 +265,7 @@ class ControlFlowTest(parameterized.TestCase):
     self.assertEqual(report.collectives[0].source, f'{__file__}:{line}')
     self.assertIn(f'  compiled_report_test.py:{line}', str(report))
 
-  def test_merges_what_one_operation_sends(self):
+  def test_merges_the_arrays_of_an_operation(self):
     step = step_over_axes(
         lambda x: [lax.psum(x[:3], 'data'), lax.psum(x, 'data')]
     )
@@ -289,10 +289,10 @@ class SourceTest(parameterized.TestCase):
       (('/home/main.py', '/home/train.py'), '/home/train.py:2'),
       (('/home/train.py', '/v/site-packages/flax/a.py'), '/home/train.py:1'),
       (('/home/train.py', compiled_report.__file__), '/home/train.py:1'),
-      # Where nothing is the user's own, it is better than nothing.
+      # Without user code, the innermost line is reported.
       (('/v/site-packages/flax/a.py',), '/v/site-packages/flax/a.py:1'),
   )
-  def test_is_the_innermost_line_of_the_user(self, files, source):
+  def test_source_is_the_innermost_line_of_the_user(self, files, source):
     numbered = [*enumerate(files, start=1)]
     tables = [
         'FileNames',
@@ -317,7 +317,7 @@ class SourceTest(parameterized.TestCase):
 
 
 class BackendsTest(parameterized.TestCase):
-  """Texts in short; `tests/hardware_test.py` reads what XLA makes."""
+  """Short texts; `tests/hardware_test.py` has complete programs."""
 
   def test_reads_a_program_for_gpu(self):
     report = hlo_wire_report(HLO.joinpath('gpu.txt').read_text(), MESH)
@@ -354,9 +354,9 @@ class BackendsTest(parameterized.TestCase):
         [
             ('ppermute', 'float32', 8192, ('model',), ''),
             ('ragged_all_to_all', 'float32', 8192, ('data',), ''),
-            # Three fusions have a part of it each.
+            # Each of three fusions has a part of this collective.
             ('all_gather', 'float32', 8192, ('data', 'model'), ''),
-            # An all-reduce of which each shard keeps a slice.
+            # An all-reduce whose result is sliced on each shard.
             ('reduce_scatter', 'bfloat16', 2**24, ('data', 'model'), 'grads'),
         ],
     )
@@ -382,15 +382,15 @@ def sharded(*spec):
 
 
 class ProgramTest(parameterized.TestCase):
-  """Every way to hand a program over gives the same."""
+  """Every way to pass a program gives the same report."""
 
-  def test_tells_the_memory_of_a_compiled_program(self):
+  def test_reports_the_memory_of_a_compiled_program(self):
     memory = wire_report(STEP, VECTOR, compiled=True).memory
 
     self.assertEqual(memory.argument_size_in_bytes, 24 // 8 * 4)
     self.assertIsNone(wire_report(STEP, VECTOR).memory)
 
-  def test_reads_what_is_lowered_or_compiled(self):
+  def test_supports_lowered_and_compiled_programs(self):
     lowered = STEP.lower(VECTOR)
     compiled = lowered.compile()
     expected = wire_report(STEP, VECTOR, compiled=True)
@@ -402,14 +402,14 @@ class ProgramTest(parameterized.TestCase):
         hlo_wire_report(compiled.as_text(), modes.mesh()), expected
     )
 
-  def test_reads_what_jax_pmap_compiles(self):
+  def test_supports_jax_pmap(self):
     step = jax.pmap(lambda x: lax.psum(x, AXIS), AXIS)
 
     report = wire_report(step, jnp.ones((8, 3)), compiled=True)
 
     self.assertEqual(report.collectives[0].axes, (AXIS,))
 
-  def test_takes_keyword_arguments(self):
+  def test_supports_keyword_arguments(self):
     step = jax.jit(lambda x, *, y: jnp.sum(x) + y)
 
     report = wire_report(step, sharded(AXIS), y=1.0, compiled=True)
@@ -418,12 +418,12 @@ class ProgramTest(parameterized.TestCase):
     self.assertEqual(report, lowered)
     self.assertEqual(report.num_collectives, 1)
 
-  def test_needs_no_mesh_where_nothing_is_sent(self):
+  def test_mesh_is_optional_without_communication(self):
     report = wire_report(jnp.sin, VECTOR, compiled=True)
 
     self.assertEqual(report, WireReport(()))
 
-  def test_names_the_axes_of_the_mesh_that_is_given(self):
+  def test_uses_the_axes_of_the_given_mesh(self):
     mesh = jax.sharding.AbstractMesh((2, 4), ('host', 'core'))
 
     report = wire_report(jnp.sum, sharded(AXIS), compiled=True, mesh=mesh)
@@ -432,7 +432,7 @@ class ProgramTest(parameterized.TestCase):
 
 
 def lowered_for_tpu():
-  # A mesh of no devices is for programs that are compiled elsewhere.
+  # An abstract mesh is for programs that are compiled elsewhere.
   mesh = jax.sharding.AbstractMesh((8,), (AXIS,), axis_types=(AUTO,))
   step = jax.shard_map(
       lambda x: lax.psum(x, AXIS), mesh=mesh, in_specs=P(AXIS), out_specs=P()
@@ -449,7 +449,7 @@ ERRORS = (
         of(lambda: STEP.lower(VECTOR), VECTOR),
         *(
             ValueError,
-            '`args` must be left out where a .* program is read, got 1',
+            'compiled program is reported without arguments, got 1',
         ),
     ),
     (
@@ -457,12 +457,12 @@ ERRORS = (
             *(STEP, jax.device_put(jnp.ones(24), jax.devices()[0])),
             compiled=True,
         ),
-        *(ValueError, '`args` must be on the same devices'),
+        *(ValueError, '`args` are on different devices'),
     ),
-    (of(lowered_for_tpu), ValueError, '`fn` must be lowered for a backend of'),
+    (of(lowered_for_tpu), ValueError, '`fn` could not be compiled in this'),
     (
         of(lambda: STEP, VECTOR, compiled=True, mesh=modes.mesh(4)),
-        *(ValueError, "the 8 devices of the program, got 4 in {'data': 4}"),
+        *(ValueError, "runs on 8 devices, but `mesh` has 4: {'data': 4}"),
     ),
     (
         of(lambda: STEP, VECTOR, compiled=True, mesh=('data', 8)),
@@ -470,24 +470,24 @@ ERRORS = (
     ),
     (
         lambda: hlo_wire_report(wire_text('{{0,1},{2,3}}')),
-        *(ValueError, '`mesh` must be given where a compiled program does not'),
+        *(ValueError, 'does not name its mesh axes. Pass the `mesh`'),
     ),
     (
         lambda: hlo_wire_report(SLICED_TEXT),
-        *(ValueError, 'Give the mesh of all slices, each with 4 devices'),
+        *(ValueError, 'Pass the `mesh` of all slices, each of 4 devices'),
     ),
     (
         lambda: hlo_wire_report(SLICED_TEXT, modes.mesh(4)),
-        *(ValueError, 'must have all slices, each with 4 devices of the'),
+        *(ValueError, 'runs on each of several slices of 4 devices, but'),
     ),
     (lambda: hlo_wire_report(b'HloModule'), TypeError, '`text` must be the te'),
     (
         of(lambda: jnp.sin, VECTOR, axis_sizes={AXIS: 8}, compiled=True),
-        *(ValueError, '`axis_sizes` must be left out where a compiled program'),
+        *(ValueError, '`axis_sizes` is only for traced functions'),
     ),
     (
         of(lambda: STEP, VECTOR, mesh=modes.mesh()),
-        *(ValueError, '`mesh` must be left out unless `compiled` is true'),
+        *(ValueError, '`mesh` is only for compiled programs'),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Warnings of sums in few bits; hlo/accumulation_test has other warnings."""
+"""Tests of low-precision warnings; see also hlo/accumulation_test."""
 
 from absl.testing import parameterized
 
@@ -8,9 +8,9 @@ from shard_transforms.monitoring import hlo_wire_report
 
 class FewBitsTest(parameterized.TestCase):
 
-  # On CPU, XLA itself sums `bfloat16` in `float32`.
+  # Texts, because XLA on CPU sums `bfloat16` in `float32`.
   @cases.parameters('f16', 'bf16', 'f8e5m2')
-  def test_warns_of_a_sum_that_rounds(self, dtype):
+  def test_warns_about_low_precision_sums(self, dtype):
     report = hlo_wire_report(_all_reduce(dtype, 'add'))
 
     (warning,) = report.warnings
@@ -24,7 +24,7 @@ class FewBitsTest(parameterized.TestCase):
   @cases.parameters(
       ('f32', 'add'), ('s8', 'add'), ('f16', 'maximum'), ('c64', 'add')
   )
-  def test_does_not_warn_of_one_that_does_not(self, dtype, combine):
+  def test_does_not_warn_about_other_reductions(self, dtype, combine):
     self.assertEmpty(hlo_wire_report(_all_reduce(dtype, combine)).warnings)
 
 

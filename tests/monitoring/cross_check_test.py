@@ -1,4 +1,4 @@
-"""`cross_check`: names the shard whose bit flipped, and accuses no other."""
+"""Tests of `cross_check`: detection of the shard with a flipped bit."""
 
 import functools
 
@@ -15,7 +15,7 @@ from shard_transforms import monitoring
 
 AXIS = modes.AXIS
 NONE = -1
-# Of a sign, an exponent and a mantissa.
+# A bit of the sign, of the exponent and of the mantissa.
 BITS = (31, 23, 22, 0)
 
 
@@ -37,7 +37,7 @@ def loss_fn(params, x):
 
 
 def fault(shard=NONE, leaf=0, element=0, bit=0):
-  """Returns a bit that one shard flips in all that it computes."""
+  """Returns a bit that one shard flips in all of its results."""
   return np.asarray([shard, leaf, element, bit], np.int32)
 
 
@@ -67,7 +67,7 @@ def with_its_number(w, x):
 
 @functools.cache
 def step_of(mode, num_shards=8, fun=gradient, every=1):
-  """Returns a step of the state, which goes on as one copy."""
+  """Returns a step whose state is returned as one copy."""
   check = monitoring.cross_check(fun, AXIS, every=every)
 
   def one_shard(shared, x):
@@ -93,13 +93,13 @@ def only(shard, num_shards=8):
 
 class CrossCheckTest(parameterized.TestCase):
 
-  def test_names_the_shard_of_one_flipped_bit(self):
+  def test_identifies_the_shard_of_a_flipped_bit(self):
     step, state = step_of('shard_map')
 
     _, state, weights = step(state, make_batch(), make_params(), fault(5, 1, 3))
 
     np.testing.assert_array_equal(state.num_suspected, only(5))
-    # Its own gradient, and that of the shard whose batch it had.
+    # Its own gradient, and the repeated gradient of another shard.
     np.testing.assert_array_equal(state.num_differing, only(5) + only(6))
     np.testing.assert_array_equal(weights, 1 - only(5))
     np.testing.assert_array_equal(state.trusted, only(5) == 0)
@@ -108,7 +108,7 @@ class CrossCheckTest(parameterized.TestCase):
         RuntimeError, '^Shard 5 computed .* in 1 of 1 checks of'
     ):
       monitoring.check_health(state)
-    # Those of the worst shard.
+    # The counts of the worst shard.
     self.assertEqual(
         {k: int(v) for k, v in monitoring.metrics(state).items()},
         {
@@ -119,7 +119,7 @@ class CrossCheckTest(parameterized.TestCase):
         },
     )
 
-  def test_gives_what_the_function_gives(self):
+  def test_returns_the_result_of_the_function(self):
     step, state = step_of('shard_map')
     plain = modes.map_shards('shard_map', lambda s, x: gradient(s[0], x, s[1]))
     params, x = make_params(), make_batch()
@@ -136,7 +136,7 @@ class CrossCheckTest(parameterized.TestCase):
     monitoring.check_health(state)
 
   @cases.parameters('x64', 'strict')
-  def test_keeps_types_under_each_setting_of_jax(self, setting):
+  def test_preserves_types_under_each_setting_of_jax(self, setting):
     check = monitoring.cross_check(jnp.multiply, AXIS)
     step = jax.vmap(check.apply, (None, None, 0), axis_name=AXIS)
     given = check.init(8), jnp.float32(2), jnp.ones(8, jnp.float32)
@@ -150,7 +150,7 @@ class CrossCheckTest(parameterized.TestCase):
         jax.tree.map(lambda x: x.dtype, given[0]),
     )
 
-  def test_finds_each_bit_of_each_leaf_on_each_shard_and_no_other(self):
+  def test_identifies_every_shard_leaf_and_bit(self):
     faults = [
         fault(shard, leaf, element, bit)
         for leaf, (_, x) in enumerate(sorted(make_params().items()))
@@ -183,12 +183,12 @@ class CrossCheckTest(parameterized.TestCase):
     )
     self.assertFalse(found.num_differing[0, len(faults) :].any())
 
-  def test_a_fault_in_every_nth_step_is_found_in_checks_of_such_steps(self):
-    # Of 60 steps: every n-th one, checks, and which of them must find it.
+  def test_detects_periodic_faults_in_checked_steps(self):
+    # In 60 steps: the period of the fault, of the checks, and the detections.
     rows = (
         dict(n=4, every=3, first=1, num_found=5),
         dict(n=4, every=6, first=2, num_found=5),
-        # Checks never meet it.
+        # No checked step has the fault.
         dict(n=4, every=6, first=1, num_found=0),
     )
 
@@ -216,11 +216,11 @@ class CrossCheckTest(parameterized.TestCase):
         np.testing.assert_array_equal(state.num_suspected[0], expected)
         self.assertEqual(state.num_unexplained[0], 0)
 
-  def test_names_a_second_shard_that_errs_where_it_decides(self):
+  def test_identifies_a_fault_in_the_deciding_shard(self):
     def fun(params, batch):
       x, owner = batch
       shard = lax.axis_index(AXIS)
-      # The third result of a batch is that of the shard two before it.
+      # The third result of a batch is computed two shards before it.
       errs = (shard == 5) & (owner == 5) | (shard == 1) & (owner == 3)
       return params * x + jnp.where(errs, 1.0, 0.0)
 
@@ -230,7 +230,7 @@ class CrossCheckTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(state.num_suspected, only(1) + only(5))
 
-  def test_half_of_the_shards_are_not_accused(self):
+  def test_does_not_suspect_half_of_the_shards(self):
     def fun(params, x):
       shard = lax.axis_index(AXIS)
       return params * x + jnp.where(shard < 2, shard + 1.0, 0.0)
@@ -242,7 +242,7 @@ class CrossCheckTest(parameterized.TestCase):
     self.assertEqual(state.num_unexplained, 1)
     np.testing.assert_array_equal(weights, np.ones(4))
 
-  def test_one_of_three_shards_is_trusted_again_by_the_next_check(self):
+  def test_a_shard_is_trusted_after_the_next_check(self):
     step, state = step_of('vmap', 3, every=2)
     params, x = make_params(), make_batch(3)
     weights = []
@@ -256,7 +256,7 @@ class CrossCheckTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.num_suspected, only(1, 3))
     self.assertEqual(state.num_unexplained, 0)
 
-  def test_every_collective_stands_under_the_check(self):
+  def test_communicates_only_in_checks(self):
     check = monitoring.cross_check(gradient, AXIS)
     report = monitoring.wire_report(
         lambda state, params, x: check.apply(state, params, x, fault()),
@@ -269,7 +269,7 @@ class CrossCheckTest(parameterized.TestCase):
     self.assertNotEmpty(report.collectives)
     self.assertTrue(all(c.conditional for c in report.collectives))
 
-  def test_two_shards_differ_without_a_culprit(self):
+  def test_two_shards_have_no_majority(self):
     step, state = step_of('vmap', 2, fun=with_its_number)
 
     _, state, weights = step(state, make_batch(2), np.float32(2))
@@ -277,11 +277,12 @@ class CrossCheckTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.num_differing, [1, 1])
     np.testing.assert_array_equal(weights, [1, 1])
     with self.assertRaisesRegex(
-        RuntimeError, 'in 1 of 1 checks .* no majority.* of the shards .0, 1..'
+        RuntimeError,
+        'in 1 of 1 checks .* without a majority.* of the shards .0, 1..',
     ):
       monitoring.check_health(state)
 
-  def test_devices_of_other_bits_are_not_accused(self):
+  def test_does_not_suspect_devices_that_round_differently(self):
     step, state = step_of('vmap', fun=with_its_number)
 
     _, state, weights = step(state, make_batch(), np.float32(2))
@@ -291,7 +292,7 @@ class CrossCheckTest(parameterized.TestCase):
     with self.assertRaisesRegex(RuntimeError, 'devices round differently'):
       monitoring.check_health(state)
 
-  def test_two_axes_are_one(self):
+  def test_supports_two_axes(self):
     mesh = jax.make_mesh(
         (2, 4), ('host', 'core'), (jax.sharding.AxisType.Auto,) * 2
     )
@@ -320,12 +321,32 @@ def loud(w, x):
 
 GIVEN = make_params(), make_batch(), fault()
 ERRORS = (
-    (dict(), 4, GIVEN, 'made for 8 shards, got one for 4'),
-    (dict(batch_argnums=3), 8, GIVEN, '`batch_argnums` of .* must name some o'),
-    (dict(batch_argnums=()), 8, GIVEN, '`batch_argnums` of .* must name some'),
-    (dict(batch_argnums=(1, -2)), 8, GIVEN, 'must name no argument twice, got'),
-    (dict(fun=loud), 8, (1.0, make_batch()), 'pure function .* got side eff'),
-    (dict(fun=lambda w, x: None), 8, (1.0, make_batch()), 'function .* got no'),
+    (dict(), 4, GIVEN, 'created for 4 shards, but there are 8'),
+    (
+        dict(batch_argnums=3),
+        8,
+        GIVEN,
+        '`batch_argnums` of .* must be positions',
+    ),
+    (
+        dict(batch_argnums=()),
+        8,
+        GIVEN,
+        '`batch_argnums` of .* must be positions',
+    ),
+    (
+        dict(batch_argnums=(1, -2)),
+        8,
+        GIVEN,
+        'must not name an argument twice, got',
+    ),
+    (dict(fun=loud), 8, (1.0, make_batch()), 'pure function .* has side eff'),
+    (
+        dict(fun=lambda w, x: None),
+        8,
+        (1.0, make_batch()),
+        'function .* returns none',
+    ),
 )
 
 
@@ -342,12 +363,12 @@ class ErrorTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, words):
       step(check.init(num_shards), *given)
 
-  def test_refuses_one_shard_and_no_step(self):
+  def test_refuses_one_shard_and_zero_steps(self):
     with self.assertRaisesRegex(ValueError, '`every` must be .* got 0'):
       monitoring.cross_check(gradient, AXIS, every=0)
     check = monitoring.cross_check(gradient, AXIS)
     with self.assertRaisesRegex(ValueError, '`num_shards` must be .* got 1'):
       check.init(1)
     step = jax.vmap(check.apply, (None, None, 0, None), axis_name=AXIS)
-    with self.assertRaisesRegex(ValueError, 'must have 2 shards .* got 1'):
+    with self.assertRaisesRegex(ValueError, 'needs 2 shards .* got 1'):
       step(check.init(2), make_params(), make_batch(1), fault())

@@ -1,4 +1,4 @@
-"""Digests of trees: on what they depend, and how well they spread."""
+"""Tests of digests and checksums of trees."""
 
 import hashlib
 
@@ -16,13 +16,13 @@ TREE = {'a': np.arange(3, dtype=np.float32), 'b': (np.int32(1), None)}
 
 class DigestTest(parameterized.TestCase):
 
-  def test_is_that_of_the_values_wherever_they_are(self):
+  def test_does_not_depend_on_the_device(self):
     there = {'a': jnp.arange(3, dtype=jnp.float32), 'b': (jnp.int32(1), None)}
 
     self.assertEqual(monitoring.digest(there), monitoring.digest(TREE))
     self.assertLen(monitoring.digest(TREE), 64)
 
-  def test_of_keys_is_that_of_their_generator_and_words(self):
+  def test_keys_are_digested_by_generator_and_data(self):
     keys = [jax.random.key(0), jax.random.key(1)]
     keys += [jax.random.key(0, impl='unsafe_rbg')]
     keys += [jax.random.key_data(keys[0])]
@@ -32,7 +32,7 @@ class DigestTest(parameterized.TestCase):
     self.assertLen(set(found), 4)
 
   @cases.parameters('float32', 'bfloat16', 'int4', 'bool')
-  def test_is_that_of_names_kinds_and_bytes(self, dtype):
+  def test_equals_the_hash_of_names_dtypes_and_bytes(self, dtype):
     w = jnp.arange(6).reshape(2, 3).astype(dtype)
     total = hashlib.sha256(f"['w'] {dtype} (2, 3) ".encode())
     total.update(np.asarray(w).tobytes())
@@ -60,16 +60,16 @@ class DigestTest(parameterized.TestCase):
     self.assertEqual(monitoring.digest(x), monitoring.digest(other))
 
   @cases.parameters(len, jax.ShapeDtypeStruct((2,), jnp.float32))
-  def test_refuses_what_is_no_array(self, leaf):
-    message = r"`tree` of `digest` must hold arrays .* at \['w'\]"
+  def test_refuses_a_leaf_that_is_not_an_array(self, leaf):
+    message = r"`tree` of `digest` must consist of arrays .* at \['w'\]"
     with self.assertRaisesRegex(TypeError, message):
       monitoring.digest({'w': leaf})
 
 
 class ChecksumTest(parameterized.TestCase):
 
-  def test_spreads_over_all_bits(self):
-    # Each of the 64 bits is set in about half of the checksums.
+  def test_checksums_use_all_bits(self):
+    # Each of the 64 bits should be set in about half of the checksums.
     x = jnp.arange(4096, dtype=jnp.int32)[:, None]
 
     words = np.asarray(jax.vmap(digests.checksum)(x))

@@ -1,4 +1,4 @@
-"""`shard_divergence`, `track_divergence`: one bit that differs is found."""
+"""Tests of `shard_divergence` and `track_divergence`."""
 
 from absl.testing import parameterized
 import jax
@@ -43,7 +43,7 @@ def tree_of(seed=0):
 
 
 def flip(x, element, bit):
-  """Returns an array with one bit changed, as seen in its bytes."""
+  """Returns an array with one bit of its bytes flipped."""
   x = np.array(x)
   flat = x.reshape(-1).view(np.uint8).reshape(x.size, -1)
   flat[element, bit // 8] ^= np.uint8(1 << bit % 8)
@@ -53,31 +53,31 @@ def flip(x, element, bit):
 class DivergenceTest(parameterized.TestCase):
 
   @cases.parameters('vmap', 'shard_map')
-  def test_every_shard_learns_that_one_bit_of_one_differs(self, mode):
+  def test_every_shard_detects_a_flipped_bit(self, mode):
     own = harness.on_each_shard(tree_of())
-    # A NaN is itself.
+    # A NaN equals itself.
     own['w'][:, 1, 1:3] = np.nan, np.inf
     fn = modes.map_shards(mode, lambda _, own: shard_divergence(own, AXIS))
     np.testing.assert_array_equal(fn(0.0, own), [0] * SHARDS)
     own['w'][5] = flip(own['w'][5], 9, 3)
 
-    told = np.asarray(fn(0.0, own))
+    diverged = np.asarray(fn(0.0, own))
 
-    self.assertGreater(told[0], 0)
-    np.testing.assert_array_equal(told, [told[0]] * SHARDS)
+    self.assertGreater(diverged[0], 0)
+    np.testing.assert_array_equal(diverged, [diverged[0]] * SHARDS)
 
-  def test_sees_each_bit_of_each_element(self):
+  def test_detects_each_bit_of_each_element(self):
     x = np.asarray(tree_of()['w'])
     flipped = [flip(x, e, b) for e in range(x.size) for b in range(32)]
     of_pair = jax.vmap(lambda x: shard_divergence(x, AXIS), axis_name=AXIS)
 
     pairs = np.stack([np.stack([x, y]) for y in flipped])
-    told = jax.jit(jax.vmap(of_pair))(pairs)
+    diverged = jax.jit(jax.vmap(of_pair))(pairs)
 
-    self.assertEqual(told.shape, (15 * 32, 2))
-    self.assertTrue(np.all(told > 0))
+    self.assertEqual(diverged.shape, (15 * 32, 2))
+    self.assertTrue(np.all(diverged > 0))
 
-  def test_knows_all_dtypes_and_keys(self):
+  def test_supports_all_dtypes_and_keys(self):
     x, other = np.array([1, 0, 1, 1]), np.array([1, 1, 1, 1])
 
     def fn(tree):
@@ -101,10 +101,10 @@ class DivergenceTest(parameterized.TestCase):
       self.assertEqual(same[dtype][0], 0)
       self.assertGreater(other[dtype][0], 0)
 
-  def test_sees_order_and_signs(self):
+  def test_detects_order_and_signs(self):
     pairs = (
         ([0.0, 1.0], [-0.0, 1.0]),
-        # A sum of the bits, or of what is odd times them, would not tell.
+        # A plain sum of the bits, or of their odd multiples, would not differ.
         ([1.0, 2.0], [2.0, 1.0]),
         ([1.0, 2.0], [-1.0, -2.0]),
         ([1.0, 1.0], [-1.0, -1.0]),
@@ -127,7 +127,7 @@ class DivergenceTest(parameterized.TestCase):
 
 class TrackTest(parameterized.TestCase):
 
-  def test_checks_every_so_many_updates(self):
+  def test_checks_every_n_updates(self):
     tx = track_divergence(AXIS, every=3)
 
     def fn(updates, own):
@@ -137,7 +137,7 @@ class TrackTest(parameterized.TestCase):
 
       return lax.scan(step, tx.init(own[0]), own)[1]
 
-    # From the fifth update on, one shard holds another number.
+    # From the fifth update on, one shard holds a different value.
     own = np.ones((SHARDS, 10, 2), np.float32)
     own[3, 4:, 1] = 2
     mapped = modes.map_shards('shard_map', fn)
@@ -150,7 +150,7 @@ class TrackTest(parameterized.TestCase):
     for name, found, expected in zip(state._fields, state, steps, strict=True):
       np.testing.assert_array_equal(found[3], expected, err_msg=name)
 
-  def test_compares_updates_where_there_are_no_parameters(self):
+  def test_compares_updates_without_parameters(self):
     tx = track_divergence(AXIS)
 
     def fn(_, x):
@@ -161,7 +161,7 @@ class TrackTest(parameterized.TestCase):
     np.testing.assert_array_equal(counts, [1] * SHARDS)
 
   @cases.parameters(True, False)
-  def test_all_slices_learn_of_a_difference(self, check_vma):
+  def test_all_slices_detect_a_difference(self, check_vma):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'))
     tx = track_divergence(AXIS)
 
@@ -181,7 +181,7 @@ class TrackTest(parameterized.TestCase):
 
 
 def with_a_flipped_bit(x, device=5):
-  """Returns an array of which one device holds another number."""
+  """Returns an array that differs on one device."""
   held = [np.array(shard.data) for shard in x.addressable_shards]
   held[device].view(np.uint32).flat[3] ^= 1
   devices = [shard.device for shard in x.addressable_shards]
@@ -191,7 +191,7 @@ def with_a_flipped_bit(x, device=5):
 
 class ExplicitTest(parameterized.TestCase):
 
-  def test_takes_arrays_on_an_explicit_axis_beside_that_of_the_shards(self):
+  def test_supports_arrays_on_an_explicit_axis(self):
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 2), ('data', 'model'), kinds)
     w = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -208,7 +208,7 @@ class ExplicitTest(parameterized.TestCase):
 
 class ErrorTest(parameterized.TestCase):
 
-  def test_refuses_a_fraction_and_an_axis_that_is_not_bound(self):
+  def test_refuses_a_fraction_and_an_unbound_axis(self):
     with self.assertRaisesRegex(TypeError, '`every` must be an integer'):
       track_divergence(AXIS, every=1.5)
     with self.assertRaisesRegex(NameError, '`shard_divergence` needs'):

@@ -1,4 +1,4 @@
-"""`metrics`, `compression_error` and `check_health`, on states of all kinds."""
+"""Tests of `metrics`, `compression_error` and `check_health`."""
 
 from absl.testing import parameterized
 import jax
@@ -54,7 +54,7 @@ EXPECTED = {
 
 
 def plain(found):
-  """Returns the metrics as numbers."""
+  """Returns the metrics as Python numbers."""
   return {name: np.asarray(x).item() for name, x in found.items()}
 
 
@@ -69,9 +69,9 @@ def trained_state():
 class MetricsTest(parameterized.TestCase):
 
   @cases.parameters('vmap', 'shard_map')
-  def test_tells_the_same_inside_of_a_mapped_function_and_outside(self, mode):
+  def test_is_the_same_inside_and_outside_of_a_mapped_function(self, mode):
     tx = towers_of_guard()
-    # Types tell the axis where JAX tracks them.
+    # Where JAX tracks types, they contain the axis.
     axis_name = None if mode == 'shard_map' else AXIS
 
     def fn(params, own):
@@ -84,11 +84,11 @@ class MetricsTest(parameterized.TestCase):
     for shard in range(SHARDS):
       of_shard = {name: x[shard] for name, x in inside.items()}
       self.assertEqual(plain(of_shard), EXPECTED)
-    # Each shard has a copy of what is the same on all, as of `jax.pmap`.
+    # Each shard has a copy of replicated values, as under `jax.pmap`.
     self.assertEqual(plain(metrics(state)), EXPECTED)
     self.assertEqual(plain(jax.jit(metrics)(state)), EXPECTED)
 
-  def test_numbers_of_sharded_state_are_scalars_in_one_program(self):
+  def test_metrics_of_sharded_state_are_scalars(self):
     mesh = modes.mesh()
     state = st.init_state(towers_of_guard(), jnp.ones(3), mesh)
 
@@ -97,15 +97,15 @@ class MetricsTest(parameterized.TestCase):
     self.assertEqual(compiled(state)['guard/last_bad_step'], -1)
     self.assertLess(compiled.memory_analysis().output_size_in_bytes, 256)
 
-  def test_asks_for_the_axis_where_types_do_not_tell(self):
+  def test_requires_the_axis_where_types_are_not_tracked(self):
     tx = towers_of_guard()
     mapped = modes.map_shards('pmap', lambda p, _: metrics(tx.init(p)))
 
-    message = "`axis_name` of `metrics` .*'tower_reduce/total_weight'"
+    message = "needs `axis_name`, .*'tower_reduce/total_weight'"
     with self.assertRaisesRegex(ValueError, message):
       mapped(jnp.zeros(3), jnp.arange(8.0))
 
-  def test_what_is_not_kept_per_shard_is_not_summed(self):
+  def test_replicated_values_are_not_summed(self):
     tx = st.tower_reduce(2)
 
     def fn(params, _):
@@ -118,10 +118,10 @@ class MetricsTest(parameterized.TestCase):
     np.testing.assert_array_equal(total, np.ones(8))
 
   @cases.parameters((optax.sgd(0.1).init(0.0),), (None,), (jnp.zeros(2),))
-  def test_of_a_state_without_metrics_there_are_none(self, state):
+  def test_is_empty_without_metrics(self, state):
     self.assertEqual(metrics(state), {})
 
-  def test_finds_states_wherever_they_are(self):
+  def test_finds_nested_states(self):
     drop = st.drop_stale(0)
     partition = optax.partition(
         {'a': drop, 'b': optax.masked(drop, {'w': True, 'v': False})},
@@ -141,7 +141,7 @@ class MetricsTest(parameterized.TestCase):
     stems += 'multi_steps/mini_step', 'multi_steps/gradient_step'
     self.assertContainsSubset({f'train/{x}' for x in stems}, found)
 
-  def test_every_state_tells_of_itself(self):
+  def test_every_state_declares_metrics(self):
     params = jnp.zeros(2)
     inner = optax.chain(
         st.scale_by_staleness('inverse'), st.monitoring.track_divergence(AXIS)
@@ -154,7 +154,7 @@ class MetricsTest(parameterized.TestCase):
     self.assertEqual(found['scale_by_staleness/global_step'], 0)
     self.assertEqual(found['divergence/diverged_count'], 0)
 
-  def test_outlives_a_state_that_is_donated(self):
+  def test_metrics_outlive_a_donated_state(self):
     state = trained_state()
 
     found = metrics(state)
@@ -164,7 +164,7 @@ class MetricsTest(parameterized.TestCase):
     self.assertEqual(found['drop_stale/global_step'], 1)
     self.assertEqual(found['hyperparams/learning_rate'], 0.25)
 
-  def test_asks_states_from_outside_of_the_library(self):
+  def test_supports_custom_states(self):
     tx = declared_state.tally(st.drop_stale(0), AXIS)
     mesh = modes.mesh()
     state = st.init_state(tx, jnp.ones(2), mesh)
@@ -182,7 +182,7 @@ class MetricsTest(parameterized.TestCase):
 
 class CompressionErrorTest(parameterized.TestCase):
 
-  def test_is_of_all_residuals_of_each_shard(self):
+  def test_compression_error_includes_all_residuals_of_a_shard(self):
     params = {'w': jnp.zeros((12, 16)), 'v': jnp.zeros(128), 'b': jnp.zeros(5)}
     sign = compression.compressed_mean(
         AXIS, compression.scaled_sign(8), min_elements=64
@@ -211,14 +211,14 @@ class CompressionErrorTest(parameterized.TestCase):
     expected = np.sqrt(squares[0] / squares[1])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
-  def test_knows_shards_among_those_of_a_model_axis(self):
+  def test_distinguishes_shards_from_a_model_axis(self):
     names = 'model', 'data'
     sizes = {'data': 4, 'model': 2}
     mesh = jax.make_mesh([sizes[name] for name in names], names)
     params = {'w': jnp.zeros((24, 16)), 'v': jnp.zeros(128)}
     in_specs = {'w': P('model'), 'v': P()}
     data = compressions.make_data(4, 1, params)
-    # So that one shard cannot pass for another.
+    # Different values on each shard.
     data['w'] *= np.float32([1, 3, 10, 30])[:, None, None, None]
     data['w'][:, :, :12] *= 7
     sign = compression.scaled_sign(8)
@@ -270,14 +270,14 @@ def guarded(max_consecutive, inner=None, **kwargs):
 
 class HealthTest(parameterized.TestCase):
 
-  def test_raises_after_so_many_skipped_updates(self):
+  def test_raises_after_consecutive_skipped_updates(self):
     check_health(trained('shard_map', guarded(3), [2, 5]))
 
     message = r'skipped the last 2 updates \(1-2\), .* updates: \[2, 5\]\. Ch'
     with self.assertRaisesRegex(RuntimeError, message):
       check_health(trained('shard_map', guarded(2), [2, 5]))
 
-  def test_a_good_update_in_between_is_enough(self):
+  def test_a_good_update_resets_the_count(self):
     tx = st.guard(optax.sgd(0.1), max_consecutive=2)
     state = tx.init(jnp.zeros(()))
 
@@ -285,7 +285,7 @@ class HealthTest(parameterized.TestCase):
       _, state = tx.update(jnp.asarray(update), state)
       check_health(state)
 
-  def test_tells_of_steps_without_weight(self):
+  def test_reports_steps_without_weight(self):
     tx = guarded(1)
 
     def shard(grads, weight):
@@ -298,7 +298,7 @@ class HealthTest(parameterized.TestCase):
     with self.assertRaisesRegex(RuntimeError, 'all weights were zero'):
       check_health(state)
 
-  def test_tells_of_bad_updates_that_are_reduced_already(self):
+  def test_reports_bad_updates_that_are_already_reduced(self):
     tx = st.guard(optax.sgd(0.1), max_consecutive=1)
 
     _, state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.zeros(2)))
@@ -308,7 +308,7 @@ class HealthTest(parameterized.TestCase):
     ):
       check_health(state)
 
-  def test_raises_where_shards_diverged(self):
+  def test_raises_if_shards_diverged(self):
     tx = st.monitoring.track_divergence(AXIS, every=2)
 
     def fn(params, own):
@@ -320,7 +320,7 @@ class HealthTest(parameterized.TestCase):
     mapped = modes.map_shards('shard_map', fn)
     check_health(mapped(jnp.zeros(()), jnp.ones(SHARDS)))
 
-    message = 'differ in 2 of its checks, first at update 0'
+    message = 'differences in 2 of its checks, first at update 0'
     with self.assertRaisesRegex(RuntimeError, message):
       check_health(mapped(jnp.zeros(()), jnp.arange(8.0)))
 
@@ -344,7 +344,7 @@ class HealthTest(parameterized.TestCase):
       ):
         check_health(given)
 
-  def test_asks_a_state_of_ones_own_and_what_is_inside(self):
+  def test_checks_custom_states_and_nested_states(self):
     inner = st.guard(optax.sgd(0.1), max_consecutive=1)
     good = inner.init(jnp.zeros(2))
     _, bad = inner.update(jnp.full(2, jnp.nan), good)
@@ -373,8 +373,12 @@ ERRORS = (
     (lambda: metrics(3), TypeError, '`state` of `metrics` must be the state'),
     (lambda: metrics(EMPTY, prefix=3), TypeError, '`prefix` must be a string,'),
     (lambda: metrics(EMPTY, axis_name=AXIS), NameError, "metrics` .* 'data'"),
-    (lambda: compression_error(EMPTY), ValueError, '`state` must hold the res'),
-    (lambda: check_health(EMPTY), ValueError, 'must hold a `GuardState`'),
+    (lambda: compression_error(EMPTY), ValueError, '`state` has no residuals'),
+    (
+        lambda: check_health(EMPTY),
+        ValueError,
+        'does not contain .* `GuardState`',
+    ),
     (lambda: TRACED(GUARD), TypeError, 'called outside of traced code'),
 )
 

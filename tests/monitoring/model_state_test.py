@@ -1,4 +1,4 @@
-"""`unless_skipped`: keeps what was before a skipped step, or refuses."""
+"""Tests of `unless_skipped`."""
 
 import functools
 
@@ -32,7 +32,7 @@ GUARDS = {
 
 class UnlessSkippedTest(parameterized.TestCase):
 
-  def test_keeps_what_was_before_a_skipped_step(self):
+  def test_keeps_the_state_before_a_skipped_step(self):
     x = np.ones((8, 4, 3), np.float32)
     x[3, 2] = np.nan
     leaping = np.nan_to_num(x, nan=999)
@@ -71,16 +71,16 @@ class UnlessSkippedTest(parameterized.TestCase):
         np.testing.assert_array_equal(mean[0], [3, 3, 3])
 
   @cases.parameters(
-      (optax.sgd(0.1), 'must have the state of a `guard` .* got'),
-      (tower_reduce(2, GUARD), 'decides in each step'),
-      (st.drop_stale(1, GUARD), 'decides in each step'),
+      (optax.sgd(0.1), 'does not contain the state of a `guard`, got'),
+      (tower_reduce(2, GUARD), 'may leave out a step'),
+      (st.drop_stale(1, GUARD), 'may leave out a step'),
       (
           st.local_updates(optax.sgd(0.1), GUARD, AXIS, every=2),
-          'decides in each step',
+          'may leave out a step',
       ),
-      (optax.MultiSteps(GUARD, 2), 'decides in each step'),
+      (optax.MultiSteps(GUARD, 2), 'may leave out a step'),
   )
-  def test_refuses_what_says_nothing_about_the_step(self, tx, message):
+  def test_refuses_a_state_without_a_decision_for_each_step(self, tx, message):
     init = jax.vmap(lambda _: tx.init(jnp.zeros(2)), axis_name=AXIS)
     state = init(jnp.zeros(1))
 
@@ -88,7 +88,7 @@ class UnlessSkippedTest(parameterized.TestCase):
       st.unless_skipped(state, jnp.ones(2), jnp.zeros(2))
 
   @cases.parameters(((2, 2), 'float32'), ((2,), 'bfloat16'))
-  def test_refuses_another_tree(self, shape, dtype):
+  def test_refuses_different_types(self, shape, dtype):
     state = GUARD.init(jnp.zeros(2))
 
     with self.assertRaisesRegex(ValueError, 'shapes and dtypes, got'):

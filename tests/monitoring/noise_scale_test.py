@@ -1,4 +1,4 @@
-"""`track_noise_scale`: unbiased, by examples and towers; what it sends."""
+"""Tests of `track_noise_scale`: bias, weights, towers and communication."""
 
 from absl.testing import parameterized
 import chex
@@ -21,7 +21,7 @@ TRIALS = 20_000
 
 
 def measured(updates, weight, **kwargs):
-  """Returns the state after each of the trials [trials, shards, ...]."""
+  """Returns the state after each trial of [trials, shards, ...]."""
   tx = monitoring.track_noise_scale(AXIS, decay=0.0)
 
   def one(update, weight):
@@ -34,8 +34,8 @@ def measured(updates, weight, **kwargs):
 
 
 def simulated(num_examples):
-  """Returns means over so many examples each, [trials, *, 3]."""
-  # The mean over so many examples has that much less variance.
+  """Returns means over these numbers of examples, [trials, *, 3]."""
+  # The variance of a mean is inversely proportional to the number of examples.
   spread = DEVIATIONS / np.sqrt(np.maximum(num_examples, 1))[..., None]
   size = (TRIALS, *num_examples.shape, 3)
   updates = GRADIENT + spread * np.random.default_rng(0).normal(size=size)
@@ -56,14 +56,14 @@ def assert_unbiased(state):
 class NoiseScaleTest(parameterized.TestCase):
 
   @cases.parameters(((1, 2, 3, 40, 5, 6, 7, 8),), ((5, 0, 9),))
-  def test_estimates_have_no_bias(self, num_examples):
+  def test_estimates_are_unbiased(self, num_examples):
     updates = simulated(np.array(num_examples))
 
     state = measured(updates, np.float32(num_examples))
 
     assert_unbiased(state)
 
-  def test_the_towers_of_a_shard_are_one_batch(self):
+  def test_the_towers_of_a_shard_count_as_one_batch(self):
     updates = simulated(np.full((4, 3), 16))[:100]
     tx = st.tower_reduce(
         3, monitoring.track_noise_scale(AXIS, decay=0.0), axis_name=AXIS
@@ -81,18 +81,21 @@ class NoiseScaleTest(parameterized.TestCase):
     expected = measured(updates.mean(2), np.full(4, 48, np.float32))
     np.testing.assert_allclose(noise, expected.noise, rtol=1e-3)
 
-  def test_without_weights_a_shard_is_an_example(self):
+  def test_without_weights_a_shard_counts_as_one_example(self):
     updates = np.random.default_rng(0).normal(size=(50, 8, 3)).astype('float32')
 
-    alike = measured(updates, None)
+    unweighted = measured(updates, None)
     weighted = measured(updates, np.full(8, 32, np.float32))
 
-    np.testing.assert_allclose(32 * alike.noise, weighted.noise, rtol=1e-5)
+    np.testing.assert_allclose(32 * unweighted.noise, weighted.noise, rtol=1e-5)
     np.testing.assert_allclose(
-        alike.gradient_square, weighted.gradient_square, rtol=1e-3, atol=1e-6
+        unweighted.gradient_square,
+        weighted.gradient_square,
+        rtol=1e-3,
+        atol=1e-6,
     )
 
-  def test_averages_both_and_passes_over_what_is_not_finite(self):
+  def test_averages_estimates_and_skips_non_finite_steps(self):
     tx = monitoring.track_noise_scale(AXIS, decay=0.5)
     updates = np.random.default_rng(0).normal(size=(8, 4, 3)).astype('float32')
     updates[3, 1] = np.nan
@@ -100,7 +103,7 @@ class NoiseScaleTest(parameterized.TestCase):
     def fn(params, own):
       state, states = tx.init(params), []
       for step in range(4):
-        # The third has no weight but on one shard.
+        # In the third step, only one shard has a weight.
         is_second = jax.lax.axis_index(AXIS) == 2
         weight = jnp.where(is_second | (step != 2), 1.0, 0.0)
         update = st.per_shard(own[step], AXIS)
@@ -127,7 +130,7 @@ class NoiseScaleTest(parameterized.TestCase):
         atol=1e-5,
     )
 
-  def test_sends_three_numbers_beside_the_mean(self):
+  def test_sends_three_values_in_addition_to_the_mean(self):
     grads = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
     def sent(tx):
@@ -140,7 +143,7 @@ class NoiseScaleTest(parameterized.TestCase):
         sent(monitoring.track_noise_scale(AXIS)), sent(mean) + 12 * 2 * 7 / 8
     )
 
-  def test_updates_are_those_of_the_reduction_to_the_bit(self):
+  def test_updates_have_the_bits_of_the_reduction(self):
     mean = st.cross_shard_mean(AXIS)
     median = st.aggregators.coordinate_median(AXIS)
     track = monitoring.track_noise_scale
@@ -174,7 +177,7 @@ class NoiseScaleTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, words):
       monitoring.track_noise_scale(AXIS, **kwargs)
 
-  def test_refuses_another_state_and_integers_of_the_reduction(self):
+  def test_refuses_another_state_and_integer_results(self):
     def vote(updates, state, params=None):
       del params
       return jnp.sign(lax.psum(updates, AXIS)).astype(jnp.int8), state

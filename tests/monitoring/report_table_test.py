@@ -1,4 +1,4 @@
-"""Reports as data: bytes on a ring, the printed table, and merged rows."""
+"""Tests of reports: bytes on a ring, the printed table, and merged rows."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ all_gather  float32     4,000  a,b        8    >=1     28,000
 psum        bfloat16    4,000  data       8  1,200  8,400,000         a.py:7
 total                                        1,202  8,435,000
 <=: if the branch that sends most is taken each time
->=: one turn of each `while` loop
+>=: one iteration of each `while` loop
 warning: This is wrong.
 warning: So is that."""
 
@@ -37,14 +37,14 @@ class CollectiveTest(parameterized.TestCase):
       ('psend', 1),
       ('pbroadcast', 1),
   )
-  def test_costs_what_a_ring_of_4_sends(self, primitive, factor):
+  def test_sent_bytes_are_those_of_a_ring(self, primitive, factor):
     collective = dataclasses.replace(SUM, primitive=primitive, num_shards=4)
 
     self.assertEqual(collective.sent_bytes, 4000 * factor)
-    alone = dataclasses.replace(collective, num_shards=1)
-    self.assertEqual(alone.sent_bytes, 0)
+    single_shard = dataclasses.replace(collective, num_shards=1)
+    self.assertEqual(single_shard.sent_bytes, 0)
 
-  def test_refuses_a_primitive_that_is_not_known(self):
+  def test_refuses_an_unknown_primitive(self):
     with self.assertRaisesRegex(
         ValueError, "`primitive` must be one of .*, got 'all-reduce'"
     ):
@@ -60,7 +60,7 @@ class WireReportTest(parameterized.TestCase):
             dataclasses.replace(
                 SUM, primitive='all_gather', axes=('a', 'b'), in_while=True
             ),
-            # Rows that are alike print as one.
+            # Equal rows are printed as one.
             *(
                 dataclasses.replace(
                     SUM,
@@ -80,7 +80,7 @@ class WireReportTest(parameterized.TestCase):
 
 class MergedTest(parameterized.TestCase):
 
-  def test_joins_what_one_operation_sends(self):
+  def test_merges_the_arrays_of_an_operation(self):
     parts = (
         dataclasses.replace(SUM, op='r', times=3),
         dataclasses.replace(SUM, op='r', times=3, payload_bytes=400),

@@ -1,4 +1,4 @@
-"""Reports of traced programs: the bytes of transformations and primitives."""
+"""Tests of reports on traced programs: transformations and primitives."""
 
 import functools
 from unittest import mock
@@ -23,10 +23,10 @@ from shard_transforms.monitoring import WireReport
 from shard_transforms.monitoring import wire_report
 
 AXIS = modes.AXIS
-# Ways to have a program of 8 shards, and so to ask for a report on it.
+# Ways to report on a program of 8 shards.
 WAYS = ('pmap', 'shard_map', 'axis_sizes')
 
-# In bytes, 4,160 and 32, which are packed, and 200,000, which is not.
+# Leaves of 4,160 and 32 bytes, which are packed, and of 200,000, which is not.
 GRADS = {
     'w': jax.ShapeDtypeStruct((10, 104), jnp.float32),
     'b': jax.ShapeDtypeStruct((8,), jnp.float32),
@@ -48,12 +48,12 @@ def all_reduce(x, n=8):
 
 
 def scatter(x, n=8):
-  """That of a reduce-scatter of or an all-gather to `x` bytes, `S(x)`."""
+  """The cost of a reduce-scatter of, or all-gather to `x` bytes, `S(x)`."""
   return (n - 1) / n * x
 
 
 def report_on(way, fn, *own):
-  """Reports on a function of a shard's own trees, on 8 shards."""
+  """Reports on a function of the trees of a shard, on 8 shards."""
   if way == 'axis_sizes':
     return wire_report(fn, *own, axis_sizes={AXIS: 8})
   stacked = jax.tree.map(
@@ -75,7 +75,7 @@ def update_with(tx, *names, **static):
 
 
 def split(report):
-  """Returns the bytes that are always sent, and those that may be."""
+  """Returns the unconditional and the conditional bytes."""
   sent = {False: 0.0, True: 0.0}
   for collective in report.collectives:
     sent[collective.conditional] += collective.sent_bytes
@@ -115,13 +115,13 @@ def of_grads(tx, *names, **static):
 MEAN = cross_shard_mean(AXIS)
 GROUPS = cross_shard_mean(AXIS, groups=EVEN)
 R, S = all_reduce, scatter
-# A function, what a shard gives it, the bytes that it always sends and those
-# that it may send, and in how many collectives.
+# A function, its arguments on a shard, its unconditional and conditional bytes,
+# and the number of its collectives.
 LIBRARY = {
     'mean': (*of_grads(MEAN), (R(GRADS_BYTES), 0), 2),
     'mean, weight': (*of_grads(MEAN, 'weight'), (R(GRADS_BYTES + 4), 0), 3),
     'groups': (*of_grads(GROUPS), (2 * S(GRADS_BYTES, 4), 0), 4),
-    # The weight is padded to one number for each shard of the group.
+    # The weight is padded to one element per shard of the group.
     'groups, weight': (
         *of_grads(GROUPS, 'weight'),
         *((2 * S(GRADS_BYTES + 16, 4), 0), 6),
@@ -134,7 +134,7 @@ LIBRARY = {
         *of_grads(shard_update(optax.adam(0.1), AXIS)),
         *((2 * S(GRADS_BYTES), 0), 4),
     ),
-    # What `inner` gives has half of the bytes.
+    # The results of `inner` have half of the bytes.
     'shard_update, halved': (
         update_with(shard_update(optax.stateless(halve), AXIS), 'weight'),
         (jax.ShapeDtypeStruct((50_000,), jnp.float32), SCALAR),
@@ -150,7 +150,7 @@ LIBRARY = {
         ),
         *((0, R(GRADS_BYTES)), 2),
     ),
-    # One number more tells whether there is any weight.
+    # One more element indicates whether there is any weight.
     'tower_reduce, weight': (
         *of_grads(tower_reduce(4, MEAN, axis_name=AXIS), 'weight'),
         *((0, R(GRADS_BYTES + 4 + 4)), 4),
@@ -159,7 +159,7 @@ LIBRARY = {
         *of_grads(tower_reduce(1, MEAN, axis_name=AXIS)),
         *((R(GRADS_BYTES), 0), 2),
     ),
-    # The weight and the lateness first, then updates of weights; no branch.
+    # The weight and the staleness first, then weighted updates; no branch.
     'drop_stale': (
         *of_grads(drop_stale(2, MEAN, axis_name=AXIS), 'local_step'),
         *((R(8) + R(GRADS_BYTES + 4), 0), 4),
@@ -168,7 +168,8 @@ LIBRARY = {
         *(update_with(st.reduce_towers(3, MEAN)), (TOWERS,)),
         *((R(GRADS_BYTES), 0), 2),
     ),
-    # Always: the decision, the loss and its weight. Once a window: gradients.
+    # In each call the decision, the loss and its weight; once per window
+    # gradients.
     'a whole step': (
         *(whole_step, (jax.ShapeDtypeStruct((2, 3), jnp.float32), SCALAR)),
         *((R(8 + 4 + 4), R(80 + 4 + 4)), 6),
@@ -180,7 +181,7 @@ class LibraryTest(parameterized.TestCase):
   """The wire cost of each transformation, as formulas."""
 
   @cases.parameters(*LIBRARY)
-  def test_sends_what_the_formula_says(self, name):
+  def test_sends_the_bytes_of_the_formula(self, name):
     fn, own, sent, num_collectives = LIBRARY[name]
 
     report = report_on('shard_map', fn, *own)
@@ -189,12 +190,12 @@ class LibraryTest(parameterized.TestCase):
     self.assertEqual(report.num_collectives, num_collectives)
     self.assertEmpty(report.warnings)
 
-  def test_nothing_is_sent_under_vmap(self):
+  def test_vmap_does_not_communicate(self):
     fn, own, *_ = LIBRARY['drop_stale']
 
     self.assertEqual(report_on('vmap', fn, *own), WireReport(()))
 
-  def test_names_the_scope_and_the_axes(self):
+  def test_reports_the_scope_and_the_axes(self):
     report = report_on('shard_map', update_with(MEAN), GRADS)
 
     for collective in report.collectives:
@@ -220,7 +221,7 @@ class LibraryTest(parameterized.TestCase):
     for collective in report.collectives:
       self.assertEqual(collective.num_shards, num_shards)
 
-  def test_cross_shard_of_what_is_reduced(self):
+  def test_cross_shard_of_reduced_updates(self):
     tx = cross_shard_mean(AXIS, on_invariant='averaged')
     mapped = modes.map_shards('shard_map', lambda g, _: update_with(tx)(g))
 
@@ -246,7 +247,7 @@ def _scatter_later(x):
 
 
 class PrimitiveTest(parameterized.TestCase):
-  """What each of JAX's collectives costs, by hand."""
+  """The costs of JAX's collectives, computed by hand."""
 
   @cases.parameters(
       (lambda x: lax.psum(x, AXIS), 'psum', 168),
@@ -258,7 +259,7 @@ class PrimitiveTest(parameterized.TestCase):
       (lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True), 'all_to_all', 84),
       (lambda x: lax.ppermute(x, AXIS, RING), 'ppermute', 96),
   )
-  def test_costs_what_the_ring_sends(self, fn, primitive, sent_bytes):
+  def test_costs_are_those_of_a_ring(self, fn, primitive, sent_bytes):
     expected = Collective(primitive, 'float32', 96, (AXIS,), 8)
 
     for way in WAYS:
@@ -273,7 +274,7 @@ class PrimitiveTest(parameterized.TestCase):
       (_sum_later, 'psum', 168),
       (_scatter_later, 'reduce_scatter', 84),
   )
-  def test_costs_the_same_where_types_are_tracked(
+  def test_costs_do_not_depend_on_tracked_types(
       self, fn, primitive, sent_bytes
   ):
     report = report_on(
@@ -284,7 +285,7 @@ class PrimitiveTest(parameterized.TestCase):
     self.assertEqual(collective.primitive, primitive)
     self.assertEqual(collective.sent_bytes, sent_bytes)
 
-  def test_finds_the_sum_that_jax_adds_to_a_gradient(self):
+  def test_reports_the_sum_that_jax_adds_to_a_gradient(self):
     def fn(w, x):
       return jax.grad(lambda w: jnp.sum(w * x))(w)
 
@@ -299,7 +300,7 @@ class PrimitiveTest(parameterized.TestCase):
       ([[0, 1], [2, 3, 4, 5, 6, 7]], 6),
       ([[i] for i in range(8)], 1),
   )
-  def test_costs_what_the_ring_of_the_largest_group_sends(self, groups, n):
+  def test_costs_are_those_of_the_largest_group(self, groups, n):
     def fn(x):
       return lax.psum(x, AXIS, axis_index_groups=groups)
 
@@ -321,7 +322,7 @@ class PrimitiveTest(parameterized.TestCase):
     self.assertEqual(collective.dtype, dtype)
     self.assertEqual(collective.payload_bytes, payload_bytes)
 
-  def test_sums_axes_of_an_array_before_it_sends(self):
+  def test_sums_over_array_axes_before_communicating(self):
     def fn(x):
       def reduce(row):
         return lax.psum(row, ('rows', AXIS))
@@ -332,12 +333,12 @@ class PrimitiveTest(parameterized.TestCase):
 
     self.assertEqual(report.total_bytes, all_reduce(24))
 
-  def test_does_not_count_what_sends_nothing(self):
+  def test_ignores_operations_without_communication(self):
     def fn(x):
       x = x + lax.axis_index(AXIS) + lax.axis_size(AXIS) + lax.psum(1, AXIS)
       return jax.vmap(lambda x: lax.psum(x, 'own'), axis_name='own')(x)
 
-    # JAX has no axes of `jax.vmap` where types are tracked.
+    # Where types are tracked, JAX does not have axes of `jax.vmap`.
     for way in ('pmap', 'shard_map_unchecked', 'axis_sizes'):
       report = report_on(way, fn, VECTOR)
 
@@ -371,7 +372,7 @@ def a_while_in_a_branch_in_a_scan(x):
 
 
 DEAREST = [('all_gather', 1, True, False), ('pmin', 1, False, False)]
-# What is sent, how often, if a branch is taken, and in a `while` loop.
+# The collectives: their number, whether conditional, and in a `while` loop.
 FLOWS = (
     (nested_scans, [('pmax', 15, False, False), ('ppermute', 3, False, False)]),
     (
@@ -385,14 +386,14 @@ FLOWS = (
         [('psum', 1, False, True), ('pmax', 1, False, True)],
     ),
     (a_while_in_a_branch_in_a_scan, [('pmax', 3, True, True)]),
-    # The programs of other primitives run once.
+    # The jaxprs of other primitives run once.
     (
         lambda x: lax.custom_linear_solve(
             lambda x: 2 * pmax(x), x, lambda _, x: x / 2
         ),
         [('pmax', 1, False, False)],
     ),
-    # A loop of at most one turn, in any scope, is a branch.
+    # A loop of at most one iteration, in any scope, is a branch.
     (
         lambda x: lax.while_loop(
             lambda c: c[0], lambda c: (c[0] & False, pmax(c[1])), (x[0] > 0, x)
@@ -411,7 +412,7 @@ FLOWS = (
 class ControlFlowTest(parameterized.TestCase):
 
   @cases.parameters(*FLOWS)
-  def test_counts_turns_and_branches(self, fn, expected):
+  def test_counts_iterations_and_branches(self, fn, expected):
     report = report_on('axis_sizes', fn, VECTOR)
 
     found = [
@@ -423,7 +424,7 @@ class ControlFlowTest(parameterized.TestCase):
 
 class WireReportTest(parameterized.TestCase):
 
-  def test_names_the_scopes(self):
+  def test_reports_the_scopes(self):
     @jax.jit
     @jax.named_scope('inner')
     def reduce(carry, x):
@@ -438,7 +439,7 @@ class WireReportTest(parameterized.TestCase):
 
       self.assertEqual(report.collectives[0].scope, 'outer/inner', way)
 
-  def test_takes_arrays_and_keyword_arguments(self):
+  def test_supports_arrays_and_keyword_arguments(self):
     def fn(x, scale, *, shift):
       return {'y': lax.psum(x * scale + shift['by'], AXIS), 'none': None}
 
@@ -449,7 +450,7 @@ class WireReportTest(parameterized.TestCase):
     self.assertEqual(report.total_bytes, 168)
 
   @cases.parameters('pmap', 'shard_map', 'shard_map_unchecked')
-  def test_can_be_asked_for_inside_a_mapped_function(self, mode):
+  def test_works_inside_a_mapped_function(self, mode):
     reports = []
 
     def shard(_, x):
@@ -464,7 +465,7 @@ class WireReportTest(parameterized.TestCase):
 
     self.assertEqual(reports[0].total_bytes, 168)
 
-  def test_counts_what_a_shard_has_of_an_argument(self):
+  def test_counts_the_local_part_of_an_argument(self):
     mapped = jax.shard_map(
         lambda x: lax.psum(x, AXIS),
         mesh=modes.mesh(),
@@ -476,7 +477,7 @@ class WireReportTest(parameterized.TestCase):
 
     self.assertEqual(report.collectives[0].payload_bytes, 3 * 4)
 
-  def test_runs_nothing(self):
+  def test_does_not_run_the_function(self):
     ran = []
 
     def fn(x):
@@ -489,7 +490,7 @@ class WireReportTest(parameterized.TestCase):
     self.assertEqual(report.num_collectives, 1)
     self.assertEmpty(ran)
 
-  def test_warns_of_mistakes(self):
+  def test_prints_warnings(self):
     report = report_on(
         'axis_sizes', lambda x: lax.psum(lax.psum(x, AXIS), AXIS), VECTOR
     )
@@ -498,7 +499,7 @@ class WireReportTest(parameterized.TestCase):
     self.assertIn(f'warning: {warning}', str(report))
 
   @cases.parameters('pmap', 'shard_map_unchecked', 'axis_sizes')
-  def test_warns_of_what_hangs_where_it_is_known_what_differs(self, way):
+  def test_warns_about_deadlocks_if_arguments_may_differ(self, way):
     inner = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(0.1))
     tx = optax.apply_if_finite(inner, 5)
 
@@ -518,7 +519,7 @@ def _square_grad(w, x):
 
 
 class ShardedArgumentTest(parameterized.TestCase):
-  """Tracing does not show what the compiler adds for sharded arguments."""
+  """Tracing does not show collectives that the compiler adds."""
 
   def arguments(self, *shape, spec=P(AXIS)):
     kinds = (jax.sharding.AxisType.Auto,) * len(shape)
@@ -527,7 +528,7 @@ class ShardedArgumentTest(parameterized.TestCase):
     return jnp.ones((16, 16)), jax.device_put(jnp.ones((64, 16)), sharding)
 
   @cases.parameters('arrays', 'shapes', 'keywords')
-  def test_warns_of_what_plain_jit_hides(self, way):
+  def test_warns_about_sharded_arguments_under_plain_jit(self, way):
     w, x = self.arguments(8)
     given, named = (w, x), {}
     if way == 'shapes':
@@ -541,7 +542,7 @@ class ShardedArgumentTest(parameterized.TestCase):
     self.assertRegex(
         warning,
         "Arguments are sharded over 'data', which the function does not map: a"
-        ' traced program does not show.*by `compiled=True`',
+        ' traced program does not show.*with `compiled=True`',
     )
     self.assertEqual(str(report), f'nothing is sent\nwarning: {warning}')
     compiled = wire_report(jax.jit(_square_grad), w, x, compiled=True)
@@ -549,7 +550,7 @@ class ShardedArgumentTest(parameterized.TestCase):
     self.assertEmpty(compiled.warnings)
 
   @cases.parameters(False, True)
-  def test_names_the_axes_that_are_left_to_the_compiler(self, in_scan):
+  def test_reports_auto_axes(self, in_scan):
     w, x = self.arguments(4, 2, spec=P('data', 'model'))
     step = jax.shard_map(
         lambda w, x: lax.pmean(_square_grad(w, x), AXIS),
@@ -568,7 +569,7 @@ class ShardedArgumentTest(parameterized.TestCase):
     (warning,) = report.warnings
     self.assertStartsWith(warning, "Arguments are sharded over 'model', which")
 
-  def test_says_nothing_of_what_is_mapped_or_whole(self):
+  def test_does_not_warn_about_mapped_or_replicated_arguments(self):
     w, x = self.arguments(8)
     step = jax.shard_map(
         lambda w, x: w + jnp.sum(x),
@@ -594,13 +595,13 @@ class ShardedArgumentTest(parameterized.TestCase):
 
 SIZE = '`axis_sizes` must be'
 ERRORS = (
-    (dict(fn=None), TypeError, '`fn` must be a function, got None.'),
+    (dict(fn=None), TypeError, '`fn` must be callable, got None.'),
     (
         *(dict(), NameError),
-        '`fn` of `wire_report` must find all names bound, got: .*unbound axis'
-        ".* data.* give its size, as in `axis_sizes={'data': 8}`.",
+        '`fn` of `wire_report` uses an unbound name: .*unbound axis'
+        ".* data.* pass its size, as in `axis_sizes={'data': 8}`.",
     ),
-    (dict(axis_sizes={'model': 8}), NameError, 'give its size, as in `axis_si'),
+    (dict(axis_sizes={'model': 8}), NameError, 'pass its size, as in `axis_si'),
     (dict(compiled='no'), TypeError, "`compiled` must be a boolean, got 'no'"),
     (dict(axis_sizes='data'), TypeError, rf"{SIZE} a mapping such as \{{'data"),
     (dict(axis_sizes={AXIS: 8.0}), TypeError, f'{SIZE} an integer, got 8.0'),

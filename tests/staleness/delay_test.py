@@ -1,4 +1,4 @@
-"""`delay_updates`: every bit comes later; weights, resizing and refusals."""
+"""Tests of `delay_updates`: delays, weights, resizing and errors."""
 
 from absl.testing import parameterized
 import chex
@@ -44,7 +44,7 @@ def _chain(steps, place):
 class DelayTest(parameterized.TestCase):
 
   @cases.parameters(0, 1, 9)
-  def test_gives_back_every_bit(self, steps):
+  def test_returns_every_bit_later(self, steps):
     tx = delay_updates(steps)
     rng = np.random.default_rng(3)
     params = {
@@ -73,7 +73,7 @@ class DelayTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(_bits(delayed(given)), _bits(late), strict=True)
 
-  def test_gives_dtypes_of_updates_and_keeps_those_of_parameters(self):
+  def test_returns_the_dtypes_of_updates_and_stores_those_of_parameters(self):
     tx = delay_updates(1)
     state = tx.init(jnp.ones(2, jnp.bfloat16))
 
@@ -84,7 +84,7 @@ class DelayTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates, np.full(2, 1.5))
     self.assertEqual(state.pending.dtype, jnp.bfloat16)
 
-  def test_what_has_no_gradient_in_a_call_counts_as_zero_later(self):
+  def test_a_missing_gradient_counts_as_zero_later(self):
     tx = delay_updates(1)
     params = {'a': jnp.ones(2), 'i': jnp.ones(2, jnp.int32)}
     float0 = np.zeros(2, jax.dtypes.float0)
@@ -109,7 +109,7 @@ class DelayTest(parameterized.TestCase):
 
     memory = step.lower(params, tx.init(params)).compile().memory_analysis()
 
-    # A copy of what is pending would take 9 updates.
+    # A copy of the pending updates would take the memory of 9 updates.
     self.assertLess(memory.temp_size_in_bytes, params.nbytes)
     self.assertGreaterEqual(memory.alias_size_in_bytes, 9 * params.nbytes)
 
@@ -124,11 +124,11 @@ class GatesTest(parameterized.TestCase):
       return tx.update(grads, tx.init(params), params, weight=2.0)[0]
 
     with self.assertRaisesRegex(
-        ValueError, '`weight` of `delay_updates` must come after the reduction'
+        ValueError, 'before a reduction got a `weight`'
     ):
       jax.eval_shape(modes.map_shards('vmap', shard), _params(), DATA[:, 0])
 
-  def test_takes_weights_behind_the_reduction(self):
+  def test_accepts_weights_after_the_reduction(self):
     tx = _chain(1, 'after')
 
     def shard(params, own):
@@ -151,7 +151,7 @@ class StateTest(parameterized.TestCase):
   @cases.parameters(
       ('mean', 4, [0.5, 2.5, 4.5, 6.5]), ('sum', 4, [1, 5, 9, 13])
   )
-  def test_what_is_pending_stays_with_fewer_shards(self, how, after, rows):
+  def test_resizing_preserves_pending_updates(self, how, after, rows):
     tx = delay_updates(1, axis_name=AXIS)
     params = np.zeros(3, np.float32)
     state = st.init_state(tx, params, modes.mesh())
@@ -170,7 +170,7 @@ class StateTest(parameterized.TestCase):
     np.testing.assert_array_equal(resized.pending, expected)
 
   @cases.parameters(None, 'weighted')
-  def test_is_resized_only_if_it_is_known_how(self, how):
+  def test_resizing_requires_the_reduction(self, how):
     tx = delay_updates(1, axis_name=AXIS)
     state = st.init_state(tx, jnp.zeros(3), modes.mesh())
 
@@ -192,11 +192,11 @@ class RefusalTest(parameterized.TestCase):
       delay_updates(steps)
 
   @cases.parameters((2, 3), (1, 0), (0, 2))
-  def test_refuses_the_state_of_other_steps(self, before, after):
+  def test_refuses_a_state_for_other_steps(self, before, after):
     state = delay_updates(before).init(jnp.ones(3))
 
     with self.assertRaisesRegex(
-        ValueError, 'made for' if before else 'must have the tree'
+        ValueError, 'got a state for' if before else 'must have the tree'
     ):
       delay_updates(after).update(jnp.ones(3), state)
 

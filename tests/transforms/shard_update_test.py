@@ -385,7 +385,7 @@ class RefusalTest(parameterized.TestCase):
       return tx.update(grads, state, params, value=value)[0]
 
     mapped = modes.map_shards('shard_map', step)
-    with self.assertRaisesRegex(ValueError, 'bring numbers of their own'):
+    with self.assertRaisesRegex(ValueError, 'shards have different values'):
       jax.eval_shape(mapped, np.ones(16, 'f'), np.ones(8, 'f'))
 
   @cases.product(

@@ -1,4 +1,4 @@
-"""`adasum`: averages parallel updates and adds orthogonal ones."""
+"""`adasum`: the mean of parallel updates, and the sum of orthogonal updates."""
 
 from collections.abc import Sequence
 import functools
@@ -26,28 +26,28 @@ def adasum(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their adaptive sum over all shards of a mapped axis.
 
-  Of two updates a and b,
+  The adaptive sum of two updates a and b is
 
   .. math:: A(a, b) = \left(1 - \frac{a \cdot b}{2 \|a\|^2}\right) a
      + \left(1 - \frac{a \cdot b}{2 \|b\|^2}\right) b
 
-  which is their sum where they are orthogonal, their mean where they are
-  parallel, and b where a is zero. More than two are combined by a binary tree:
-  neighbours first, then neighbouring pairs, and so on; where a level has an odd
-  number of nodes, the last one moves up alone. Takes the place of
-  `cross_shard_mean`; the learning rate is that of one shard.
+  which is their sum if they are orthogonal, their mean if they are parallel,
+  and b if a is zero. More than two updates are combined in a binary tree: first
+  neighbours, then neighbouring pairs, and so on. If a level has an odd number
+  of nodes, the last node moves up unchanged. Use it instead of
+  `cross_shard_mean`, with the learning rate of one shard.
 
   A shard whose extra argument `weight` is zero is left out, as if its update
-  were zero; all others count the same. It sends the bytes of
-  `cross_shard_mean`, and three numbers for each leaf and pair, in one small
-  all-reduce a level of the tree. Norms are taken of scaled values, so that they
-  neither overflow nor underflow for updates from 1e-30 to 1e30. It trusts every
-  shard: wrap it in `guard` against NaN and infinity.
+  were zero; all other shards count the same. The reduction sends as many bytes
+  as `cross_shard_mean`, plus three values per leaf and pair, in one small
+  all-reduce per level of the tree. Norms are computed from scaled values, so
+  that they neither overflow nor underflow for updates from 1e-30 to 1e30. The
+  reduction is not robust: wrap it in `guard` to exclude NaN and infinity.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
-    over: Whether dot products and norms are those of each `'leaf'` alone, as in
-      the paper, or of the whole `'tree'`.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
+    over: Whether dot products and norms are computed for each `'leaf'`, as in
+      the paper, or for the whole `'tree'`.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -59,7 +59,7 @@ def adasum(
       if a leaf is an integer or boolean, or `weight` is not a real number.
     ValueError: If `axis_name` is empty or names an axis twice, or `over` is
       unknown; in `update`, if a leaf is already reduced, or `weight` is not a
-      scalar or known to be negative.
+      scalar or is known to be negative.
 
   Examples:
     >>> import jax
@@ -82,29 +82,29 @@ def adasum(
 
   def aggregate(leaves, counts, axes):
     if not leaves or axes_lib.size(axes, _CALLER) == 1:
-      return aggregator.alone(leaves, counts, axes)
+      return aggregator.only_shard_values(leaves, counts, axes)
     if counts is not None:
       leaves = list(map(leaves_lib.zeroing_unless(counts), leaves))
-    is_cut = aggregator.is_cut(axes)
+    is_sliced = aggregator.is_sliced(axes)
     sizes = _sizes(leaves, over)
     scaled = [x * (1 / s) for x, s in zip(leaves, sizes, strict=True)]
-    groups = _alike(scaled, axes)
+    groups = _group_small_leaves(scaled, axes)
     order = [i for group in groups for i in group]
     dtype = weights.dtype_for(leaves)
     sizes = jnp.stack([sizes[i].astype(dtype) for i in order])
     sizes = collectives.gather(sizes, axes)
     stacks = [jnp.stack([scaled[i] for i in group]) for group in groups]
-    nodes = _Nodes(_rows(stacks, axes, is_cut), sizes)
+    nodes = _Nodes(_rows(stacks, axes, is_sliced), sizes)
     while len(nodes.sizes) > 1:
-      nodes = _merge_neighbours(nodes, axes if is_cut else (), over)
-    whole = _whole(nodes, [leaves[i] for i in order], axes, is_cut)
-    return [x for _, x in sorted(zip(order, whole, strict=True))]
+      nodes = _merge_neighbours(nodes, axes if is_sliced else (), over)
+    gathered = _whole(nodes, [leaves[i] for i in order], axes, is_sliced)
+    return [x for _, x in sorted(zip(order, gathered, strict=True))]
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)
 
 
 class _Nodes(NamedTuple):
-  """The nodes of a level of the tree: of each leaf, sizes times rows.
+  """The nodes of a level of the tree, each leaf as a size times a row.
 
   Rows are scaled to elements of about 1, so that their products neither
   underflow nor overflow.
@@ -112,7 +112,8 @@ class _Nodes(NamedTuple):
   Attributes:
     rows: For each stack of k leaves, this shard's slice of all nodes, [nodes,
       k, elements], or a list of [k, elements].
-    sizes: [nodes, leaves], of the leaves of the first stack first.
+    sizes: The sizes, [nodes, leaves], with the leaves in the order of the
+      stacks.
   """
 
   rows: Sequence[jax.Array | list[jax.Array]]
@@ -120,7 +121,7 @@ class _Nodes(NamedTuple):
 
 
 def _sizes(leaves, over):
-  """Returns for each leaf a power of two near its largest element."""
+  """Returns a power of two near the largest element of each leaf."""
   largest = [jnp.max(jnp.abs(leaf)) for leaf in leaves]
   if over == 'tree':
     together = jnp.max(jnp.stack([x.astype(jnp.float32) for x in largest]))
@@ -132,30 +133,31 @@ def _sizes(leaves, over):
 
 
 def _power_of_two(x):
-  # The exponent alone, for `frexp` and `ldexp` of JAX 0.12 lose the type that
-  # tells that shards differ.
+  # Keeps only the exponent. In JAX 0.12, the results of `frexp` and `ldexp` are
+  # not typed as varying.
   bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
   power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
-  # So that the reciprocal is a normal number, too.
+  # In this range, the reciprocal is a normal number too.
   return jnp.clip(power, 2.0**-125, 2.0**125)
 
 
-def _alike(leaves, axes):
+def _group_small_leaves(leaves, axes):
   """Groups the positions of small leaves of one shape and dtype.
 
-  Those of a group are a stack, so that few operations handle many of them. It
-  is at most a buffer of the first level; large leaves stay alone.
+  The leaves of a group are stacked, so that few operations process many leaves.
+  A stack has at most the size of a buffer of the first level; a large leaf is a
+  group of its own.
   """
   levels = thresholds.levels(axes, 'exchanged')
   if not levels:
     return [[i] for i in range(len(leaves))]
-  kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
-  return bucketing.buckets(leaves, kinds, levels[0])
+  types = [(leaf.shape, leaf.dtype) for leaf in leaves]
+  return bucketing.buckets(leaves, types, levels[0])
 
 
-def _rows(stacks, axes, is_cut):
+def _rows(stacks, axes, is_sliced):
   """Returns the slices of all shards of each stack, [shards, k, elements]."""
-  if not is_cut:
+  if not is_sliced:
     gathered = [collectives.gather(stack, axes) for stack in stacks]
     return [x.reshape(*x.shape[:2], -1) for x in gathered]
   rows_of = functools.partial(aggregator.rows_of, axes=axes)
@@ -168,17 +170,17 @@ def _rows(stacks, axes, is_cut):
 
 
 def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
-  """Returns the next level; where the number is odd, the last node stays.
+  """Returns the next level; if the number is odd, the last node is kept.
 
   Args:
-    nodes: Those of a level.
-    axes: The axes over which the rows are cut.
+    nodes: The nodes of a level.
+    axes: The axes over which the rows are sliced.
     over: As for `adasum`.
   """
   num_nodes = len(nodes.sizes)
   end = num_nodes - num_nodes % 2
   rows = nodes.rows
-  # That is faster, and more to compile.
+  # Separate rows run faster, and take more time to compile.
   if aggregator.are_few_rows(num_nodes):
     rows = list(map(list, rows))
   pairs = [(row[:end:2], row[1:end:2]) for row in rows]
@@ -225,8 +227,8 @@ def _factors(dots, sizes):
   """Returns the factors of the rows of each pair, [pairs, leaves, 2].
 
   Args:
-    dots: Of each pair of rows the products ab, aa and bb, [pairs, leaves, 3].
-    sizes: Of all nodes in pairs, [2 * pairs, leaves].
+    dots: The products ab, aa and bb of each pair of rows, [pairs, leaves, 3].
+    sizes: The sizes of all nodes in pairs, [2 * pairs, leaves].
   """
   dot, square_of_a, square_of_b = jnp.moveaxis(dots, 2, 0)
   size_of_a, size_of_b = sizes[::2], sizes[1::2]
@@ -240,7 +242,7 @@ def _factors(dots, sizes):
   )
 
 
-def _whole(nodes, leaves, axes, is_cut):
+def _whole(nodes, leaves, axes, is_sliced):
   """Gathers the leaves of the last node from the slices of all shards."""
   sizes = lax.split(nodes.sizes[0], [row[0].shape[0] for row in nodes.rows])
   slices = [
@@ -248,7 +250,7 @@ def _whole(nodes, leaves, axes, is_cut):
       for row, size in zip(nodes.rows, sizes, strict=True)
   ]
   rows = [x[None] for x in slices]
-  if is_cut:
+  if is_sliced:
     rows = aggregator.map_packed(
         lambda buffer: collectives.gather(buffer, axes),
         slices,

@@ -1,12 +1,11 @@
-"""The transformation that all aggregators share, and how they send slices.
+"""The transformation that all aggregators share, and the exchange of slices.
 
 After an all-to-all, each shard holds the values of all shards for its slice of
-the elements. It combines them, and the results are gathered. Both together send
-the bytes of an all-reduce.
+the elements. The shard combines these values, and the results are gathered. The
+two collectives send as many bytes as one all-reduce.
 """
 
 from collections.abc import Callable
-from collections.abc import Hashable
 from collections.abc import Sequence
 
 import jax
@@ -21,11 +20,12 @@ from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 
-Axes = tuple[Hashable, ...]
-# Takes this shard's real arrays; whether this shard counts, bool [], or `None`
-# where all do; and the axes. Returns arrays of the same shapes and dtypes, the
-# same on all shards.
-Aggregate = Callable[[list[jax.Array], jax.Array | None, Axes], list[jax.Array]]
+# A function of this shard's real arrays; of whether this shard counts, bool [],
+# or `None` if all shards count; and of the axes. It returns arrays of the same
+# shapes and dtypes, the same on all shards.
+Aggregate = Callable[
+    [list[jax.Array], jax.Array | None, collectives.Axes], list[jax.Array]
+]
 
 
 def transformation(
@@ -33,8 +33,9 @@ def transformation(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the transformation that applies `aggregate` to whole trees.
 
-  It gets the leaves that hold numbers, in float32 or wider, complex ones as
-  [2, ...]. `caller` is the public name that errors and profiles show.
+  `aggregate` receives the leaves that are not empty, in float32 or wider, and
+  complex leaves as [2, ...]. `caller` is the public name for errors and
+  profiles.
   """
   axes = axes_lib.as_axes(axis_name)
 
@@ -47,20 +48,22 @@ def transformation(
     counts = _check(updates, weight, axes, caller)
     leaves, treedef = jax.tree.flatten(updates)
     results = [leaves_lib.without_numbers(leaf, axes) for leaf in leaves]
-    todo = [i for i, result in enumerate(results) if result is None]
+    pending = [i for i, result in enumerate(results) if result is None]
     with jax.named_scope(caller):
-      aggregated = aggregate([_as_real(leaves[i]) for i in todo], counts, axes)
-    for i, x in zip(todo, aggregated, strict=True):
-      results[i] = _as_before(x, leaves[i])
+      aggregated = aggregate(
+          [_as_real(leaves[i]) for i in pending], counts, axes
+      )
+    for i, x in zip(pending, aggregated, strict=True):
+      results[i] = _restore_type(x, leaves[i])
     return treedef.unflatten(results), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def alone(
-    leaves: list[jax.Array], counts: jax.Array | None, axes: Axes
+def only_shard_values(
+    leaves: list[jax.Array], counts: jax.Array | None, axes: collectives.Axes
 ) -> list[jax.Array]:
-  """Returns the only shard's values, to the bit; zeros if it does not count."""
+  """Returns the values of the only shard, or zeros if it does not count."""
   if counts is not None:
     leaves = list(map(leaves_lib.zeroing_unless(counts), leaves))
   return [collectives.total(leaf, axes) for leaf in leaves]
@@ -69,50 +72,50 @@ def alone(
 def map_elements(
     combine: Callable[[jax.Array], jax.Array],
     leaves: Sequence[jax.Array],
-    axes: Axes,
+    axes: collectives.Axes,
 ) -> list[jax.Array]:
-  """Combines the values that all shards have of each element.
+  """Combines the values of all shards, element by element.
 
-  From values [shards, ...], `combine` makes [...]. The results are the same on
+  `combine` reduces values [shards, ...] to [...]. The results are the same on
   all shards.
   """
 
   def send(buffer):
     rows = exchanges.exchange(rows_of(buffer, axes), axes)
-    whole = collectives.gather(combine(rows), axes)
-    return leaves_lib.join(whole, buffer)
+    gathered = collectives.gather(combine(rows), axes)
+    return leaves_lib.join(gathered, buffer)
 
-  if not is_cut(axes):
+  if not is_sliced(axes):
     return [combine(collectives.gather(leaf, axes)) for leaf in leaves]
   return map_packed(send, leaves, axes)
 
 
-def is_cut(axes: Axes) -> bool:
-  """Whether arrays are sliced; otherwise each shard gathers them whole."""
-  # Under `vmap` on one device nothing is sent, and flattening would gather what
-  # is sharded over a mesh axis that is not mapped.
+def is_sliced(axes: collectives.Axes) -> bool:
+  """Whether arrays are exchanged in slices instead of gathered."""
+  # Under `vmap` on one device, nothing is communicated. If a mesh axis is not
+  # mapped, flattening would gather the arrays that are sharded over it.
   return axes_lib.on_mapped_mesh(axes)
 
 
-def rows_of(x: jax.Array, axes: Axes) -> jax.Array:
+def rows_of(x: jax.Array, axes: collectives.Axes) -> jax.Array:
   """Returns the slices of an array, [number of shards, elements]."""
   num_shards = axes_lib.size(axes, '')
   return leaves_lib.cut(x, num_shards).reshape(num_shards, -1)
 
 
 def are_few_rows(num_rows: int) -> bool:
-  """Whether rows are handled one by one, and not as one array."""
-  # Measured on CPUs alone: python benchmarks/thresholds.py
+  """Whether rows are processed one by one instead of as one array."""
+  # Measured only on CPUs: python benchmarks/thresholds.py
   return num_rows <= 32 and axes_lib.platform() == 'cpu'
 
 
 def map_packed(
     send: Callable[[jax.Array], jax.Array],
     leaves: Sequence[jax.Array],
-    axes: Axes,
+    axes: collectives.Axes,
     **sizes: int,
 ) -> list[jax.Array]:
-  """Sends leaves of one kind in shared buffers; see `bucketing.map_packed`."""
+  """Sends leaves of one type in shared buffers; see `bucketing.map_packed`."""
   keys = [(leaf.dtype, axes_lib.varying_axes(leaf)) for leaf in leaves]
   levels = thresholds.levels(axes, 'exchanged')
   return bucketing.map_packed(
@@ -121,7 +124,7 @@ def map_packed(
 
 
 def _check(updates, weight, axes, caller):
-  """Checks updates and weight; returns whether this shard counts."""
+  """Checks the updates and the weight; returns whether this shard counts."""
   axes_lib.size(axes, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, axes, caller)
@@ -139,7 +142,7 @@ def _as_real(leaf):
   return leaves_lib.as_accumulator(leaf)
 
 
-def _as_before(x, leaf):
+def _restore_type(x, leaf):
   dtype = jnp.result_type(leaf)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     return jax.lax.complex(x[0], x[1])

@@ -1,4 +1,4 @@
-"""`majority_vote`: the sign of most shards, at a bit an element."""
+"""`majority_vote`: the sign of most shards, at one bit per element."""
 
 import jax.numpy as jnp
 import optax
@@ -18,26 +18,27 @@ def majority_vote(
 ) -> optax.GradientTransformationExtraArgs:
   """Replaces each element of the updates by the sign of most shards.
 
-  Each shard votes -1 where its update is negative, and 1 elsewhere, zero and
-  NaN included. The result is -1 where more than half of the shards vote -1, and
-  1 elsewhere, ties included. So an element whose gradients are all zero, such
-  as an embedding that no shard has seen, is moved as well: leave such leaves
-  out with `optax.masked`. Takes the place of `cross_shard_mean`, before
-  `optax.sgd` with a learning rate as for Adam.
+  Each shard votes -1 where its update is negative, and 1 elsewhere, including
+  zero and NaN. The result is -1 where more than half of the shards vote -1, and
+  1 elsewhere, including ties. An element whose gradients are all zero, such as
+  an embedding that is not in any batch, therefore also changes: exclude such
+  leaves with `optax.masked`. Use it instead of `cross_shard_mean`, before
+  `optax.sgd` with a learning rate like that of Adam.
 
-  While fewer than half of the shards lie, an element on which the others agree
-  keeps its sign. A shard whose extra argument `weight` is zero has no vote; all
-  others have one. Where none has, the update is zero. With one shard, the
-  update is its sign, so that the same learning rate fits any number of shards.
+  As long as fewer than half of the shards are faulty, an element on which the
+  correct shards agree keeps its sign. A shard whose extra argument `weight` is
+  zero has no vote; every other shard has one. If no shard has a vote, the
+  update is zero. With one shard, the result is the sign of its update, so that
+  the same learning rate fits any number of shards.
 
-  It sends one bit an element all-to-all, and one back; with `weight`, one byte
-  more each way for each shard and buffer. Where a mesh axis is not mapped, each
-  shard instead gathers one byte an element from all shards.
+  It sends one bit per element all-to-all, and one bit per element back; with
+  `weight`, one more byte each way per shard and buffer. If a mesh axis is not
+  mapped, each shard instead gathers one byte per element from all shards.
 
-  Complex leaves have the signs of their real and imaginary parts.
+  Complex leaves get the signs of their real and imaginary parts.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -69,8 +70,8 @@ def majority_vote(
 
 
 def _aggregate(leaves, counts, axes):
-  """Returns the winners among the signs of all shards, 1 or -1."""
-  if not aggregator.is_cut(axes):
+  """Returns the majority of the signs of all shards, 1 or -1."""
+  if not aggregator.is_sliced(axes):
     return [_vote_in_bytes(leaf, counts, axes) for leaf in leaves]
   return aggregator.map_packed(
       lambda buffer: _vote_in_bits(buffer, counts, axes), leaves, axes
@@ -78,18 +79,18 @@ def _aggregate(leaves, counts, axes):
 
 
 def _vote_in_bytes(leaf, counts, axes):
-  """Gathers votes of a byte each, and counts them on every shard."""
+  """Gathers votes of one byte each, and counts them on every shard."""
   votes = jnp.where(leaf < 0, -1, 1).astype(jnp.int8)
   if counts is not None:
     votes = jnp.where(counts, votes, 0).astype(jnp.int8)
   votes = collectives.gather(votes, axes)
-  is_any = jnp.any(votes != 0)
+  has_votes = jnp.any(votes != 0)
   signs = jnp.where(jnp.sum(votes, 0, jnp.int32) < 0, -1, 1)
-  return jnp.where(is_any, signs, 0).astype(leaf.dtype)
+  return jnp.where(has_votes, signs, 0).astype(leaf.dtype)
 
 
 def _vote_in_bits(leaf, counts, axes):
-  """Exchanges votes of a bit each; each shard counts those on its slice."""
+  """Exchanges votes of one bit each; each shard counts those on its slice."""
   num_shards = axes_lib.size(axes, _CALLER)
   rows = leaves_lib.cut(leaf, _BITS * num_shards).reshape(num_shards, -1)
   ballots = exchanges.pack_integers(rows < 0, _BITS)
@@ -107,10 +108,10 @@ def _vote_in_bits(leaf, counts, axes):
   winners = exchanges.pack_integers(2 * num_negative > num_votes, _BITS)
   if counts is not None:
     winners = jnp.append(winners, jnp.uint8(num_votes > 0))
-  winners, is_any = collectives.gather(winners, axes), True
+  winners, has_votes = collectives.gather(winners, axes), True
   if counts is not None:
-    # Gathered, so that its type says that it is the same on all shards.
-    winners, is_any = winners[:, :-1], winners[:, -1:] > 0
+    # The gathered flag is typed as the same on all shards.
+    winners, has_votes = winners[:, :-1], winners[:, -1:] > 0
   signs = 1 - 2 * exchanges.unpack_integers(winners, _BITS).astype(jnp.int8)
-  signs = jnp.where(is_any, signs, 0)
+  signs = jnp.where(has_votes, signs, 0)
   return leaves_lib.join(signs, leaf).astype(leaf.dtype)

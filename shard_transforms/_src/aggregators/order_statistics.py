@@ -1,7 +1,7 @@
-"""`coordinate_median`, `trimmed_mean`: robust against a few lying shards.
+"""`coordinate_median` and `trimmed_mean`: reductions robust to faulty shards.
 
-Each element is reduced on its own. Weights are sent with the values: a shard
-that does not count sends NaN, and NaN counts as missing.
+Each element is reduced independently. Weights are encoded in the values: a
+shard that does not count sends NaN, and NaN counts as missing.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ import optax
 from shard_transforms._src.aggregators import aggregator
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.reduction import collectives
 
 _CALLER = 'trimmed_mean'
 
@@ -27,22 +28,22 @@ def coordinate_median(
 ) -> optax.GradientTransformationExtraArgs:
   """Replaces updates by their median over all shards, element by element.
 
-  With an even number of shards, it is the mean of the two in the middle. As
-  long as fewer than half of the shards lie, each element stays between the
-  minimum and the maximum of the honest shards, whatever the others send, NaN
-  and infinity included. Takes the place of `cross_shard_mean`.
+  With an even number of shards, it is the mean of the two middle values. As
+  long as fewer than half of the shards are faulty, each element stays between
+  the minimum and the maximum of the correct shards, whatever the faulty shards
+  send, including NaN and infinity. Use it instead of `cross_shard_mean`.
 
-  A shard whose extra argument `weight` is zero is left out; all others count
-  the same, because a shard that lies may lie about its weight. NaN is left out
-  as well. Where nothing is left, the update is zero: a `guard` around it counts
-  such steps. It sends the bytes of `cross_shard_mean`: slices all-to-all, and
-  the medians back. Where a mesh axis is not mapped, each shard instead gathers
-  the updates of all shards.
+  A shard whose extra argument `weight` is zero is left out; all other shards
+  count the same, because a faulty shard may also report a wrong weight. NaN is
+  left out too. If no value is left, the update is zero; a `guard` around the
+  reduction counts such steps. It sends as many bytes as `cross_shard_mean`:
+  slices all-to-all, and the medians back. If a mesh axis is not mapped, each
+  shard instead gathers the updates of all shards.
 
-  Complex leaves have the median of their real and imaginary parts.
+  Complex leaves get the medians of their real and imaginary parts.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -78,24 +79,24 @@ def coordinate_median(
 def trimmed_mean(
     axis_name: axes_lib.AxisName, num_trimmed: int
 ) -> optax.GradientTransformationExtraArgs:
-  """Replaces updates by their mean over shards without the extremes.
+  """Replaces updates by their mean over shards without extreme values.
 
   For each element, the `num_trimmed` smallest and the `num_trimmed` largest
-  values are left out. As long as at most `num_trimmed` shards lie, each element
-  stays between the minimum and the maximum of the honest shards, whatever the
-  others send, NaN and infinity included. Takes the place of
+  values are left out. As long as at most `num_trimmed` shards are faulty, each
+  element stays between the minimum and the maximum of the correct shards,
+  whatever the faulty shards send, including NaN and infinity. Use it instead of
   `cross_shard_mean`.
 
-  A shard whose extra argument `weight` is zero is left out first; all others
-  count the same, because a shard that lies may lie about its weight. If fewer
-  than `2 * num_trimmed + 1` are left, trimming stops at the one or two in the
-  middle; if none is left, the update is zero. It sends the same bytes as
-  `coordinate_median`.
+  A shard whose extra argument `weight` is zero is left out first; all other
+  shards count the same, because a faulty shard may also report a wrong weight.
+  If fewer than `2 * num_trimmed + 1` values are left, trimming stops at the one
+  or two values in the middle; if none is left, the update is zero. It sends as
+  many bytes as `coordinate_median`.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
-    num_trimmed: How many values are left out at each end, at least 0 and less
-      than half of the shards.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
+    num_trimmed: The number of values that are left out at each end, at least 0
+      and less than half of the shards.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -103,7 +104,7 @@ def trimmed_mean(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
       integer or boolean, or `weight` is not a real number.
     ValueError: If an argument has a wrong value; in `update`, if `num_trimmed`
       is half of the shards or more, a leaf is already reduced, or `weight` is
@@ -130,8 +131,8 @@ def trimmed_mean(
     if 2 * num_trimmed >= num_shards and num_trimmed:
       raise ValueError(
           '`num_trimmed` of `trimmed_mean` must be less than half of the'
-          f' {num_shards} shards, got {num_trimmed!r}. With as many liars, no'
-          ' aggregator can tell who lies.'
+          f' {num_shards} shards, got {num_trimmed!r}. If half of the shards'
+          ' are faulty, no aggregator can identify them.'
       )
     combine = functools.partial(_trimmed_mean, num_trimmed)
     return _aggregate(combine, leaves, counts, axes)
@@ -143,14 +144,14 @@ def _aggregate(
     combine: Callable[[list[jax.Array], jax.Array], jax.Array],
     leaves: list[jax.Array],
     counts: jax.Array | None,
-    axes: aggregator.Axes,
+    axes: collectives.Axes,
 ) -> list[jax.Array]:
-  """Applies `combine` to sorted rows and to how many of them hold a value."""
+  """Applies `combine` to sorted rows and the number of values in them."""
   if axes_lib.size(axes, _CALLER) == 1:
-    return aggregator.alone(leaves, counts, axes)
+    return aggregator.only_shard_values(leaves, counts, axes)
 
   def combine_values(values):
-    # As a list, rows stay apart; XLA would write a stacked array to memory.
+    # A list of rows, because XLA would write a stacked array to memory.
     rows = list(values)
     has_value = [(~jnp.isnan(row)).astype(jnp.int32) for row in rows]
     num_values = functools.reduce(operator.add, has_value)
@@ -175,23 +176,27 @@ def _median(rows, num_values):
 
 
 def _trimmed_mean(num_trimmed, rows, num_values):
-  """Returns the mean of the sorted rows that are left after trimming."""
-  least = jnp.clip((num_values - 1) // 2, 0, num_trimmed)
-  kept = [
-      jnp.where((i >= least) & (i < num_values - least), row, 0)
+  """Returns the mean of sorted rows without the trimmed values."""
+  num_trimmed_here = jnp.clip((num_values - 1) // 2, 0, num_trimmed)
+  remaining = [
+      jnp.where(
+          (i >= num_trimmed_here) & (i < num_values - num_trimmed_here), row, 0
+      )
       for i, row in enumerate(rows)
   ]
-  num_kept = jnp.maximum(num_values - 2 * least, 1)
-  return functools.reduce(operator.add, kept) / num_kept.astype(kept[0].dtype)
+  num_remaining = jnp.maximum(num_values - 2 * num_trimmed_here, 1)
+  return functools.reduce(operator.add, remaining) / num_remaining.astype(
+      remaining[0].dtype
+  )
 
 
 def sort(rows: Sequence[jax.Array]) -> list[jax.Array]:
-  """Returns rows in ascending order element by element; none may be NaN.
+  """Sorts rows in ascending order, element by element; no element may be NaN.
 
-  XLA's sort moves one element at a time on a CPU. A sorting network compares
-  whole rows, and comparisons whose results are not used are not computed.
+  On a CPU, XLA's sort moves one element at a time. A sorting network compares
+  whole rows, and XLA removes the comparisons whose results are not used.
   """
-  # The network of n rows has about n log(n)**2 / 4 comparisons to compile.
+  # The network for n rows has about n log(n)**2 / 4 comparisons to compile.
   if not aggregator.are_few_rows(len(rows)):
     return list(jnp.sort(jnp.stack(rows), axis=0))
   rows = list(rows)

@@ -1,14 +1,15 @@
-"""Floor 2: what is read off a program before it runs.
+"""Floor 2: static analysis of traced programs.
 
-A program is traced and then read; nothing is run, and nothing that trains
-depends on what a reader can classify. `interpreter` runs a program on *kinds*
-in place of arrays. A reader gives kinds their meaning: how primitives make them
-(`primitives` has the tables), and how they join where branches meet. Names that
-people give, such as scopes, mean nothing to a reader.
+A function is traced to a jaxpr, which is then analyzed; nothing is executed,
+and the results of training do not depend on an analysis. `interpreter`
+evaluates a jaxpr on *facts*, abstract values, instead of arrays. An analysis
+defines the facts, the transfer function of each primitive (`primitives` has the
+tables), and the join at the end of branches. Names that users give, such as
+scopes, have no meaning to an analysis.
 
-Readers err on different sides. `element_flow` is sound: a step that it does not
-know counts as not element-wise. `shard_flow`, which finds deadlocks, and
-`redundant_sums` give warnings: a step that they do not know gives none.
-`weight_flow` is in between: it sees that a sum depends on a weight, but not
-that it is multiplied. Imports `base`.
+The analyses differ in the direction of their errors. `element_analysis` is
+sound: an unknown primitive counts as not element-wise. `divergence_analysis`,
+which finds deadlocks, and `redundant_sums` produce warnings: an unknown
+primitive produces none. `weight_analysis` is in between: it detects that a sum
+depends on a weight, but not how. Imports `base`.
 """

@@ -1,11 +1,11 @@
-"""Equivalence of programs: the same steps on arrays of different shapes.
+"""Equivalence of jaxprs: the same equations on arrays of different shapes.
 
-Two traces are compared step by step, in the order in which results need them. A
+Two traces are compared equation by equation, backward from their results. A
 value that depends on shapes, such as the size of a leaf, is a literal or a
-parameter in a program, and one trace does not distinguish it from any other:
-only a second trace on other shapes does. Programs that are found equivalent
-have the same steps and numbers; programs that do the same by other steps are
-not found equivalent.
+parameter of a jaxpr, and can only be distinguished from other constants by a
+second trace on other shapes. Equivalent jaxprs have the same equations and
+constants; jaxprs that compute the same by different equations are not
+considered equivalent.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 
-# Primitives whose arrays may have other shapes in the other program.
+# Primitives whose arrays may have different shapes in the two jaxprs.
 _FLEXIBLE = primitives.ELEMENTWISE | primitives.REPEATING
 _FLEXIBLE |= {'bitcast_convert_type', 'cond', 'optimization_barrier'}
 _FLEXIBLE |= {'scan', 'while'}
@@ -32,7 +32,7 @@ _FLEXIBLE |= {'scan', 'while'}
 def trace(
     fn: Callable[..., Any], *args: Any
 ) -> tuple[interpreter.Program, Any]:
-  """Returns the program of `fn` on arguments, and the types of its results."""
+  """Returns the flat jaxpr of `fn`, and the types of its results."""
   jaxpr, results = closed(fn, *args)
   return inlining.flatten(jaxpr), results
 
@@ -44,26 +44,26 @@ def closed(
   traced = jax.jit(fn).trace(*args)
   jaxpr = traced.jaxpr
   if len(jaxpr.in_avals) > len(jax.tree.leaves(args)):
-    # Tracers that `fn` brings with it became inputs: here they are constants.
+    # Tracers that `fn` closes over became inputs; here they are constants.
     jaxpr = jax.make_jaxpr(fn)(*args)
   return jaxpr, traced.out_avals
 
 
 @dataclasses.dataclass
 class Comparison:
-  """A comparison of two programs, from their results backward.
+  """A comparison of two jaxprs, backward from their results.
 
   Attributes:
-    sizes: Pairs of sizes, in the first and in the second program, that count as
-      equal where a step treats each element alone.
-    sums: Sums in the first program that may be over such sizes.
-    partners: For each value so far, its counterpart in the other program.
-      Without them, `x + x * y` and `y + x * y`, between which a function may
-      choose by shapes, would be the same two steps.
+    sizes: Pairs of sizes, in the first and in the second jaxpr, that count as
+      equal in an element-wise equation.
+    sums: Sums in the first jaxpr that may be over such sizes.
+    partners: The counterpart of each value so far in the other jaxpr. Without
+      it, `x + x * y` and `y + x * y`, between which a function may choose by
+      shapes, would be the same two equations.
   """
 
   sizes: Set[tuple[int, int]]
-  sums: Set[interpreter.Step] = frozenset()
+  sums: Set[interpreter.Equation] = frozenset()
   partners: dict[inlining.Value, inlining.Value] = dataclasses.field(
       default_factory=dict
   )
@@ -71,20 +71,20 @@ class Comparison:
   def of_programs(
       self, some: interpreter.Program, other: interpreter.Program
   ) -> bool:
-    """Whether two programs do the same, but for shapes."""
-    steps, other_steps = _used_steps(some), _used_steps(other)
-    given = (*some.inputs, *some.constants)
-    other_given = (*other.inputs, *other.constants)
+    """Whether two jaxprs are the same except for shapes."""
+    equations, other_equations = _used_equations(some), _used_equations(other)
+    inputs = (*some.inputs, *some.constants)
+    other_inputs = (*other.inputs, *other.constants)
     return (
-        len(steps) == len(other_steps)
-        and len(given) == len(other_given)
+        len(equations) == len(other_equations)
+        and len(inputs) == len(other_inputs)
         and all(map(_same_array, some.constants, other.constants))
-        and all(map(self._are_partners, given, other_given))
+        and all(map(self._are_partners, inputs, other_inputs))
         and self._of_values(some.outputs, other.outputs, True)
-        and all(map(self._of_steps, steps, other_steps))
+        and all(map(self._of_equations, equations, other_equations))
     )
 
-  def _of_steps(self, some, other):
+  def _of_equations(self, some, other):
     is_flexible = some.name in _FLEXIBLE or some in self.sums
     return (
         some.name == other.name
@@ -107,30 +107,30 @@ class Comparison:
 
   def _are_partners(self, x, y):
     if x.is_literal and y.is_literal:
-      # Many values come from one program that JAX has traced once, such as
-      # `**`.
-      return x.number is y.number or _bits(x.number) == _bits(y.number)
-    # Each has only one counterpart.
+      # JAX traces functions such as `**` once, so that literals may be
+      # identical.
+      return x.constant is y.constant or _bits(x.constant) == _bits(y.constant)
+    # Each value has only one counterpart.
     return (
         self.partners.setdefault(x, y) is y
         and self.partners.setdefault(y, x) is x
     )
 
 
-def _used_steps(program):
-  """Returns the steps that a result depends on, the last one first."""
-  # Unused steps, such as a norm for a log, may depend on shapes.
-  used, steps = set(program.outputs), []
-  for step in reversed(program.steps):
-    if not used.isdisjoint(step.outputs):
-      steps.append(step)
-      used.update(step.inputs)
-  return steps
+def _used_equations(program):
+  """Returns the equations that results depend on, in reverse order."""
+  # Unused equations, such as a norm for a log, may depend on shapes.
+  used, equations = set(program.outputs), []
+  for equation in reversed(program.equations):
+    if not used.isdisjoint(equation.outputs):
+      equations.append(equation)
+      used.update(equation.inputs)
+  return equations
 
 
 def _same_params(some, other):
   ignored = ()
-  # A table that is the same in both may be repeated along other dimensions.
+  # A table that is the same in both may be broadcast along other dimensions.
   if some.name in primitives.REPEATING and (
       some.inputs[0].aval.size == 1
       or not _same_shape(some.inputs[0], other.inputs[0])
@@ -144,9 +144,9 @@ def _same_params(some, other):
 
 
 def _repeats_no_more(some, other):
-  """Whether a step repeats, in the other program, no further inputs.
+  """Whether an equation does not broadcast more inputs in the other jaxpr.
 
-  A slice along a dimension that has a length of 1 would be repeated there.
+  A slice of length 1 along a dimension would be broadcast along it.
   """
   if some.name not in primitives.ELEMENTWISE | primitives.REPEATING:
     return True
@@ -162,16 +162,16 @@ def _same_shape(some, other):
   return some.aval.shape == other.aval.shape
 
 
-def _bits(number):
-  # NaN equals itself here, and -0.0 differs from 0.0. As text, 0.001 and its
-  # neighbour in float32 would be equal.
-  return np.asarray(number).tobytes()
+def _bits(constant):
+  # NaN equals itself here, and -0.0 differs from 0.0. As text, 0.001 and the
+  # adjacent float32 value would be equal.
+  return np.asarray(constant).tobytes()
 
 
 def _same_array(some, other):
   """Whether two constants are known to be equal."""
-  some, other = some.number, other.number
-  # The numbers in a tracer are not known before the program runs.
+  some, other = some.constant, other.constant
+  # The values of a tracer are unknown.
   unknown = core.Tracer | None
   if some is other or isinstance(some, unknown) or isinstance(other, unknown):
     return some is other is not None
@@ -180,8 +180,7 @@ def _same_array(some, other):
 
 def _is_plain(param):
   # Other parameters are not compared: jaxprs are compared as bodies, and
-  # functions, such as those of a custom derivative, are new objects in each
-  # trace.
+  # functions, such as custom derivatives, are new objects in each trace.
   if isinstance(param, tuple):
     return all(map(_is_plain, param))
   return param is None or isinstance(param, bool | int | float | str)

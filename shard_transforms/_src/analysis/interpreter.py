@@ -1,14 +1,15 @@
-"""An abstract interpreter of jaxprs, the programs that JAX traces.
+"""An abstract interpreter of jaxprs.
 
-A program runs on *kinds* in place of arrays: what a reader wants to know of a
-value, such as the axes over which it differs between shards. A reader says what
-it knows of each primitive and how kinds join. What all readers share is here:
-branches are joined, loops run until the kinds of their carry stay the same, and
-calls are entered.
+A jaxpr is evaluated on *facts* instead of arrays: abstract values, such as the
+axes over which a value differs between shards. An analysis defines the transfer
+function of each primitive and the join of facts. This module contains the part
+that all analyses share: branches are joined, loops are iterated to a fixed
+point, and calls are entered.
 
-A jaxpr nests: what `jax.jit`, `jax.checkpoint`, a custom derivative or
-`jax.shard_map` calls is a jaxpr of its own, with variables of its own. `view`
-reads it as it is; `inlining.flatten` makes one sequence of steps of it.
+Jaxprs are nested: the function in `jax.jit`, `jax.checkpoint`, a custom
+derivative or `jax.shard_map` is a jaxpr with its own variables. `view` iterates
+over the nested jaxpr; `inlining.flatten` converts it to one sequence of
+equations.
 """
 
 from collections.abc import Callable
@@ -23,32 +24,32 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import chex
 import jax.extend
 
-Kind = TypeVar('Kind')
+Fact = TypeVar('Fact')
 
 LITERAL = jax.extend.core.Literal
 _JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
 
-# An input or output of a step: in a `view` a variable or literal of JAX, which
-# only has an `aval`; after `inlining.flatten` an `inlining.Value`.
+# An input or output of an equation: in a `view`, a variable or literal of JAX
+# with an `aval`; after `inlining.flatten`, an `inlining.Value`.
 Value = Any
 
-# The name of a step that runs its body once, as it is, in a `view`.
+# The name of an equation in a `view` that runs its body once, unchanged.
 CALL = 'call of a body'
 
 
-# Not frozen, because frozen ones take longer to make: a tree of 1,000 leaves
-# makes tens of thousands of them.
+# Not frozen, because frozen instances take longer to create: a tree of 1,000
+# leaves has tens of thousands of equations.
 @dataclasses.dataclass(eq=False, slots=True)
-class Step:
+class Equation:
   """An operation, or a loop or branch with its bodies.
 
   Attributes:
-    name: The primitive, by one name for all of its variants.
+    name: The primitive, with one name for all of its variants.
     params: The parameters of the primitive.
     inputs: Its inputs.
     outputs: Its outputs.
-    bodies: The programs in its parameters, in the order of the primitive.
-    around: What `inlining` knows of the calls and maps around it.
+    bodies: The jaxprs in its parameters, in the order of the primitive.
+    context: The calls and maps around it, after `inlining.flatten`.
   """
 
   name: str
@@ -56,7 +57,7 @@ class Step:
   inputs: Sequence[Value]
   outputs: Sequence[Value]
   bodies: 'tuple[Program, ...]' = ()
-  around: Any = None
+  context: Any = None
 
   @property
   def axes(self) -> tuple[Hashable, ...]:
@@ -66,136 +67,141 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-  """Steps in the order in which they were traced.
+  """A jaxpr, as equations in the order in which they were traced.
 
   Attributes:
     inputs: Its inputs.
-    steps: Its steps.
+    equations: Its equations.
     outputs: Its outputs.
-    constants: The constants of it and of the programs that it calls.
+    constants: Its constants, including those of inlined calls.
   """
 
   inputs: Sequence[Value]
-  steps: Sequence[Step]
+  equations: Sequence[Equation]
   outputs: Sequence[Value]
   constants: Sequence[Value] = ()
 
 
-class Reader(Generic[Kind]):
-  """The questions of a reader about a program.
+class Analysis(Generic[Fact]):
+  """An analysis: facts, transfer functions and joins.
 
-  Kinds are ordered by how little they say. `join` must give a kind that says no
-  more than any of those given, and the first of them if the others add nothing;
-  and there must be no endless chain of such kinds. Otherwise a loop would not
-  end.
+  Facts form a lattice. `join` must return an upper bound of its arguments,
+  which is the first argument if the others do not change it, and ascending
+  chains must be finite; otherwise the fixed point of a loop would not be
+  reached.
   """
 
-  def constant(self, value: Value) -> Kind:
-    """Returns the kind of a literal or a constant."""
+  def constant(self, value: Value) -> Fact:
+    """Returns the fact for a literal or a constant."""
     raise NotImplementedError
 
-  def join(self, kinds: Sequence[Kind]) -> Kind:
-    """Returns the kind of a value that is one of several."""
+  def join(self, facts: Sequence[Fact]) -> Fact:
+    """Returns the fact for a value that is one of several."""
     raise NotImplementedError
 
-  def primitive(self, step: Step, kinds: Sequence[Kind]) -> Sequence[Kind]:
-    """Returns the kinds of the results of a step without known bodies."""
+  def primitive(
+      self, equation: Equation, facts: Sequence[Fact]
+  ) -> Sequence[Fact]:
+    """Returns the facts for the results of an equation without known bodies."""
     raise NotImplementedError
 
-  def inside(self, step: Step, kinds: Sequence[Kind]) -> Kind:
-    """Returns the kind of all inputs of bodies that a step runs somehow.
+  def sub_jaxpr_inputs(self, equation: Equation, facts: Sequence[Fact]) -> Fact:
+    """Returns the fact for all inputs of the bodies of an unknown equation.
 
-    Such a step is no branch and no loop; a linear solver is one.
+    Such an equation is neither a branch nor a loop, for example a linear
+    solver.
     """
-    del step
-    return self.join(kinds)
+    del equation
+    return self.join(facts)
 
-  def chosen(
-      self, step: Step, predicate: Kind, kinds: Sequence[Kind]
-  ) -> Sequence[Kind]:
-    """Returns the kinds of what a `cond` or `while` returns.
+  def select(
+      self, equation: Equation, predicate: Fact, facts: Sequence[Fact]
+  ) -> Sequence[Fact]:
+    """Returns the facts for the results of a `cond` or `while`.
 
-    Without the predicate, which decides, they would be `kinds`.
+    Independent of the predicate, they would be `facts`.
     """
-    del step, predicate
-    return kinds
+    del equation, predicate
+    return facts
 
-  def carried(self, kind: Kind) -> Kind:
-    """Returns what is known in a loop of a value that its turns change."""
-    return kind
+  def loop_carry(self, fact: Fact) -> Fact:
+    """Returns the initial fact for a carried value inside a loop."""
+    return fact
 
-  def row(self, kind: Kind) -> Kind:
-    """Returns the kind of one turn's part of a scanned array, or the reverse.
-
-    That is an array that stacks results of all turns.
-    """
-    return kind
+  def scan_slice(self, fact: Fact) -> Fact:
+    """Returns the fact for a slice of a scanned array, or a stacked result."""
+    return fact
 
 
 def interpret(
-    program: Program, kinds: Sequence[Kind], reader: Reader[Kind]
-) -> list[Kind]:
-  """Returns the kinds of the results of a program on inputs of these kinds."""
-  # By identity: a literal of JAX has no hash in 0.10.
-  found = dict(zip(map(id, program.inputs), kinds, strict=True))
+    program: Program, facts: Sequence[Fact], analysis: Analysis[Fact]
+) -> list[Fact]:
+  """Evaluates a jaxpr on facts of its inputs; returns facts of its results."""
+  # By identity, because literals are not hashable in JAX 0.10.
+  fact_of = dict(zip(map(id, program.inputs), facts, strict=True))
 
-  def of(values):
+  def facts_of(values):
     return [
-        found[id(value)] if id(value) in found else reader.constant(value)
+        fact_of[id(value)] if id(value) in fact_of else analysis.constant(value)
         for value in values
     ]
 
-  for step in program.steps:
-    given = of(step.inputs)
-    if step.bodies:
-      results = _run_bodies(step, given, reader)
+  for equation in program.equations:
+    operands = facts_of(equation.inputs)
+    if equation.bodies:
+      results = _run_bodies(equation, operands, analysis)
     else:
-      results = reader.primitive(step, given)
+      results = analysis.primitive(equation, operands)
     # A strict `zip` takes three times as long.
-    for i, value in enumerate(step.outputs):
-      found[id(value)] = results[i]
-  return of(program.outputs)
+    for i, value in enumerate(equation.outputs):
+      fact_of[id(value)] = results[i]
+  return facts_of(program.outputs)
 
 
-def _run_bodies(step, kinds, reader):
-  if step.name == CALL:
-    return interpret(step.bodies[0], kinds, reader)
-  if step.name == 'cond':
-    predicate, *given = kinds
-    ends = [interpret(body, given, reader) for body in step.bodies]
-    joined = [reader.join(results) for results in zip(*ends, strict=True)]
-    return reader.chosen(step, predicate, joined)
-  if step.name in ('scan', 'while'):
-    return _run_loop(step, kinds, reader)
-  inside = reader.inside(step, kinds)
-  for body in step.bodies:
-    interpret(body, [inside] * len(body.inputs), reader)
-  return reader.primitive(step, kinds)
+def _run_bodies(equation, facts, analysis):
+  if equation.name == CALL:
+    return interpret(equation.bodies[0], facts, analysis)
+  if equation.name == 'cond':
+    predicate, *operands = facts
+    results_of_branches = [
+        interpret(body, operands, analysis) for body in equation.bodies
+    ]
+    joined = [
+        analysis.join(results)
+        for results in zip(*results_of_branches, strict=True)
+    ]
+    return analysis.select(equation, predicate, joined)
+  if equation.name in ('scan', 'while'):
+    return _run_loop(equation, facts, analysis)
+  fact_inside = analysis.sub_jaxpr_inputs(equation, facts)
+  for body in equation.bodies:
+    interpret(body, [fact_inside] * len(body.inputs), analysis)
+  return analysis.primitive(equation, facts)
 
 
-def _run_loop(step, kinds, reader):
-  parts = loop(step)
+def _run_loop(equation, facts, analysis):
+  parts = loop(equation)
   first = parts.num_condition + parts.num_read
-  read, given = kinds[parts.num_condition : first], kinds[first:]
-  results = step.outputs[parts.num_carry :]
-  if not step.params.get('length', 1):
-    # A scan without turns, whose body sends nothing.
-    return [*given[: parts.num_carry], *map(reader.constant, results)]
-  rows = list(map(reader.row, given[parts.num_carry :]))
+  read, carried_facts = facts[parts.num_condition : first], facts[first:]
+  results = equation.outputs[parts.num_carry :]
+  if not equation.params.get('length', 1):
+    # A scan without iterations, whose body does not run.
+    return [*carried_facts[: parts.num_carry], *map(analysis.constant, results)]
+  rows = list(map(analysis.scan_slice, carried_facts[parts.num_carry :]))
   before, ends = None, []
-  carry = list(map(reader.carried, given[: parts.num_carry]))
-  # A turn may read what the one before it has put into the carry.
+  carry = list(map(analysis.loop_carry, carried_facts[: parts.num_carry]))
+  # An iteration reads the carry of the previous one.
   while carry != before:
     before = carry
-    ends = interpret(parts.body, [*read, *carry, *rows], reader)
+    ends = interpret(parts.body, [*read, *carry, *rows], analysis)
     carried = zip(carry, ends[: parts.num_carry], strict=True)
-    carry = list(map(reader.join, carried))
+    carry = list(map(analysis.join, carried))
   if parts.condition is not None:
-    condition_reads = kinds[: parts.num_condition]
-    (go_on,) = interpret(parts.condition, condition_reads + carry, reader)
-    return reader.chosen(step, go_on, carry)
-  stacks = map(reader.row, ends[parts.num_carry :])
-  # The carry is that of the last turn.
+    condition_reads = facts[: parts.num_condition]
+    (predicate,) = interpret(parts.condition, condition_reads + carry, analysis)
+    return analysis.select(equation, predicate, carry)
+  stacks = map(analysis.scan_slice, ends[parts.num_carry :])
+  # The carry of the last iteration.
   return [*ends[: parts.num_carry], *stacks]
 
 
@@ -203,11 +209,12 @@ class Loop(NamedTuple):
   """The parts of a `scan` or `while`.
 
   Attributes:
-    body: What each turn runs.
-    condition: What decides whether there is another turn; `None` in a scan.
-    num_carry: The number of values that a turn passes to the next.
-    num_read: The number of inputs of the body before these.
-    num_condition: The number of inputs that the condition alone reads.
+    body: The jaxpr of an iteration.
+    condition: The jaxpr that decides whether there is another iteration; `None`
+      in a scan.
+    num_carry: The number of values that an iteration passes to the next.
+    num_read: The number of inputs of the body before the carry.
+    num_condition: The number of inputs that only the condition reads.
   """
 
   body: Program
@@ -217,30 +224,30 @@ class Loop(NamedTuple):
   num_condition: int = 0
 
 
-def loop(step: Step) -> Loop:
+def loop(equation: Equation) -> Loop:
   """Returns the parts of a `scan` or `while`."""
-  if step.name == 'while':
-    names = [name for name in step.params if name.endswith('_jaxpr')]
-    bodies = dict(zip(names, step.bodies, strict=True))
+  if equation.name == 'while':
+    names = [name for name in equation.params if name.endswith('_jaxpr')]
+    bodies = dict(zip(names, equation.bodies, strict=True))
     return Loop(
         bodies['body_jaxpr'],
         bodies['cond_jaxpr'],
-        len(step.outputs),
-        step.params['body_nconsts'],
-        step.params['cond_nconsts'],
+        len(equation.outputs),
+        equation.params['body_nconsts'],
+        equation.params['cond_nconsts'],
     )
   # The parameters of a scan differ between versions of JAX. Its inputs are the
   # constants, the carry, and the scanned arrays; its outputs are the carry and
   # the stacked arrays. In the body, scanned and stacked arrays lack an axis.
-  (body,) = step.bodies
-  num_carry = _num_whole(step.outputs, body.outputs)
-  num_read = _num_whole(step.inputs, body.inputs) - num_carry
+  (body,) = equation.bodies
+  num_carry = _num_unsliced(equation.outputs, body.outputs)
+  num_read = _num_unsliced(equation.inputs, body.inputs) - num_carry
   carry = body.inputs[num_read : num_read + num_carry]
   chex.assert_equal(_types(carry), _types(body.outputs[:num_carry]))
   return Loop(body, None, num_carry, num_read)
 
 
-def _num_whole(outer, inner):
+def _num_unsliced(outer, inner):
   pairs = zip(outer, inner, strict=True)
   return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
 
@@ -249,67 +256,67 @@ def _types(values):
   return [(value.aval.shape, value.aval.dtype) for value in values]
 
 
-def view(jaxpr: Any, around: None = None) -> Program:
-  """Returns a jaxpr as a program without a copy, to be read once in each trace.
+def view(jaxpr: Any, context: None = None) -> Program:
+  """Returns a lazy `Program` of a jaxpr, for a single pass.
 
-  Its steps can only be iterated over. A call or a map is a step `CALL` with a
-  body.
+  Its equations can only be iterated over. A call or a map is an equation `CALL`
+  with a body.
   """
-  del around
-  steps: Any = _Equations(jaxpr)
-  return Program(jaxpr.invars, steps, jaxpr.outvars)
+  del context
+  equations: Any = _Equations(jaxpr)
+  return Program(jaxpr.invars, equations, jaxpr.outvars)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Equations:
-  """The steps of a jaxpr, each made when it is reached and not kept."""
+  """The equations of a jaxpr, converted lazily."""
 
   jaxpr: Any
 
-  def __iter__(self) -> Iterator[Step]:
+  def __iter__(self) -> Iterator[Equation]:
     for eqn in self.jaxpr.eqns:
       name, ends = eqn.primitive.name, (eqn.invars, eqn.outvars)
-      bodies = held(eqn.params) if eqn.params else ()
+      bodies = sub_jaxprs(eqn.params) if eqn.params else ()
       if not bodies:
-        yield Step(common_name(name), eqn.params, *ends)
+        yield Equation(common_name(name), eqn.params, *ends)
       elif name == 'shard_map' or is_call(eqn, bodies):
-        yield Step(CALL, {}, *ends, (view(bodies[0]),))
+        yield Equation(CALL, {}, *ends, (view(bodies[0]),))
       else:
-        yield step_of(eqn, *ends, bodies, view)
+        yield as_equation(eqn, *ends, bodies, view)
 
 
-def step_of(
+def as_equation(
     eqn: jax.extend.core.JaxprEqn,
     inputs: Sequence[Value],
     outputs: Sequence[Value],
     bodies: Sequence[Any],
-    read: Callable[[Any, Any], Program],
-    around: Any = None,
-) -> Step:
-  """Returns the step of an equation; its bodies become programs by `read`.
+    convert: Callable[[Any, Any], Program],
+    context: Any = None,
+) -> Equation:
+  """Converts an equation, and its bodies by `convert`.
 
-  A loop of at most one turn becomes a `cond`: such a loop decides whether its
-  body runs, and nothing else.
+  A loop of at most one iteration becomes a `cond`, because it only decides
+  whether its body runs.
   """
   name = common_name(eqn.primitive.name)
   if not bodies:
-    return Step(name, eqn.params, inputs, outputs, (), around)
-  programs = tuple([read(body, around) for body in bodies])
-  decision = _decision(eqn)
-  if decision is None:
-    return Step(name, eqn.params, inputs, outputs, programs, around)
-  given = inputs[eqn.params['cond_nconsts'] :]
-  body = loop(Step(name, eqn.params, inputs, outputs, programs)).body
-  kept = Program(body.inputs, (), body.inputs[-len(outputs) :])
-  ends = (given[-len(outputs) :][decision], *given), outputs
-  return Step('cond', {}, *ends, (kept, body), around)
+    return Equation(name, eqn.params, inputs, outputs, (), context)
+  programs = tuple([convert(body, context) for body in bodies])
+  predicate = _branch_predicate(eqn)
+  if predicate is None:
+    return Equation(name, eqn.params, inputs, outputs, programs, context)
+  operands = inputs[eqn.params['cond_nconsts'] :]
+  body = loop(Equation(name, eqn.params, inputs, outputs, programs)).body
+  identity = Program(body.inputs, (), body.inputs[-len(outputs) :])
+  ends = (operands[-len(outputs) :][predicate], *operands), outputs
+  return Equation('cond', {}, *ends, (identity, body), context)
 
 
-def _decision(eqn):
-  """Returns which value of its carry makes a loop run once, or not at all.
+def _branch_predicate(eqn):
+  """Returns the index of the carry that makes a loop run at most once.
 
-  The condition of such a loop returns that value as it is, and the body makes
-  it false. `None` for all other equations.
+  The condition of such a loop returns this value, and the body sets it to
+  false. `None` for all other equations.
   """
   if eqn.primitive.name != 'while':
     return None
@@ -318,37 +325,37 @@ def _decision(eqn):
   )
   carry = condition.invars[eqn.params['cond_nconsts'] :]
   (is_due,) = condition.outvars
-  # A literal is no variable, and has no hash in JAX 0.10.
+  # A literal is not a variable, and is not hashable in JAX 0.10.
   if isinstance(is_due, LITERAL) or is_due not in carry:
     return None
-  number = carry.index(is_due)
-  next_one = body.outvars[number]
-  ends = isinstance(next_one, LITERAL) and not next_one.val
-  return number if ends else None
+  index = carry.index(is_due)
+  next_value = body.outvars[index]
+  ends = isinstance(next_value, LITERAL) and not next_value.val
+  return index if ends else None
 
 
-def held(params: Mapping[str, Any]) -> list[Any]:
+def sub_jaxprs(params: Mapping[str, Any]) -> list[Any]:
   """Returns the jaxprs in the parameters of an equation."""
-  # Those of `jax.extend.core.jaxprs_in_params` come without their constants.
-  found = []
+  # `jax.extend.core.jaxprs_in_params` would drop the constants.
+  jaxprs = []
   for param in params.values():
     if isinstance(param, _JAXPRS):
-      found.append(param)
+      jaxprs.append(param)
     elif isinstance(param, tuple):
-      found += [item for item in param if isinstance(item, _JAXPRS)]
-  return found
+      jaxprs += [item for item in param if isinstance(item, _JAXPRS)]
+  return jaxprs
 
 
 def is_call(eqn: jax.extend.core.JaxprEqn, bodies: Sequence[Any]) -> bool:
-  """Whether an equation runs its only program once, as it is."""
-  # A scan without scanned or stacked arrays looks like a call.
+  """Whether an equation runs its only jaxpr once, unchanged."""
+  # A scan without scanned or stacked arrays has the form of a call.
   if eqn.primitive.name == 'scan' or len(bodies) != 1:
     return False
   (body,) = bodies
   if len(body.invars) != len(eqn.invars):
     return False
-  # So does a `lax.reduce` of one array: it takes the array and a number to
-  # start from, and its body two elements. Shapes tell.
+  # So does a `lax.reduce` of one array: its inputs are the array and the
+  # initial value, and those of its body two elements. Only the shapes differ.
   return _shapes(body) == _shapes(eqn)
 
 

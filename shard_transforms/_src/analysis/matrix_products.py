@@ -23,30 +23,34 @@ def flops(program: interpreter.Program, num_devices: int) -> float:
     num_devices: The number of devices that run it.
   """
   total = 0.0
-  for step in program.steps:
-    inner = [flops(body, num_devices) for body in step.bodies]
-    if step.name == 'cond':
+  for equation in program.equations:
+    inner = [flops(body, num_devices) for body in equation.bodies]
+    if equation.name == 'cond':
       total += max(inner)
-    elif step.name == 'scan':
-      total += step.params['length'] * sum(inner)
-    elif step.name in _OPERATIONS:
-      num_mapped = math.prod(inlining.axis_sizes(step).values())
-      total += _OPERATIONS[step.name](step) * num_mapped / num_devices
+    elif equation.name == 'scan':
+      total += equation.params['length'] * sum(inner)
+    elif equation.name in _OPERATIONS:
+      num_mapped = math.prod(inlining.axis_sizes(equation).values())
+      total += _OPERATIONS[equation.name](equation) * num_mapped / num_devices
     else:
       total += sum(inner)
   return total
 
 
-def _of_dot(step):
-  (contracted, _), _ = step.params['dimension_numbers']
-  shape = step.inputs[0].aval.shape
-  return 2 * step.outputs[0].aval.size * math.prod(shape[i] for i in contracted)
+def _of_dot(equation):
+  (contracted, _), _ = equation.params['dimension_numbers']
+  shape = equation.inputs[0].aval.shape
+  return (
+      2
+      * equation.outputs[0].aval.size
+      * math.prod(shape[i] for i in contracted)
+  )
 
 
-def _of_convolution(step):
-  kernel = step.inputs[1].aval
-  features = kernel.shape[step.params['dimension_numbers'].rhs_spec[0]]
-  return 2 * step.outputs[0].aval.size * kernel.size / features
+def _of_convolution(equation):
+  kernel = equation.inputs[1].aval
+  features = kernel.shape[equation.params['dimension_numbers'].rhs_spec[0]]
+  return 2 * equation.outputs[0].aval.size * kernel.size / features
 
 
 _OPERATIONS = {'dot_general': _of_dot, 'conv_general_dilated': _of_convolution}

@@ -1,7 +1,7 @@
-"""Which inputs of a program are summed over shards as they are.
+"""Inputs of a jaxpr that are summed over shards unchanged.
 
-A NaN or an infinity in such an input is in its sum too, on all shards: each of
-them sees it there without a further collective.
+A NaN or an infinity in such an input is also in the sum, so that every shard
+can detect it without another collective.
 """
 
 from collections.abc import Hashable
@@ -20,30 +20,32 @@ def find(
   """Returns the variables of the sums of these inputs over shards.
 
   Args:
-    jaxpr: The program.
-    inputs: Variables of its inputs.
+    jaxpr: The jaxpr.
+    inputs: Input variables of the jaxpr.
     axes: The mapped axes of the shards.
 
   Returns:
-    The sums, in the order of the program; none if an input that has numbers is
-    not summed, or is computed with before.
+    The sums, in the order of the jaxpr; empty if an input with values is not
+    summed, or is used in a computation before.
   """
   copies = {var: var for var in inputs if _has_numbers(var)}
-  left, sums = set(copies), []
+  unsummed, sums = set(copies), []
   for eqn in jaxpr.eqns:
     name = interpreter.common_name(eqn.primitive.name)
     if name not in primitives.COPIES and name != 'psum':
       continue
-    # A literal has no hash in JAX 0.10.
-    read = [x for x in eqn.invars if not isinstance(x, interpreter.LITERAL)]
-    pairs = zip(read, eqn.outvars, strict=False)
+    # Literals are not hashable in JAX 0.10.
+    variables = [
+        x for x in eqn.invars if not isinstance(x, interpreter.LITERAL)
+    ]
+    pairs = zip(variables, eqn.outvars, strict=False)
     copied = {y: copies[x] for x, y in pairs if x in copies}
     if name != 'psum':
       copies.update({y: x for y, x in copied.items() if _keeps_nan(x, y)})
     elif _is_over(eqn, axes):
-      left.difference_update(copied.values())
+      unsummed.difference_update(copied.values())
       sums += copied
-  return [] if left else sums
+  return [] if unsummed else sums
 
 
 def _has_numbers(var):
@@ -51,8 +53,10 @@ def _has_numbers(var):
 
 
 def _keeps_nan(x, y):
-  kinds = [jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in (x, y)]
-  return _has_numbers(y) and kinds[0] == kinds[1]
+  are_complex = [
+      jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in (x, y)
+  ]
+  return _has_numbers(y) and are_complex[0] == are_complex[1]
 
 
 def _is_over(eqn, axes):

@@ -1,11 +1,12 @@
-"""The primitives of JAX that the readers of programs know, by what they do.
+"""Tables of the primitives of JAX, by their properties.
 
-Read from JAX 0.10.2 and 0.12.0.1: a name that only one of them has is followed
-by its version. A test compares the tables with the primitives of the installed
-JAX. Variants of a primitive have one name here; see `interpreter.common_name`.
+The tables are based on JAX 0.10.2 and 0.12.0.1; a name that exists in only one
+version is followed by that version. A test compares the tables with the
+primitives of the installed JAX. Variants of a primitive have one name here; see
+`interpreter.common_name`.
 """
 
-# Each element of the results comes from the elements at the same place.
+# Each element of the results depends on the elements at the same position.
 ELEMENTWISE = frozenset().union(
     ('add', 'add_any', 'sub', 'mul', 'mulhi', 'div', 'rem', 'neg', 'abs'),
     ('sign', 'max', 'min', 'clamp', 'ceil', 'floor', 'round', 'nextafter'),
@@ -23,28 +24,28 @@ ELEMENTWISE = frozenset().union(
     ('shift_right_arithmetic', 'shift_right_logical'),
     ('convert_element_type', 'reduce_precision', 'stop_gradient', 'name'),
     ('copy', 'zeros_like'),
-    # Casts of the varying type.
+    # Casts of the varying manual axes.
     ('pvary', 'preduced', 'reduced_vary_cast', 'vary_unreduced_cast'),
 )
-# Copies and casts: the result has the numbers of the input.
+# Copies and casts: the result has the values of the input.
 COPIES = frozenset(('convert_element_type', 'copy', 'pvary', 'name'))
 SUMS = frozenset(('add', 'add_any'))
-# Those of `ELEMENTWISE` that map zeros to zeros.
+# Primitives of `ELEMENTWISE` that map zeros to zeros.
 KEEPS_ZEROS = COPIES | SUMS.union(
     ('sub', 'neg', 'abs', 'sign', 'square', 'sqrt', 'real', 'imag', 'conj'),
     ('complex', 'mul', 'max', 'min', 'stop_gradient'),
     ('shift_left', 'shift_right_arithmetic', 'shift_right_logical'),
 )
-# Repeats one number, or changes the shape around it.
+# Primitives that repeat a value, or add and remove dimensions.
 REPEATING = frozenset(('broadcast_in_dim', 'reshape', 'squeeze'))
-# Copies elements to other places, and computes nothing from them.
+# Primitives that move elements without any computation.
 MOVING = REPEATING | frozenset(
     ('concatenate', 'stack', 'unstack', 'slice', 'split', 'rev', 'transpose'),
 ).union(
     ('dynamic_slice', 'dynamic_update_slice', 'gather', 'pad', 'tile'),
     ('optimization_barrier', 'reshard', 'sharding_constraint'),
 )
-# Linear in its inputs: products and quotients in the first of them alone.
+# Linear in all inputs; products and quotients only in the first input.
 LINEAR = SUMS.union(
     ('sub', 'neg', 'mul', 'div', 'convert_element_type', 'reduce_precision'),
     ('copy', 'pvary', 'broadcast_in_dim', 'reshape', 'squeeze', 'transpose'),
@@ -53,10 +54,10 @@ LINEAR = SUMS.union(
 
 # Collectives whose result is the same on all shards, except with groups.
 REPLICATED = frozenset(('all_gather', 'pbroadcast', 'pmax', 'pmin', 'psum'))
-# Each shard gets another part, or some shards get nothing.
+# Collectives in which each shard receives another part, or nothing.
 SCATTERING = frozenset(
     ('all_to_all', 'ppermute', 'ragged_all_to_all', 'reduce_scatter')
 )
 SENDING = REPLICATED | SCATTERING
-# Add up what shards bring; the others of `SENDING` move it or choose from it.
+# Collectives that add; the others in `SENDING` move or select values.
 ADDING = frozenset(('psum', 'reduce_scatter'))

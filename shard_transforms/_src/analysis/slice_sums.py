@@ -1,9 +1,9 @@
-"""Sums over the elements of slices that are taken for sums of whole leaves.
+"""Sums over the elements of slices that are used like sums over whole leaves.
 
-After a reduction over one axis, leaves may still be slices over another, such
-as that of tensor parallelism. A sum over all elements of a slice, as in
-clipping by the global norm, then differs between shards: it must be summed over
-that axis, too, before it scales an update. Only types tell what is a slice.
+After a reduction over one axis, leaves may still be slices over another axis,
+such as that of tensor parallelism. A sum over all elements of a slice, as in
+clipping by the global norm, then differs between shards: it must also be summed
+over that axis before it scales an update. Slices are recognized only by types.
 """
 
 from collections.abc import Hashable
@@ -16,12 +16,12 @@ from shard_transforms._src.base import axes as axes_lib
 _TOTALS = ('reduce_sum', 'reduce_max', 'dot_general')
 
 
-class Found(NamedTuple):
-  """What is known of a value.
+class SliceSums(NamedTuple):
+  """The fact for a value.
 
   Attributes:
-    is_reduced: Whether it comes from a sum over shards.
-    partial: The axes over whose slices it has a sum that ends at the slice.
+    is_reduced: Whether it depends on a sum over shards.
+    partial: The axes over which it depends on a sum over only one slice.
   """
 
   is_reduced: bool = False
@@ -29,23 +29,23 @@ class Found(NamedTuple):
 
 
 def find(program: interpreter.Program) -> tuple[str, ...]:
-  """Returns a warning for each axis along which slices are scaled so."""
-  reader = _Totals()
-  interpreter.interpret(program, [Found()] * len(program.inputs), reader)
+  """Returns a warning per axis along which slices are scaled incorrectly."""
+  analysis = _Totals()
+  interpreter.interpret(program, [SliceSums()] * len(program.inputs), analysis)
   return tuple(
-      f'a result that is a slice along {axis!r} is scaled by a sum of the'
-      ' elements of that slice only, as by `optax.clip_by_global_norm`: take'
+      f'a result that is a slice along {axis!r} is scaled by a sum over the'
+      ' elements of only that slice, as in `optax.clip_by_global_norm`: use'
       f' `shard_transforms.clip_by_global_norm(max_norm, {axis!r})` and'
-      f' `global_norm(tree, {axis!r})`, which sum over {axis!r}, too.'
-      for axis in sorted(reader.axes, key=str)
+      f' `global_norm(tree, {axis!r})`, which also sum over {axis!r}.'
+      for axis in sorted(analysis.axes, key=str)
   )
 
 
-class _Totals(interpreter.Reader[Found]):
-  """Follows totals of slices.
+class _Totals(interpreter.Analysis[SliceSums]):
+  """The analysis of sums over slices.
 
   Attributes:
-    axes: The axes along which results are scaled by a total of a slice.
+    axes: The axes along which results are scaled by a sum over a slice.
   """
 
   def __init__(self):
@@ -53,36 +53,36 @@ class _Totals(interpreter.Reader[Found]):
 
   def constant(self, value):
     del value
-    return Found()
+    return SliceSums()
 
-  def join(self, kinds):
-    return Found(
-        any(kind.is_reduced for kind in kinds),
-        frozenset().union(*(kind.partial for kind in kinds)),
+  def join(self, facts):
+    return SliceSums(
+        any(fact.is_reduced for fact in facts),
+        frozenset().union(*(fact.partial for fact in facts)),
     )
 
-  def primitive(self, step, kinds):
-    together = self.join(kinds)
-    if step.name == 'shard_map':
-      self._leave(step, together)
-      return [Found()] * len(step.outputs)
-    if step.name in primitives.SENDING and step.axes:
+  def primitive(self, equation, facts):
+    combined = self.join(facts)
+    if equation.name == 'shard_map':
+      self._leave(equation, combined)
+      return [SliceSums()] * len(equation.outputs)
+    if equation.name in primitives.SENDING and equation.axes:
       return [
-          Found(True, kind.partial.difference(step.axes))
-          if len(kinds) == len(step.outputs)
-          else Found(True, together.partial.difference(step.axes))
-          for kind in kinds[: len(step.outputs)]
+          SliceSums(True, fact.partial.difference(equation.axes))
+          if len(facts) == len(equation.outputs)
+          else SliceSums(True, combined.partial.difference(equation.axes))
+          for fact in facts[: len(equation.outputs)]
       ]
-    is_total = step.name in _TOTALS and not step.outputs[0].aval.ndim
-    if is_total and together.is_reduced:
-      varying = axes_lib.varying_axes(step.outputs[0].aval)
-      together = together._replace(partial=together.partial | varying)
-    return [together] * len(step.outputs)
+    is_total = equation.name in _TOTALS and not equation.outputs[0].aval.ndim
+    if is_total and combined.is_reduced:
+      varying = axes_lib.varying_axes(equation.outputs[0].aval)
+      combined = combined._replace(partial=combined.partial | varying)
+    return [combined] * len(equation.outputs)
 
-  def _leave(self, step, kind):
-    """Notes an array that leaves a map, or enters one."""
-    (value,) = step.inputs
-    # What each shard keeps for itself has a leading axis of length 1.
+  def _leave(self, equation, fact):
+    """Records the axes of an array that leaves or enters a map."""
+    (value,) = equation.inputs
+    # Per-shard state has a leading axis of length 1.
     is_slice = value.aval.ndim and value.aval.shape[0] > 1
-    if kind.is_reduced and is_slice:
-      self.axes |= kind.partial & axes_lib.varying_axes(value.aval)
+    if fact.is_reduced and is_slice:
+      self.axes |= fact.partial & axes_lib.varying_axes(value.aval)

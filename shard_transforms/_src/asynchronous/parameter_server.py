@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shard_transforms._src.analysis import weight_flow
+from shard_transforms._src.analysis import weight_analysis
 from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import states
@@ -213,9 +213,9 @@ def _analyze(step, params, state):
   steps = np.zeros(1, np.int32)
   traced = jax.jit(step).trace(params, state, (params,), steps, None, params)
   # Gates forward every argument, so that signatures are not enough.
-  marks = [weight_flow.UPDATES] * len(jax.tree.leaves(params))
+  marks = [weight_analysis.UPDATES] * len(jax.tree.leaves(params))
   marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
-  _, depends = weight_flow.sums_without(traced.jaxpr, marks, ())
+  _, depends = weight_analysis.unweighted_sums(traced.jaxpr, marks, ())
   return any(depends), traced.lower().as_text()
 
 

@@ -1,13 +1,13 @@
-"""`compressed_mean`: the mean over shards in fewer bytes.
+"""`compressed_mean`: the mean over shards in fewer bytes, with error feedback.
 
-For the update u_i of shard i, its residual e_i, the residual E_j of the owner j
-of a slice of each leaf, and a compressor C:
+Let u_i be the update of shard i, e_i its residual, E_j the residual of owner j
+of a slice of each leaf, and C a compressor:
 
   p_i = u_i + e_i,  s_j = mean_i C(p_i)[j] + E_j,  result[j] = C(s_j)
   e_i = p_i - C(p_i),  E_j = s_j - C(s_j)
 
-All results and all residuals add up to the means of all updates, up to rounding
-in float32.
+The results of all steps and the residuals add up to the means of the updates of
+all steps, up to rounding in float32.
 """
 
 import collections
@@ -43,42 +43,44 @@ def compressed_mean(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by a compressed mean over all shards of a mapped axis.
 
-  Takes the place of `cross_shard_mean` where the link between shards is slow.
-  With the updates :math:`u_i` of N shards and a compressor C, shard i sends
-  :math:`C(p_i)`, in parts, to the owners of the slices of each leaf; owner j
-  sends :math:`C(s_j)` to all:
+  Use it instead of `cross_shard_mean` where the link between shards is slow.
+  Let :math:`u_i` be the updates of N shards and C a compressor. Shard i sends
+  :math:`C(p_i)`, in parts, to the owners of the slices of each leaf, and owner
+  j sends :math:`C(s_j)` to all shards:
 
   .. math:: p_i = u_i + e_i, \quad s_j = \frac1N \sum_i C(p_i)_j + E_j, \quad
      u \leftarrow C(s)
 
-  Each error is held back and added in the next step, :math:`e_i \leftarrow p_i
-  - C(p_i)` and :math:`E_j \leftarrow s_j - C(s_j)`, so that nothing is lost:
-  the sum of all results, with :math:`\frac1N \sum_i e_i + E`, is the sum of all
-  means, up to rounding in float32. The results of leaves of 16 bits are then
-  rounded to 16 bits, and this rounding is not held back. The result is the same
-  on all shards, to the bit; with one shard, it is the update itself.
+  Each compression error is kept and added in the next step, :math:`e_i
+  \leftarrow p_i - C(p_i)` and :math:`E_j \leftarrow s_j - C(s_j)`, so that
+  nothing is lost: the results of all steps plus :math:`\frac1N \sum_i e_i + E`
+  equal the sum of the means of all steps, up to rounding in float32. The
+  results of 16-bit leaves are then rounded to 16 bits, without feedback. The
+  result has the same bits on all shards. With one shard, it is the update
+  itself.
 
-  With the extra argument `weight`, a scalar :math:`w_i` a shard, :math:`u_i`
-  stands for :math:`N w_i u_i / \sum_i w_i`. A shard of weight zero sends zeros
-  and keeps its residuals; a total of zero gives a zero update, and all shards
-  keep theirs. A NaN with a weight enters the residuals and stays there:
-  `guard` around the reduction keeps it out.
+  With the extra argument `weight`, one scalar :math:`w_i` per shard,
+  :math:`u_i` stands for :math:`N w_i u_i / \sum_i w_i`. A shard of weight zero
+  sends zeros and keeps its residuals. If the total weight is zero, the update
+  is zero and all shards keep their residuals. A NaN on a shard whose weight is
+  not zero enters the residuals and stays there; wrap the reduction in `guard`
+  to keep it out.
 
-  Leaves of fewer than `min_elements` elements and complex leaves are reduced as
-  by `cross_shard_mean`. Put compression before transformations that keep
-  moments. Make the state with `init_state`; it is for this number of shards,
-  and `resize_state` converts it to another. It does not depend on the
+  Leaves with fewer than `min_elements` elements and complex leaves are reduced
+  as in `cross_shard_mean`. Put compression before transformations that keep
+  moments. Create the state with `init_state`; it belongs to this number of
+  shards, and `resize_state` converts it to another. It does not depend on the
   compressor, which may change between runs.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
-    compressor: How blocks of updates are compressed, such as `quantize(8)`.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
+    compressor: The compressor of blocks of updates, such as `quantize(8)`.
     feedback: `'residual'` to add each error to the next update, or `None` to
       forget errors.
-    min_elements: The least number of elements of a leaf that is compressed. The
-      slice of each shard is filled up to whole blocks, so that leaves of less
-      than a block for each shard gain little, or send more.
-    warmup_steps: For how many steps nothing is compressed.
+    min_elements: The minimum number of elements of a leaf that is compressed.
+      The slice of each shard is padded to whole blocks, so that compressing a
+      leaf with less than one block per shard saves little, or sends more.
+    warmup_steps: The number of first steps without compression.
     seed: The seed of compressors that draw random numbers.
 
   Returns:
@@ -87,12 +89,12 @@ def compressed_mean(
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, `weight` is not a real number, or the state is of
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is from
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
       already reduced, `weight` is not a scalar or known to be negative, or the
-      state was made for other parameters, another number of shards, or with
+      state was created for other parameters, another number of shards, or with
       another `feedback` or `min_elements`.
 
   Examples:
@@ -136,13 +138,13 @@ def compressed_mean(
 
 @dataclasses.dataclass(frozen=True)
 class _CompressedMean(compressed_reduction.CompressedReduction):
-  """The options and the steps of `compressed_mean`."""
+  """The implementation of `compressed_mean`."""
 
   compressor: compressor_lib.Compressor
   feedback: Feedback
   min_elements: int
-  kind = residuals.CompressedMeanState
-  names = 'residual', 'server_residual'
+  state_type = residuals.CompressedMeanState
+  residual_names = 'residual', 'server_residual'
 
   def __post_init__(self):
     super().__post_init__()
@@ -154,94 +156,105 @@ class _CompressedMean(compressed_reduction.CompressedReduction):
     arguments.as_at_least('min_elements', self.min_elements, 1)
 
   def compresses(self, leaf):
-    """Whether a leaf is compressed; complex ones and small ones are not."""
+    """Whether a leaf is compressed: a real leaf that is large enough."""
     is_real = jnp.issubdtype(leaves_lib.dtype_of(leaf), jnp.floating)
     return is_real and math.prod(jnp.shape(leaf)) >= self.min_elements
 
-  def _begin(self, param, position):
+  def _init_leaf(self, param, position):
     del position
     if self.feedback is None:
       return None, None, None
     length = two_phase.slice_length(param.shape, self.num_shards())
     server = jnp.zeros((1,) * (param.ndim - 1) + (length,), jnp.float32)
     return (
-        compressed_reduction.no_residual(param),
-        compressed_reduction.like_param(server, param),
-        compressed_reduction.no_norm(param),
+        compressed_reduction.zero_residual(param),
+        compressed_reduction.vary_like(server, param),
+        compressed_reduction.zero_norm(param),
     )
 
-  def _check_kept(self, leaf, kept):
-    own, server, _ = kept
-    is_held = own is not None
-    keeps = bool(self.feedback) and leaf is not None and self.compresses(leaf)
-    if leaf is not None and keeps != is_held:
-      verb = 'keeps' if is_held else 'lacks'
+  def _check_leaf_state(self, leaf, leaf_state):
+    residual, server, _ = leaf_state
+    has_residual = residual is not None
+    needs_residual = (
+        bool(self.feedback) and leaf is not None and self.compresses(leaf)
+    )
+    if leaf is not None and needs_residual != has_residual:
+      verb = 'has' if has_residual else 'lacks'
       raise ValueError(
-          f'State of `{_CALLER}` must be made with the same `feedback`'
-          f' and `min_elements`, got one that {verb} a residual for a leaf of'
-          f' the shape {jnp.shape(leaf)}.'
+          f'State of `{_CALLER}` {verb} a residual for a leaf of the shape'
+          f' {jnp.shape(leaf)}, so it was created with another `feedback` or'
+          ' `min_elements`. Use the options that the state was created with,'
+          ' or create a new state with `init_state`.'
       )
     num_shards = self.num_shards()
-    if is_held and server.size != two_phase.slice_length(own.shape, num_shards):
+    if has_residual and server.size != two_phase.slice_length(
+        residual.shape, num_shards
+    ):
       raise ValueError(
-          f'State of `{_CALLER}` must be made for {num_shards} shards, got'
-          f' slices of {server.size} elements of {own.shape}. Make it fit them'
+          f'State of `{_CALLER}` has slices of {server.size} elements of'
+          f' {residual.shape}, which do not fit {num_shards} shards. Convert it'
           ' with `shard_transforms.resize_state`.'
       )
 
-  def _compressed_mean(self, values, others, held, share, counting):
-    plain = leaf_sums.reduce(others, share, self.options)
-    key = jax.random.fold_in(jax.random.key(self.seed), held.step)
+  def _compressed_mean(self, values, plain, state, share, shard_weight):
+    plain_means = leaf_sums.reduce(plain, share, self.options)
+    key = jax.random.fold_in(jax.random.key(self.seed), state.step)
     exchange = two_phase.Exchange(self.compressor, self.axes, key)
     pending = [
-        counting.keep(0, _plus(value, rest))
-        for value, rest in zip(values, held.residual, strict=True)
+        shard_weight.select(0, _plus(value, residual))
+        for value, residual in zip(values, state.residual, strict=True)
     ]
-    # A shared buffer would vary over all axes over which one of its leaves
-    # does.
+    # A shared buffer would vary over every axis over which one of its leaves
+    # varies.
     groups = collections.defaultdict(list)
     for i, leaf in enumerate(pending):
       groups[axes_lib.varying_axes(leaf)].append(i)
-    found = {}
-    for some in groups.values():
-      parts = _exchanged(
-          [pending[i] for i in some],
-          [held.server_residual[i] for i in some],
-          counting,
+    results = {}
+    for positions in groups.values():
+      parts = _exchange(
+          [pending[i] for i in positions],
+          [state.server_residual[i] for i in positions],
+          shard_weight,
           exchange,
       )
-      found.update(zip(some, zip(*parts, strict=True), strict=True))
-    means, rests, server_rests = zip(
-        *(found[i] for i in range(len(pending))), strict=True
+      results.update(zip(positions, zip(*parts, strict=True), strict=True))
+    means, next_residuals, next_server_residuals = zip(
+        *(results[i] for i in range(len(pending))), strict=True
     )
 
-    keep, keep_of_any = counting.keep, counting.keep_of_any
-    held = held._replace(
-        residual=compressed_reduction.map_kept(keep, held.residual, rests),
-        server_residual=compressed_reduction.map_kept(
-            keep_of_any, held.server_residual, server_rests
+    select, select_if_any = shard_weight.select, shard_weight.select_if_any
+    state = state._replace(
+        residual=compressed_reduction.map_present(
+            select, state.residual, next_residuals
+        ),
+        server_residual=compressed_reduction.map_present(
+            select_if_any, state.server_residual, next_server_residuals
         ),
     )
-    return list(means), plain, held
+    return list(means), plain_means, state
 
 
-def _exchanged(pending, server, counting, exchange):
-  """Returns means of leaves, the errors of this shard, and those of owners.
+def _exchange(pending, server, shard_weight, exchange):
+  """Returns the means, this shard's errors, and its errors as an owner.
 
   Args:
-    pending: What this shard sends, all varying over the same axes.
-    server: The residuals of the slices that it owns; `None` without feedback.
-    counting: Whether any shard counts.
-    exchange: How leaves are sent.
+    pending: The leaves that this shard sends, all varying over the same axes.
+    server: The residuals of the owned slices; `None` without feedback.
+    shard_weight: The weight of this shard.
+    exchange: The exchange of the leaves.
   """
   slices, sent = exchange.scatter(pending)
   owned = [
-      counting.keep_of_any(0, _plus(value, rest))
-      for value, rest in zip(slices, server, strict=True)
+      shard_weight.select_if_any(0, _plus(value, residual))
+      for value, residual in zip(slices, server, strict=True)
   ]
-  means, server_rests = exchange.gather(owned, [x.shape for x in pending])
-  rests = [x - y.astype(x.dtype) for x, y in zip(pending, sent, strict=True)]
-  return means, rests, server_rests
+  means, next_server_residuals = exchange.gather(
+      owned, [x.shape for x in pending]
+  )
+  next_residuals = [
+      x - y.astype(x.dtype) for x, y in zip(pending, sent, strict=True)
+  ]
+  return means, next_residuals, next_server_residuals
 
 
 def _plus(value, residual):

@@ -1,4 +1,4 @@
-"""Means of trees over shards, with some leaves compressed."""
+"""Shared base of the compressed means over shards."""
 
 import abc
 from collections.abc import Callable
@@ -23,72 +23,74 @@ from shard_transforms._src.reduction import leaf_sums
 
 
 class Split(NamedTuple):
-  """The places of the leaves of a tree that are compressed, and of the others.
+  """The positions of the compressed and the uncompressed leaves of a tree.
 
   Attributes:
-    treedef: The structure of the tree; `None` is a leaf.
-    chosen: The places of the leaves that are compressed.
-    others: Those of all others but `None`.
+    treedef: The structure of the tree, with `None` as a leaf.
+    compressed: The positions of the compressed leaves.
+    plain: The positions of the uncompressed leaves, without `None`.
   """
 
   treedef: Any
-  chosen: list[int]
-  others: list[int]
+  compressed: list[int]
+  plain: list[int]
 
   @classmethod
-  def of(cls, tree: Any, is_chosen: Callable[[Any], bool]) -> 'Split':
-    """Returns the split of a tree; `is_chosen` is not asked about `None`."""
+  def of(cls, tree: Any, is_compressed: Callable[[Any], bool]) -> 'Split':
+    """Splits a tree by a predicate on its leaves other than `None`."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=leaves_lib.is_none)
-    found = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    chosen = [i for i in found if is_chosen(leaves[i])]
-    return cls(treedef, chosen, sorted(set(found).difference(chosen)))
+    positions = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    compressed = [i for i in positions if is_compressed(leaves[i])]
+    return cls(
+        treedef, compressed, sorted(set(positions).difference(compressed))
+    )
 
   def parts(self, tree: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the leaves that are compressed, and the others."""
+    """Returns the compressed and the uncompressed leaves of a tree."""
     leaves = self.treedef.flatten_up_to(tree)
-    return [leaves[i] for i in self.chosen], [leaves[i] for i in self.others]
+    return [leaves[i] for i in self.compressed], [leaves[i] for i in self.plain]
 
-  def replace(self, tree: Any, chosen: list[Any], others: list[Any]) -> Any:
-    """Returns a tree with these parts in place of its own."""
+  def replace(self, tree: Any, compressed: list[Any], plain: list[Any]) -> Any:
+    """Returns the tree with these leaves."""
     leaves = self.treedef.flatten_up_to(tree)
-    places = self.chosen + self.others
-    for i, leaf in zip(places, chosen + others, strict=True):
+    positions = self.compressed + self.plain
+    for i, leaf in zip(positions, compressed + plain, strict=True):
       leaves[i] = leaf
     return self.treedef.unflatten(leaves)
 
 
-class Counting(NamedTuple):
-  """Whether a shard counts in a step, and how much.
+class ShardWeight(NamedTuple):
+  """The weight of a shard in a step.
 
   Attributes:
-    factor: The number by which its updates are multiplied in an unweighted
-      mean, float32 [], or `None` where all shards count the same.
-    is_any: Whether any shard counts, bool [], or `None`.
+    factor: The factor of its updates in an unweighted mean, float32 [], or
+      `None` if all shards count the same.
+    is_any: Whether any shard has a weight above zero, bool [], or `None`.
   """
 
   factor: jax.Array | None
   is_any: jax.Array | None
 
   @classmethod
-  def of(cls, share: leaf_sums.Share, num_shards: int) -> 'Counting':
-    """Returns the counting of a shard with this share."""
+  def of(cls, share: leaf_sums.Share, num_shards: int) -> 'ShardWeight':
+    """Returns the weight of a shard with this share."""
     if share.weight is None or share.total is None:
       return cls(None, None)
     total = weights.safe_divisor(share.total)
     return cls(share.weight * num_shards / total, share.total > 0)
 
-  def weigh(self, leaf: jax.Array) -> jax.Array:
-    """Returns a leaf as it enters an unweighted mean, in 32 bits or more."""
+  def scale(self, leaf: jax.Array) -> jax.Array:
+    """Scales a leaf for an unweighted mean, in at least 32 bits."""
     return weights.weighing(self.factor)(leaves_lib.as_accumulator(leaf))
 
-  def keep(self, before: chex.Numeric, after: jax.Array) -> jax.Array:
-    """Returns `after`, or `before` for a shard that does not count."""
+  def select(self, before: chex.Numeric, after: jax.Array) -> jax.Array:
+    """Returns `after`, or `before` on a shard of weight zero."""
     if self.factor is None:
       return after
     return jnp.where(self.factor > 0, after, before)
 
-  def keep_of_any(self, before: chex.Numeric, after: jax.Array) -> jax.Array:
-    """Returns `after`, or `before` where no shard counts."""
+  def select_if_any(self, before: chex.Numeric, after: jax.Array) -> jax.Array:
+    """Returns `after`, or `before` if every shard has weight zero."""
     if self.is_any is None:
       return after
     return jnp.where(self.is_any, after, before)
@@ -98,24 +100,26 @@ class Counting(NamedTuple):
 class CompressedReduction(abc.ABC):
   """The mean of a tree over shards, with some leaves compressed.
 
-  The other leaves, and all of them during the warm-up, are reduced as they are.
-  The state is a `NamedTuple` of `step` and of trees, with a value for each leaf
-  that is compressed. In a step, each tree is the list of these values.
+  The other leaves, and every leaf during the warm-up, are reduced without
+  compression. The state is a `NamedTuple` of `step` and of trees, which have a
+  value for each compressed leaf. Within a step, each tree is represented by the
+  list of these values.
 
   Attributes:
-    options: The public name that errors show, and how leaves are reduced.
-    warmup_steps: How many steps are not compressed.
+    options: The public name for error messages, and the reduction of the
+      leaves.
+    warmup_steps: The number of steps without compression.
     seed: The seed of random numbers.
-    kind: The class of the state.
-    names: Those of the trees of residuals. They and `update_norm`
-      differ between shards.
+    state_type: The class of the state.
+    residual_names: The names of the fields with residuals. These fields and
+      `update_norm` differ between shards.
   """
 
   options: leaf_sums.Reduction
   warmup_steps: int
   seed: int
-  kind: ClassVar[Any]
-  names: ClassVar[tuple[str, ...]]
+  state_type: ClassVar[Any]
+  residual_names: ClassVar[tuple[str, ...]]
 
   def __post_init__(self):
     arguments.as_at_least('warmup_steps', self.warmup_steps, 0)
@@ -138,50 +142,50 @@ class CompressedReduction(abc.ABC):
     """Whether a leaf is compressed."""
 
   @abc.abstractmethod
-  def _begin(self, param: jax.Array, position: int) -> tuple[Any, ...]:
-    """Returns the state of a leaf before the first step, without `step`."""
+  def _init_leaf(self, param: jax.Array, position: int) -> tuple[Any, ...]:
+    """Returns the initial state of a leaf, without `step`."""
 
   @abc.abstractmethod
-  def _check_kept(self, leaf: Any, kept: Sequence[Any]) -> None:
-    """Raises if the saved state of a leaf was made for a different leaf."""
+  def _check_leaf_state(self, leaf: Any, leaf_state: Sequence[Any]) -> None:
+    """Checks that the state of a leaf was created for this leaf."""
 
   @abc.abstractmethod
   def _compressed_mean(
       self,
       values: Sequence[jax.Array],
-      others: Sequence[jax.Array],
-      held: Any,
+      plain: Sequence[jax.Array],
+      state: Any,
       share: leaf_sums.Share,
-      counting: Counting,
+      shard_weight: ShardWeight,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
-    """Returns means over several shards, and the next residuals.
+    """Returns the means over several shards, and the next state.
 
     Args:
-      values: Leaves as they enter the mean, none of them empty.
-      others: Leaves that are not compressed.
-      held: The state, with a list in place of each tree.
-      share: How much this shard counts.
-      counting: The same for an unweighted mean.
+      values: The scaled leaves to compress, which are not empty.
+      plain: The leaves that are reduced without compression.
+      state: The state of this shard, with a list for each tree.
+      share: The weight of this shard.
+      shard_weight: The weight of this shard in an unweighted mean.
     """
 
   def init(self, params: optax.Params) -> Any:
-    """Returns the state before the first step.
+    """Returns the initial state.
 
     Raises:
       NameError: If an axis is not bound.
     """
     self.num_shards()
     leaves, treedef = jax.tree.flatten(params)
-    nothing = (None,) * (len(self.kind._fields) - 1)
-    begun = [
-        self._begin(leaf, i) if self.compresses(leaf) else nothing
+    absent = (None,) * (len(self.state_type._fields) - 1)
+    leaf_states = [
+        self._init_leaf(leaf, i) if self.compresses(leaf) else absent
         for i, leaf in enumerate(leaves)
     ]
     trees = [
-        treedef.unflatten(kept[i] for kept in begun)
-        for i in range(len(nothing))
+        treedef.unflatten(leaf_state[i] for leaf_state in leaf_states)
+        for i in range(len(absent))
     ]
-    return self._stored(self.kind(states.counter(), *trees))
+    return self._global_state(self.state_type(states.counter(), *trees))
 
   def update(
       self,
@@ -189,126 +193,136 @@ class CompressedReduction(abc.ABC):
       state: Any,
       weight: chex.Numeric | None = None,
   ) -> tuple[optax.Updates, Any]:
-    """Returns the (weighted) mean of a tree over the shards, and the state.
+    """Returns the (weighted) mean of a tree, and the next state.
 
     Raises:
       NameError: If an axis is not bound.
       TypeError: If a leaf carries no gradient, the weight is not a number, or
-        the state is of another transformation.
-      ValueError: If a leaf is reduced already, the weight is not a scalar or is
-        negative, or the state was made for other parameters or shards.
+        the state is from another transformation.
+      ValueError: If a leaf is already reduced, the weight is not a scalar or is
+        negative, or the state was created for other parameters or another
+        number of shards.
     """
-    arguments.check_state(state, self.kind, self.caller)
+    arguments.check_state(state, self.state_type, self.caller)
     checked = leaf_sums.check(updates, weight, self.options)
     leaves_lib.check_not_explicit(updates, self.caller)
     split = Split.of(updates, self.compresses)
-    own = self._own(state, updates, split)
-    held = self.kind(own.step, *(split.parts(tree)[0] for tree in own[1:]))
-    leaves, others = split.parts(updates)
+    local_state = self._local_state(state, updates, split)
+    leaf_states = self.state_type(
+        local_state.step,
+        *(split.parts(tree)[0] for tree in local_state[1:]),
+    )
+    compressed, plain = split.parts(updates)
     with jax.named_scope(self.caller):
       share = leaf_sums.share(checked, self.options)
-      means, plain, held = self._mean(leaves, others, held, share)
+      compressed, plain, leaf_states = self._mean(
+          compressed, plain, leaf_states, share
+      )
     trees = [
-        split.replace(tree, kept, split.parts(tree)[1])
-        for tree, kept in zip(own[1:], held[1:], strict=True)
+        split.replace(tree, leaf_values, split.parts(tree)[1])
+        for tree, leaf_values in zip(
+            local_state[1:], leaf_states[1:], strict=True
+        )
     ]
-    after = self.kind(states.count(own.step, 1), *trees)
-    return split.replace(updates, means, plain), self._stored(after)
+    next_state = self.state_type(states.count(local_state.step, 1), *trees)
+    means = split.replace(updates, compressed, plain)
+    return means, self._global_state(next_state)
 
-  def _mean(self, leaves, others, held, share):
-    """Returns the means of leaves and of others, and what is kept next."""
+  def _mean(self, leaves, plain, state, share):
+    """Returns the means of both parts, and the next state."""
 
-    def plain(held):
-      means = leaf_sums.reduce([*leaves, *others], share, self.options)
-      return means[: len(leaves)], means[len(leaves) :], held
+    def reduce_plain(state):
+      means = leaf_sums.reduce([*leaves, *plain], share, self.options)
+      return means[: len(leaves)], means[len(leaves) :], state
 
-    def compressed(held):
-      counting = Counting.of(share, self.num_shards())
-      values = [counting.weigh(leaf) for leaf in leaves]
-      norms = map_kept(_next_norm, held.update_norm, values)
+    def reduce_compressed(state):
+      shard_weight = ShardWeight.of(share, self.num_shards())
+      values = [shard_weight.scale(leaf) for leaf in leaves]
+      norms = map_present(_next_norm, state.update_norm, values)
       run = self._flush if self.num_shards() == 1 else self._compressed_mean
-      means, plain_means, held = run(values, others, held, share, counting)
+      means, plain_means, state = run(values, plain, state, share, shard_weight)
       means = [x.astype(y.dtype) for x, y in zip(means, leaves, strict=True)]
-      return means, plain_means, held._replace(update_norm=norms)
+      return means, plain_means, state._replace(update_norm=norms)
 
     if not leaves:
-      return plain(held)
+      return reduce_plain(state)
     if not self.warmup_steps:
-      return compressed(held)
-    is_warm = held.step < self.warmup_steps
-    return lax.cond(is_warm, plain, compressed, held)
+      return reduce_compressed(state)
+    is_warm = state.step < self.warmup_steps
+    return lax.cond(is_warm, reduce_plain, reduce_compressed, state)
 
-  def _flush(self, values, others, held, share, counting):
-    """Returns the means of a single shard, which sends all that it holds."""
-    for name in self.names:
-      values, rests = _emptied(values, getattr(held, name), counting)
-      held = held._replace(**{name: rests})
-    # Unlike a sum, this keeps the sign of a zero too.
+  def _flush(self, values, plain, state, share, shard_weight):
+    """Returns the means on a single shard, which sends its residuals too."""
+    for name in self.residual_names:
+      values, residuals = _flushed(values, getattr(state, name), shard_weight)
+      state = state._replace(**{name: residuals})
+    # Unlike a sum, a gather keeps the sign of a zero.
     means = [collectives.gather(x, self.axes).reshape(x.shape) for x in values]
-    return means, leaf_sums.reduce(others, share, self.options), held
+    return means, leaf_sums.reduce(plain, share, self.options), state
 
-  def _own(self, state, updates, split):
-    """Returns the state of this shard, checked."""
-    trees = states.own(self._per_shard(state), self.axes, self.caller)
-    own = state._replace(**trees)
-    arguments.check_like(updates, own[1], self.caller)
-    for leaf, *kept in zip(
-        *map(split.treedef.flatten_up_to, (updates, *own[1:])), strict=True
+  def _local_state(self, state, updates, split):
+    """Checks the state, and returns the part of this shard."""
+    trees = states.own(self._per_shard_fields(state), self.axes, self.caller)
+    local_state = state._replace(**trees)
+    arguments.check_like(updates, local_state[1], self.caller)
+    for leaf, *leaf_state in zip(
+        *map(split.treedef.flatten_up_to, (updates, *local_state[1:])),
+        strict=True,
     ):
-      self._check_kept(leaf, kept)
-    return own
+      self._check_leaf_state(leaf, leaf_state)
+    return local_state
 
-  def _stored(self, state):
-    trees = self._per_shard(state)
+  def _global_state(self, state):
+    trees = self._per_shard_fields(state)
     return state._replace(**states.store(trees, self.axes))
 
-  def _per_shard(self, state):
-    """Returns the trees of a state that differ between shards, by name."""
-    names = *self.names, 'update_norm'
-    return {name: getattr(state, name) for name in names}
+  def _per_shard_fields(self, state):
+    """Returns the fields of a state that differ between shards, by name."""
+    residual_names = *self.residual_names, 'update_norm'
+    return {name: getattr(state, name) for name in residual_names}
 
 
-def map_kept(
-    fn: Callable[..., Any], kept: Sequence[Any], *lists: Sequence[Any]
+def map_present(
+    fn: Callable[..., Any], values: Sequence[Any], *lists: Sequence[Any]
 ) -> list[Any]:
-  """Maps what is kept of leaves, and other lists; `None` where none is."""
+  """Maps the state of the leaves and other lists; `None` stays `None`."""
   return [
       None if x is None else fn(x, *others)
-      for x, *others in zip(kept, *lists, strict=True)
+      for x, *others in zip(values, *lists, strict=True)
   ]
 
 
-def _emptied(values, kept, counting):
-  """Returns values with their residuals, and zeros in place of these."""
-  wholes, after = [], []
-  for value, before in zip(values, kept, strict=True):
-    if before is not None:
-      pending = counting.keep(0, before.reshape(value.shape))
-      # Adding zero would turn a -0 into a 0.
+def _flushed(values, residuals, shard_weight):
+  """Returns the values plus their residuals, and residuals of zero."""
+  totals, next_residuals = [], []
+  for value, residual in zip(values, residuals, strict=True):
+    if residual is not None:
+      pending = shard_weight.select(0, residual.reshape(value.shape))
+      # Adding zero would turn -0 into 0.
       value = jnp.where(pending == 0, value, value + pending)
-      before = counting.keep(before, jnp.zeros_like(before))
-    wholes.append(value)
-    after.append(before)
-  return wholes, after
+      residual = shard_weight.select(residual, jnp.zeros_like(residual))
+    totals.append(value)
+    next_residuals.append(residual)
+  return totals, next_residuals
 
 
-def _next_norm(before, update):
+def _next_norm(last_norm, update):
   """Returns the norm of an update, or the last norm if the update is zero."""
-  after = jnp.sqrt(jnp.sum(jnp.square(update))).astype(jnp.float32)
-  return jnp.where(after == 0, before, after)
+  norm = jnp.sqrt(jnp.sum(jnp.square(update))).astype(jnp.float32)
+  return jnp.where(norm == 0, last_norm, norm)
 
 
-def no_residual(param: jax.Array) -> jax.Array:
-  """Returns the residual of a leaf before the first step."""
+def zero_residual(param: jax.Array) -> jax.Array:
+  """Returns the initial residual of a leaf."""
   dtype = leaves_lib.accumulator_dtype(leaves_lib.dtype_of(param))
   return jnp.zeros_like(param, dtype)
 
 
-def no_norm(param: jax.Array) -> jax.Array:
-  """Returns a norm of 0 that varies over the same axes as the parameter."""
-  return like_param(jnp.zeros([], jnp.float32), param)
+def zero_norm(param: jax.Array) -> jax.Array:
+  """Returns the initial norm of a leaf."""
+  return vary_like(jnp.zeros([], jnp.float32), param)
 
 
-def like_param(x: jax.Array, param: jax.Array) -> jax.Array:
-  """Returns an array that varies over the same axes as a parameter."""
+def vary_like(x: jax.Array, param: jax.Array) -> jax.Array:
+  """Marks an array as varying over the same axes as a parameter."""
   return axes_lib.to_varying(x, tuple(axes_lib.varying_axes(param)))

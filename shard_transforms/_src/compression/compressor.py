@@ -1,4 +1,4 @@
-"""`Compressor`: turns rows of numbers into fewer bytes, and back."""
+"""The `Compressor` interface: encoding rows of values in fewer bytes."""
 
 from collections.abc import Callable
 import dataclasses
@@ -16,36 +16,38 @@ _LINE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Compressor:
-  r"""Two functions that turn rows of numbers into fewer bytes, and back.
+  r"""Two functions that encode rows of values in fewer bytes and decode them.
 
-  Let :math:`C(p)` be a row p, encoded and decoded. It must be 0, to the bit,
-  where p is, and finite where p is. Each row must be compressed on its own, in
-  the same way wherever it stands among others. With feedback, training
-  converges as without compression if the error of each row is less than the
-  row,
+  Let :math:`C(p)` be a row p after encoding and decoding. It must be exactly 0
+  where p is 0, and finite where p is finite. Each row must be compressed
+  independently of the other rows and of its position among them. With feedback,
+  training converges as it does without compression if the error of each row is
+  smaller than the row,
 
   .. math:: \lVert p - C(p) \rVert^2 \le (1 - \delta) \lVert p \rVert^2,
      \quad \delta > 0
 
-  The keys are new in each step. Numbers that `encode` draws from its own key
-  differ between shards. Numbers that both functions draw from the common key,
-  such as the places of the elements to send, are the same on all shards and
-  need not be sent. A compressor that draws nothing ignores the keys.
+  The keys change in each step. Random values that `encode` draws from `own_key`
+  differ between shards. Random values that both functions draw from
+  `common_key`, such as the indices of the elements to send, are the same on all
+  shards and need not be sent. A deterministic compressor ignores both keys.
 
   Args:
-    block: The length of a row, at least 1. The end of a leaf is filled up with
-      zeros to whole rows, which are left out again.
-    encode: Takes rows, float32 [r, block], the common and the own key; gives
-      a payload, a tree of arrays [r, ...] of numbers of whole bytes.
-    decode: Takes a payload of any number of rows, and the common key; gives
-      rows, float32 [r, block].
+    block: The length of a row, at least 1. The end of a leaf is padded with
+      zeros to whole rows; decoding removes the padding.
+    encode: A function of rows, float32 [r, block], `common_key` and `own_key`
+      that returns a payload: a tree of arrays [r, ...] whose elements take
+      whole bytes.
+    decode: A function of a payload with any number of rows, and `common_key`,
+      that returns rows, float32 [r, block].
 
   Raises:
-    TypeError: If the block is not an integer, or a function cannot be called.
-    ValueError: If the block is less than 1.
+    TypeError: If `block` is not an integer, or `encode` or `decode` is not
+      callable.
+    ValueError: If `block` is less than 1.
 
   Examples:
-    The mean of each row is all that is sent:
+    A compressor that sends only the mean of each row:
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -72,7 +74,7 @@ class Compressor:
     for name in ('encode', 'decode'):
       if not callable(getattr(self, name)):
         raise TypeError(
-            f'`{name}` must be a function, got {getattr(self, name)!r}.'
+            f'`{name}` must be callable, got {getattr(self, name)!r}.'
         )
 
 
@@ -95,30 +97,33 @@ def encode(
     common_key: jax.Array,
     own_key: jax.Array,
 ) -> Any:
-  """Returns the checked payload of rows, float32 [r, block].
+  """Encodes rows, float32 [r, block], and checks the payload.
 
   Raises:
-    TypeError: If it is not made of numbers of whole bytes.
-    ValueError: If it has no elements, or one of its arrays has another number
-      of rows.
+    TypeError: If the payload has elements that do not take whole bytes.
+
+    ValueError: If the payload has no elements, or an array in it has a
+      different number of rows.
   """
   payload = compressor.encode(rows, common_key, own_key)
   sizes = [jnp.size(leaf) for leaf in jax.tree.leaves(payload)]
   if not sizes or 0 in sizes:
     raise ValueError(
-        '`encode` of a `Compressor` must give arrays with elements, got'
-        f' {payload!r}. Decode zeros from an array of zeros.'
+        '`encode` of a `Compressor` returned a payload without elements:'
+        f' {payload!r}. To decode every row to zeros, send an array of zeros.'
     )
   for leaf in jax.tree.leaves(payload):
     if not _has_whole_bytes(jnp.result_type(leaf)):
       raise TypeError(
-          '`encode` of a `Compressor` must give real numbers of whole bytes,'
-          f' got {jnp.result_type(leaf).name}.'
+          '`encode` of a `Compressor` returned an array of'
+          f' {jnp.result_type(leaf).name}. Return real arrays whose elements'
+          ' take whole bytes, such as int8 or float32.'
       )
     if jnp.shape(leaf)[:1] != (len(rows),):
       raise ValueError(
-          f'`encode` of a `Compressor` must give arrays of {len(rows)} rows,'
-          f' got the shape {jnp.shape(leaf)}.'
+          '`encode` of a `Compressor` returned an array of the shape'
+          f' {jnp.shape(leaf)} for {len(rows)} rows. The first axis of each'
+          ' array must be the rows.'
       )
   return payload
 
@@ -126,17 +131,17 @@ def encode(
 def decode(
     compressor: Compressor, payload: Any, common_key: jax.Array
 ) -> jax.Array:
-  """Returns the checked rows of a payload, float32 [r, block].
+  """Decodes a payload, and checks the rows, float32 [r, block].
 
   Raises:
-    ValueError: If they are of another shape or dtype.
+    ValueError: If the rows have a different shape or dtype.
   """
   rows = compressor.decode(payload, common_key)
   num_rows = len(jax.tree.leaves(payload)[0])
   shape = num_rows, compressor.block
   if jnp.shape(rows) != shape or jnp.result_type(rows) != jnp.float32:
     raise ValueError(
-        f'`decode` of a `Compressor` must give float32{list(shape)}, got'
+        f'`decode` of a `Compressor` must return float32{list(shape)}, got'
         f' {jnp.result_type(rows).name}{list(jnp.shape(rows))}.'
     )
   return rows
@@ -145,16 +150,16 @@ def decode(
 def to_words(payload: Any, num_parts: int) -> jax.Array:
   """Returns a payload as unsigned integers [num_parts, lines, 128].
 
-  A word is as wide as a number of the narrowest array. In a part, of whole
-  rows, the arrays of the payload come one after the other, each filled up with
-  zeros to whole lines. Rows of several arrays, one after the other, take XLA on
-  CPU three times as long to decode. XLA for TPUs takes 20 times as long to
-  compile the exchange of bytes that are not in lines, and of numbers whose
-  bytes are neighbours.
+  A word is as wide as an element of the narrowest array. Each part consists of
+  whole rows. In a part, the arrays of the payload follow one another, each
+  padded with zeros to whole lines. Interleaving the arrays row by row takes XLA
+  on CPU three times as long to decode. XLA for TPUs takes 20 times as long to
+  compile an exchange of bytes that are not in lines, or of elements whose bytes
+  are adjacent.
 
   Args:
-    payload: Of a multiple of `num_parts` rows.
-    num_parts: Into how many parts of as many rows it is cut.
+    payload: A payload whose number of rows is a multiple of `num_parts`.
+    num_parts: The number of parts of equal size.
   """
   leaves = jax.tree.leaves(payload)
   size = _word_size(leaves)
@@ -163,12 +168,12 @@ def to_words(payload: Any, num_parts: int) -> jax.Array:
 
 
 def from_words(parts: jax.Array, like: Any, num_parts: int) -> Any:
-  """Returns the payload, of as many parts as there are.
+  """Returns the payload of some parts; the inverse of `to_words`.
 
   Args:
-    parts: Words as `to_words` gives them, [parts, lines, 128].
+    parts: Words as returned by `to_words`, [parts, lines, 128].
     like: A payload of `num_parts` parts.
-    num_parts: How many these are.
+    num_parts: The number of parts of `like`.
   """
   leaves, treedef = jax.tree.flatten(like)
   size = _word_size(leaves)
@@ -193,7 +198,7 @@ def _word_size(leaves):
 
 
 def _to_lines(leaf, num_parts, size):
-  """Returns the lines of an array: first the low words of all its numbers."""
+  """Returns the lines of an array, with the low words of all elements first."""
   wide = lax.bitcast_convert_type(leaf, _unsigned(leaf.dtype.itemsize))
   wide = wide.reshape(num_parts, -1)
   shifts = range(0, leaf.dtype.itemsize, size)
@@ -204,11 +209,11 @@ def _to_lines(leaf, num_parts, size):
   return flat.reshape(num_parts, -1, _LINE)
 
 
-def _from_flat(flat, leaf):
-  """Returns the rows like those of an array, of words [parts, words]."""
-  size, kind = flat.dtype.itemsize, _unsigned(leaf.dtype.itemsize)
-  words = jnp.split(flat, leaf.dtype.itemsize // size, axis=1)
-  shifted = [x.astype(kind) << 8 * size * i for i, x in enumerate(words)]
+def _from_flat(words, leaf):
+  """Returns the rows of words [parts, words], in the type of `leaf`."""
+  size, dtype = words.dtype.itemsize, _unsigned(leaf.dtype.itemsize)
+  parts = jnp.split(words, leaf.dtype.itemsize // size, axis=1)
+  shifted = [x.astype(dtype) << 8 * size * i for i, x in enumerate(parts)]
   wide = functools.reduce(lax.bitwise_or, shifted)
   return lax.bitcast_convert_type(wide.reshape(-1, *leaf.shape[1:]), leaf.dtype)
 

@@ -1,4 +1,4 @@
-"""Compressors that send each element in fewer bits, or few of the elements."""
+"""Compressors that quantize or select elements."""
 
 import chex
 import jax
@@ -12,16 +12,16 @@ from shard_transforms._src.exchanges import exchanges
 
 
 def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:
-  r"""Returns the compressor that sends signs, and a scale for each block.
+  r"""Returns a compressor that sends signs, and one scale per block.
 
   .. math:: C(p) = \frac{\lVert p \rVert_1}{B} \operatorname{sign}(p),
      \quad \delta = \frac{\lVert p \rVert_1^2}{B \lVert p \rVert_2^2}
      \ge \frac{1}{B}
 
-  with sign(0) = 1, for each block of B elements: one bit an element, and 4
-  bytes a block. Without feedback it fails to converge on simple problems. With
-  feedback it needs a smaller learning rate than the mean does, above all with
-  momentum; see `docs/compression.md`.
+  with sign(0) = 1, for each block of B elements: one bit per element, and 4
+  bytes per block. Without feedback it does not converge on simple problems.
+  With feedback it needs a smaller learning rate than the mean does, especially
+  with momentum; see `docs/compression.md`.
 
   Args:
     block: The number of elements that share a scale, a multiple of 8.
@@ -30,7 +30,7 @@ def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:
     A `Compressor`.
 
   Raises:
-    TypeError: If the block is not an integer.
+    TypeError: If `block` is not an integer.
     ValueError: If `block` is not a multiple of 8, or less than 8.
 
   Examples:
@@ -68,22 +68,22 @@ def scaled_sign(block: int = 1024) -> compressor_lib.Compressor:
 def quantize(
     bits: int, *, block: int = 256, stochastic: bool = False
 ) -> compressor_lib.Compressor:
-  r"""Returns the compressor that sends integers, and a scale for each block.
+  r"""Returns a compressor that sends integers, and one scale per block.
 
   .. math:: C(p) = s \operatorname{round}(p / s), \quad
      s = \max |p| / L, \quad L = 2^{\text{bits} - 1} - 1
 
   for each block of B elements, and 4 bytes for its scale; :math:`\delta \ge
-  \max(1/B, 1 - B / (2 L)^2)`. With `stochastic`, a number between two
-  integers is rounded up with the probability of its fraction, so that the mean
-  of many C(p) is p. A block whose largest element is less than about 1.5e-36 is
-  sent as zeros where subnormal numbers, such as its scale, are flushed to zero,
-  as on CPU.
+  \max(1/B, 1 - B / (2 L)^2)`. With `stochastic`, a value between two integers
+  is rounded up with a probability equal to its fraction, so that the expected
+  value of C(p) is p. A block whose largest element is less than about 1.5e-36
+  is sent as zeros on hardware that flushes subnormal values, such as the scale
+  of the block, to zero, as CPUs do.
 
   Args:
-    bits: The bits of an element, 8 or 4.
+    bits: The number of bits per element, 8 or 4.
     block: The number of elements that share a scale, even.
-    stochastic: Whether to round to either integer at random.
+    stochastic: Whether to round up or down at random.
 
   Returns:
     A `Compressor`.
@@ -91,8 +91,7 @@ def quantize(
   Raises:
     TypeError: If `bits` or `block` are not integers, or `stochastic` is not a
       boolean.
-    ValueError: If `bits` is neither 8 nor 4, or the block is odd or less than
-      2.
+    ValueError: If `bits` is neither 8 nor 4, or `block` is odd or less than 2.
 
   Examples:
     >>> import jax
@@ -113,37 +112,40 @@ def quantize(
     raise ValueError(f'`bits` must be 8 or 4, got {bits!r}.')
   arguments.check_bool('stochastic', stochastic)
   block = _as_block(block, multiple=2)
-  most = 2 ** (bits - 1) - 1
+  max_level = 2 ** (bits - 1) - 1
 
   def encode(rows, common_key, own_key):
     del common_key
     largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
-    scale = largest / most
+    scale = largest / max_level
     # The reciprocal of a subnormal scale would be infinite.
     levels = rows / jnp.where(scale == 0, 1, scale)
     if stochastic:
       levels = jnp.floor(levels + jax.random.uniform(own_key, rows.shape))
-    levels = jnp.clip(jnp.round(levels), -most, most).astype(jnp.int8)
+    levels = jnp.clip(jnp.round(levels), -max_level, max_level).astype(jnp.int8)
     if bits == 8:
       return levels, scale
-    return exchanges.pack_integers((levels + most).astype(jnp.uint8), 2), scale
+    return (
+        exchanges.pack_integers((levels + max_level).astype(jnp.uint8), 2),
+        scale,
+    )
 
   def decode(payload, common_key):
     del common_key
     levels, scale = payload
     if bits == 4:
-      levels = exchanges.unpack_integers(levels, 2).astype(jnp.int8) - most
+      levels = exchanges.unpack_integers(levels, 2).astype(jnp.int8) - max_level
     return levels.astype(jnp.float32) * scale
 
   return compressor_lib.Compressor(block, encode, decode)
 
 
 def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
-  """Returns the compressor that sends each element in another dtype.
+  """Returns a compressor that casts each element to another dtype.
 
-  Larger values than the largest finite number of the dtype are clipped to it.
-  For elements in the normal range of the dtype, with its relative precision
-  eps, delta is 1 - eps^2. Float32 sends all elements as they are.
+  Values beyond the largest finite value of the dtype are clipped to it. For
+  elements in the normal range of the dtype, with its relative precision eps,
+  delta is 1 - eps^2. Float32 sends all elements unchanged.
 
   Args:
     dtype: A real dtype with a sign, of 8, 16 or 32 bits, such as `'bfloat16'`.
@@ -153,7 +155,7 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
 
   Raises:
     TypeError: If `dtype` is not a dtype.
-    ValueError: If `dtype` is of another kind.
+    ValueError: If `dtype` is not such a dtype.
 
   Examples:
     >>> import jax
@@ -166,17 +168,17 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
     bfloat16 1.0078125
   """
   dtype = jnp.dtype(dtype)
-  kind = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else None
-  if kind is None or kind.bits not in (8, 16, 32) or float(kind.min) >= 0:
+  info = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else None
+  if info is None or info.bits not in (8, 16, 32) or float(info.min) >= 0:
     raise ValueError(
         '`dtype` must be real, signed, and of 8, 16 or 32 bits, got'
         f' {dtype.name}.'
     )
-  most = float(jnp.finfo(dtype).max)
+  max_value = float(jnp.finfo(dtype).max)
 
   def encode(rows, common_key, own_key):
     del common_key, own_key
-    return jnp.clip(rows, -most, most).astype(dtype)
+    return jnp.clip(rows, -max_value, max_value).astype(dtype)
 
   def decode(payload, common_key):
     del common_key
@@ -186,14 +188,15 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
 
 
 def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
-  """Returns the compressor that sends the largest elements of each block.
+  """Returns a compressor that sends the largest elements of each block.
 
-  Of B elements, the k = round(fraction B) of the largest magnitude, at least 1,
-  in 6 bytes each: their values and their places. delta >= k / B. Sorting takes
-  more time than any other compressor here.
+  For a block of B elements, it sends the k = round(fraction B) elements of the
+  largest magnitude, at least one, with their indices: 6 bytes each. delta >= k
+  / B. Because of the sorting, it takes more time than any other compressor
+  here.
 
   Args:
-    fraction: The part of the elements that is sent, above 0 and at most 1.
+    fraction: The fraction of the elements that is sent, above 0 and at most 1.
     block: The number of elements among which the largest are chosen, at most
       65536.
 
@@ -202,7 +205,7 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
 
   Raises:
     TypeError: If an argument is not a number.
-    ValueError: If an argument is out of its range.
+    ValueError: If an argument is out of range.
 
   Examples:
     >>> import jax
@@ -221,50 +224,50 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
   block = _as_block(block, multiple=1)
   if block > 65536:
     raise ValueError(
-        f'`block` must be at most 65536, got {block!r}: a place in it is sent'
-        ' in two bytes.'
+        f'`block` must be at most 65536, got {block!r}: an index in a block is'
+        ' sent in two bytes.'
     )
-  num_sent = _num_sent(fraction, block)
+  num_selected = _num_selected(fraction, block)
 
   def encode(rows, common_key, own_key):
     del common_key, own_key
-    _, places = lax.top_k(jnp.abs(rows), num_sent)
-    places = places.astype(jnp.uint16)
+    _, indices = lax.top_k(jnp.abs(rows), num_selected)
+    indices = indices.astype(jnp.uint16)
     if axes_lib.platform() == 'tpu':
-      return jnp.sum(rows[:, None], 2, where=_is_at(places, block)), places
-    return jnp.take_along_axis(rows, places, axis=1), places
+      return jnp.sum(rows[:, None], 2, where=_one_hot(indices, block)), indices
+    return jnp.take_along_axis(rows, indices, axis=1), indices
 
   def decode(payload, common_key):
     del common_key
-    values, places = payload
+    values, indices = payload
     if axes_lib.platform() == 'tpu':
-      return jnp.sum(values[..., None], 1, where=_is_at(places, block))
+      return jnp.sum(values[..., None], 1, where=_one_hot(indices, block))
     row = jnp.arange(len(values), dtype=jnp.int32)[:, None]
     zeros = jnp.zeros((len(values), block), jnp.float32)
-    return zeros.at[row, places.astype(jnp.int32)].set(
+    return zeros.at[row, indices.astype(jnp.int32)].set(
         values, unique_indices=True, mode='promise_in_bounds'
     )
 
   return compressor_lib.Compressor(block, encode, decode)
 
 
-def _is_at(places, block):
-  """Returns whether an element is in a place, bool [rows, places, block].
+def _one_hot(indices, block):
+  """Returns the one-hot encoding of indices, bool [rows, indices, block].
 
-  With sums over it in place of a gather and a scatter, XLA for TPUs compiles a
+  With sums over it instead of a gather and a scatter, XLA for TPUs compiles a
   step in half of the time: python benchmarks/hardware.py v5e:2x4 'top_k(0.01)'
   """
-  return places[..., None] == lax.broadcasted_iota(
-      places.dtype, (1, 1, block), 2
+  return indices[..., None] == lax.broadcasted_iota(
+      indices.dtype, (1, 1, block), 2
   )
 
 
 def _as_block(block: int, multiple: int) -> int:
-  """Returns the length of a block, checked.
+  """Checks and returns the length of a block.
 
   Raises:
     TypeError: If it is not an integer.
-    ValueError: If it is not such a multiple, or less than that.
+    ValueError: If it is not a positive multiple of `multiple`.
   """
   block = arguments.as_at_least('block', block, multiple)
   if block % multiple:
@@ -274,17 +277,17 @@ def _as_block(block: int, multiple: int) -> int:
   return block
 
 
-def _num_sent(fraction: chex.Numeric, block: int) -> int:
-  """Returns how many elements of a block are sent.
+def _num_selected(fraction: chex.Numeric, block: int) -> int:
+  """Returns the number of elements that are sent per block.
 
   Raises:
-    TypeError: If `fraction` is no real number that is known.
+    TypeError: If `fraction` is not a Python number.
     ValueError: If it is not above 0 and at most 1.
   """
   if isinstance(fraction, jax.Array):
     raise TypeError(
         f'`fraction` must be a Python number, got the array {fraction!r}. It'
-        ' decides the shapes of what is sent.'
+        ' determines the shapes of the payload.'
     )
   fraction = float(arguments.as_positive('fraction', fraction))
   if fraction > 1:

@@ -1,4 +1,4 @@
-"""`power_sgd`: the mean of matrices over shards, as two thin factors."""
+"""`power_sgd`: low-rank means of matrices over shards."""
 
 import collections
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ _CALLER = 'power_sgd'
 _UNWEIGHTED = leaf_sums.Share(None, None)
 # Up to this rank, factors are multiplied as a sum of outer products, which XLA
 # fuses with what follows. On CPU it takes half the time of a product: python
-# benchmarks/compressors.py. For TPUs it is half the code, compiled in half the
-# time: python benchmarks/hardware.py v5e:2x4
+# benchmarks/compressors.py. For TPUs it gives half the code, in half the
+# compile time: python benchmarks/hardware.py v5e:2x4
 _FUSED_RANK = {'cpu': 8, 'tpu': 8}
 
 
@@ -36,10 +36,10 @@ def power_sgd(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces matrices by a low-rank mean over all shards of a mapped axis.
 
-  Takes the place of `cross_shard_mean` where the link between shards is slow.
-  For each leaf of two axes or more, seen as a matrix [n, m] whose columns are
-  the last axis and whose rows are all others, with a sketch Q [m, r] from the
-  last step:
+  Use it instead of `cross_shard_mean` where the link between shards is slow.
+  Each leaf with two axes or more is reshaped to a matrix [n, m], whose columns
+  are the last axis and whose rows are all other axes. With a sketch Q [m, r]
+  from the last step:
 
   .. math:: M_i = u_i + e_i, \quad
      P = \operatorname{orth} \Big(\frac1N \sum_i M_i Q\Big)
@@ -47,31 +47,31 @@ def power_sgd(
   .. math:: Q \leftarrow \frac1N \sum_i M_i^\top P, \quad
      u \leftarrow P Q^\top
 
-  so that :math:`r (n + m)` numbers are sent in place of :math:`n m`, by plain
-  sums. The error is held back and added in the next step, :math:`e_i
-  \leftarrow M_i - P (M_i^\top P)^\top`: the sum of all results, with the mean
-  of :math:`e_i`, is the sum of all means, up to rounding as in
-  `compressed_mean`. A constant mean of rank at most r comes out as it is, up
-  to errors of a few 1e-6 of its largest singular value.
+  so that :math:`r (n + m)` elements are sent instead of :math:`n m`, by plain
+  sums. The compression error is kept and added in the next step, :math:`e_i
+  \leftarrow M_i - P (M_i^\top P)^\top`: the results of all steps plus the mean
+  of :math:`e_i` equal the sum of the means of all steps, up to rounding as in
+  `compressed_mean`. A constant mean of rank at most r is reproduced, up to
+  errors of a few 1e-6 of its largest singular value.
 
   The last axis must be the outputs, as in kernels of JAX libraries: [height,
   width, inputs, outputs] becomes [height * width * inputs, outputs]. A
   convolution in PyTorch's order, [outputs, inputs, height, width], would have
-  `width` columns, too few to compress: keep it as `jnp.moveaxis(kernel, 0,
-  -1)`, whose matrix is that of PyTorch's hook, transposed.
+  `width` columns, too few to compress: store it as `jnp.moveaxis(kernel, 0,
+  -1)`, whose matrix is the transpose of the matrix in PyTorch's hook.
 
-  All other leaves, and those that two factors make smaller by less than
-  `min_ratio` because `rank` is not far below both dimensions, are reduced as by
-  `cross_shard_mean`, in the same all-reduce as the first factors. The result of
-  one shard is its update itself. Weights and NaN are treated as by
+  All other leaves are reduced as in `cross_shard_mean`, in the same all-reduce
+  as the first factors. They include matrices whose two factors are not smaller
+  by at least `min_ratio`, because `rank` is not far below both dimensions. With
+  one shard, the result is the update itself. Weights and NaN are treated as in
   `compressed_mean`.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
+    axis_name: The mapped axis to reduce over, or a sequence of axes.
     rank: The number of columns r of the factors, at least 1.
-    min_ratio: The least compression ratio at which a matrix is compressed, at
+    min_ratio: The minimum compression ratio of a matrix that is compressed, at
       least 1.
-    warmup_steps: For how many steps nothing is compressed.
+    warmup_steps: The number of first steps without compression.
     seed: The seed of the first sketches.
 
   Returns:
@@ -80,12 +80,12 @@ def power_sgd(
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, `weight` is not a real number, or the state is of
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is from
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
       already reduced, `weight` is not a scalar or known to be negative, or the
-      state was made for other parameters, another rank or `min_ratio`.
+      state was created for other parameters, another `rank` or `min_ratio`.
 
   Examples:
     >>> import jax
@@ -122,12 +122,12 @@ def power_sgd(
 
 @dataclasses.dataclass(frozen=True)
 class _Factors(compressed_reduction.CompressedReduction):
-  """The options and the steps of `power_sgd`."""
+  """The implementation of `power_sgd`."""
 
   rank: int
   min_ratio: float
-  kind = residuals.PowerSGDState
-  names = ('residual',)
+  state_type = residuals.PowerSGDState
+  residual_names = ('residual',)
 
   def __post_init__(self):
     super().__post_init__()
@@ -138,7 +138,7 @@ class _Factors(compressed_reduction.CompressedReduction):
       )
 
   def compresses(self, leaf):
-    """Whether a leaf is a matrix with a large enough compression ratio."""
+    """Whether a leaf is a matrix with a sufficient compression ratio."""
     if jnp.ndim(leaf) < 2:
       return False
     *rows, columns = jnp.shape(leaf)
@@ -147,95 +147,96 @@ class _Factors(compressed_reduction.CompressedReduction):
     sent = self.rank * (math.prod(rows) + columns)
     return is_real and size > 0 and size >= self.min_ratio * sent
 
-  def _begin(self, param, position):
+  def _init_leaf(self, param, position):
     key = jax.random.fold_in(jax.random.key(self.seed), position)
     shape = 1, param.shape[-1], self.rank
     sketch = jax.random.normal(key, shape, jnp.float32)
     return (
-        compressed_reduction.no_residual(param),
-        compressed_reduction.like_param(sketch, param),
-        compressed_reduction.no_norm(param),
+        compressed_reduction.zero_residual(param),
+        compressed_reduction.vary_like(sketch, param),
+        compressed_reduction.zero_norm(param),
     )
 
-  def _check_kept(self, leaf, kept):
-    _, sketch, _ = kept
-    is_same = sketch is not None and sketch.shape[-1] == self.rank
-    if leaf is not None and self.compresses(leaf) != is_same:
+  def _check_leaf_state(self, leaf, leaf_state):
+    _, sketch, _ = leaf_state
+    has_sketch = sketch is not None and sketch.shape[-1] == self.rank
+    if leaf is not None and self.compresses(leaf) != has_sketch:
       raise ValueError(
-          f'State of `{_CALLER}` must be made with the same `rank` and'
-          ' `min_ratio`, got a sketch of the shape'
+          f'State of `{_CALLER}` has a sketch of the shape'
           f' {getattr(sketch, "shape", None)} for a leaf of the shape'
-          f' {jnp.shape(leaf)}.'
+          f' {jnp.shape(leaf)}, so it was created with another `rank` or'
+          ' `min_ratio`. Use the options that the state was created with, or'
+          ' create a new state with `init_state`.'
       )
 
-  def _compressed_mean(self, values, others, held, share, counting):
+  def _compressed_mean(self, values, plain, state, share, shard_weight):
     matrices = [
-        counting.keep(0, value + rest).reshape(-1, value.shape[-1])
-        for value, rest in zip(values, held.residual, strict=True)
+        shard_weight.select(0, value + rest).reshape(-1, value.shape[-1])
+        for value, rest in zip(values, state.residual, strict=True)
     ]
-    lefts, plain = self._lefts(matrices, others, held.sketch, share)
-    # As rows: XLA on CPU takes twice as long for the columns of `m.T @ p`.
-    own_rights = [
+    lefts, plain_means = self._lefts(matrices, plain, state.sketch, share)
+    # Transposed: XLA on CPU takes twice as long for the columns of `m.T @ p`.
+    local_rights = [
         _product(p.T, m) for m, p in zip(matrices, lefts, strict=True)
     ]
-    rights = leaf_sums.reduce(own_rights, _UNWEIGHTED, self.options)
+    rights = leaf_sums.reduce(local_rights, _UNWEIGHTED, self.options)
 
     def mean(left, right, value):
-      return _of_factors(left, right).reshape(value.shape)
+      return _multiply_factors(left, right).reshape(value.shape)
 
-    def rest(before, matrix, left, right):
-      rest = matrix - _of_factors(left, right)
-      return counting.keep(before, rest.reshape(before.shape))
+    def rest(last, matrix, left, right):
+      rest = matrix - _multiply_factors(left, right)
+      return shard_weight.select(last, rest.reshape(last.shape))
 
-    def sketch(before, right):
+    def sketch(last, right):
       right = right.T[None].astype(jnp.float32)
-      return counting.keep_of_any(before, right)
+      return shard_weight.select_if_any(last, right)
 
     means = list(map(mean, lefts, rights, values))
-    held = held._replace(
-        residual=list(map(rest, held.residual, matrices, lefts, own_rights)),
-        sketch=list(map(sketch, held.sketch, rights)),
+    state = state._replace(
+        residual=list(map(rest, state.residual, matrices, lefts, local_rights)),
+        sketch=list(map(sketch, state.sketch, rights)),
     )
-    return means, plain, held
+    return means, plain_means, state
 
-  def _lefts(self, matrices, others, sketches, share):
-    """Returns the left factors, the same on all shards, and other means."""
+  def _lefts(self, matrices, plain, sketches, share):
+    """Returns the left factors, the same on all shards, and the plain means."""
     sketched = [
-        _product(m, _normalized(sketch[0]))
+        _product(m, _normalize_columns(sketch[0]))
         for m, sketch in zip(matrices, sketches, strict=True)
     ]
     if share.weight is None:
-      # All in one all-reduce.
-      sums = leaf_sums.reduce([*sketched, *others], share, self.options)
-      sketched, plain = sums[: len(sketched)], sums[len(sketched) :]
+      # A single all-reduce.
+      sums = leaf_sums.reduce([*sketched, *plain], share, self.options)
+      sketched, plain_means = sums[: len(sketched)], sums[len(sketched) :]
     else:
       sketched = leaf_sums.reduce(sketched, _UNWEIGHTED, self.options)
-      plain = leaf_sums.reduce(others, share, self.options)
-    return _orthogonal(sketched), plain
+      plain_means = leaf_sums.reduce(plain, share, self.options)
+    return _orthonormalize(sketched), plain_means
 
 
-def _normalized(sketch):
-  """Returns columns scaled to a largest element of 1, with the same span."""
-  # Unscaled, the product of two sketches of small gradients would underflow.
-  # Orthogonal columns, by a QR decomposition, change the error of float32 only
-  # in the first steps.
+def _normalize_columns(sketch):
+  """Scales each column to a largest element of 1."""
+  # Without scaling, the product of two sketches of small gradients would
+  # underflow. Orthogonal columns from a QR decomposition would change the error
+  # in float32 only in the first steps.
   largest = jnp.max(jnp.abs(sketch), axis=0, keepdims=True)
   return sketch / jnp.where(largest > 0, largest, 1)
 
 
-def _orthogonal(matrices: Sequence[jax.Array]) -> list[jax.Array]:
-  """Returns orthogonal columns that span those of each matrix."""
-  # Those of one type together: for TPUs, each call is 3 MB of code.
-  of_type, found = collections.defaultdict(list), {}
+def _orthonormalize(matrices: Sequence[jax.Array]) -> list[jax.Array]:
+  """Returns orthonormal columns with the span of the columns of each matrix."""
+  # Matrices of one type in one call: for TPUs, each call is 3 MB of code.
+  positions_by_type, columns_of = collections.defaultdict(list), {}
   for i, x in enumerate(matrices):
-    of_type[jax.typeof(x)].append(i)
-  for places in of_type.values():
-    columns = jnp.linalg.qr(jnp.stack([matrices[i] for i in places]))[0]
-    found.update(zip(places, columns, strict=True))
-  return [found[i] for i in range(len(matrices))]
+    positions_by_type[jax.typeof(x)].append(i)
+  for positions in positions_by_type.values():
+    columns = jnp.linalg.qr(jnp.stack([matrices[i] for i in positions]))[0]
+    columns_of.update(zip(positions, columns, strict=True))
+  return [columns_of[i] for i in range(len(matrices))]
 
 
-def _of_factors(left, right):
+def _multiply_factors(left, right):
   """Returns the matrix [n, m] of factors [n, rank] and [rank, m]."""
   if len(right) > _FUSED_RANK.get(axes_lib.platform(), 0):
     return _product(left, right)
@@ -244,5 +245,5 @@ def _of_factors(left, right):
 
 
 def _product(x, y):
-  # Shards must subtract exactly what they add, on all platforms.
+  # On all platforms, shards must subtract exactly the values that they add.
   return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

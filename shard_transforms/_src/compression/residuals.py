@@ -1,4 +1,4 @@
-"""States with residuals, whether these are finite, and how large they are."""
+"""States with residuals, their health check, and the compression error."""
 
 import math
 from typing import Any, NamedTuple, TypeGuard
@@ -14,21 +14,25 @@ from shard_transforms._src.base import states
 
 
 def _unflatten(leaf, like):
-  """Returns the leaf of flat slices; padding after its end never counts."""
+  """Joins flat slices into a leaf, without the padding."""
   if not _are_slices(jnp.shape(leaf), like.shape):
     return None
   return leaf.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
-def _are_slices(shape, whole):
-  """Whether a shape is [slices, 1, ..., 1, elements] of such a leaf."""
-  if not whole or not math.prod(shape):
+def _are_slices(shape, leaf_shape):
+  """Whether a shape is [slices, 1, ..., 1, elements] for such a leaf."""
+  if not leaf_shape or not math.prod(shape):
     return False
-  # What has a leading axis of shards on one shard has no further one.
-  ranks = {len(whole), len(whole) + 1} if whole[0] == 1 else {len(whole) + 1}
-  elements = -(-math.prod(whole) // shape[0])
-  kept = (shape[0], *(1,) * (len(shape) - 2), elements)[: len(shape)]
-  return len(shape) in ranks and shape == kept
+  # On one shard, the leading axis of the shards is the only additional axis.
+  ranks = (
+      {len(leaf_shape), len(leaf_shape) + 1}
+      if leaf_shape[0] == 1
+      else {len(leaf_shape) + 1}
+  )
+  elements = -(-math.prod(leaf_shape) // shape[0])
+  slice_shape = (shape[0], *(1,) * (len(shape) - 2), elements)[: len(shape)]
+  return len(shape) in ranks and shape == slice_shape
 
 
 def _flatten(leaf, like):
@@ -38,44 +42,45 @@ def _flatten(leaf, like):
   return lax.reshape(flat, like.shape)
 
 
-# Each shard has a flat slice of each leaf, [slices, 1, ..., 1, elements]; zeros
-# are at its end.
+# Each shard has a flat slice of each leaf, [slices, 1, ..., 1, elements], with
+# zeros at its end.
 _SLICES = full_rules.rule(_unflatten, _flatten)
 
 
 def _problem(state: Any) -> str | None:
-  """Returns what is wrong if a residual of a shard here is not finite."""
+  """Describes the residuals on this process that are not finite, if any."""
   residuals = state.residual, getattr(state, 'server_residual', None)
-  bad = {
+  non_finite = {
       start + i
       for leaf in jax.tree.leaves(residuals)
       for start, piece in states.parts_here(leaf)
       for i, row in enumerate(piece)
       if not np.all(np.isfinite(row))
   }
-  if not bad:
+  if not non_finite:
     return None
   return (
-      f'The residuals of the shards {sorted(bad)} are not finite: a bad update'
-      ' has reached them, and stays in all later ones. Go back to a checkpoint,'
-      ' and put `shard_transforms.guard` around the compression.'
+      f'The residuals of the shards {sorted(non_finite)} are not finite: a NaN'
+      ' or infinity in an update has entered them, and will stay in all later'
+      ' updates. Restore an earlier checkpoint, and wrap the compression in'
+      ' `shard_transforms.guard`.'
   )
 
 
 class CompressedMeanState(NamedTuple):
   """State of `compressed_mean`.
 
-  What differs between shards has a leading axis, of length 1 inside the mapped
-  function and of the number of shards outside. A leaf that is not compressed
-  has `None` in place of its residuals; without feedback, all have.
+  Fields that differ between shards have a leading axis, of length 1 inside the
+  mapped function and of the number of shards outside. The residuals of a leaf
+  are `None` if the leaf is not compressed, or if `feedback` is `None`.
 
   Attributes:
     step: Number of updates, int32 [].
-    residual: The part of each shard's updates that it has not sent yet, a tree
+    residual: The part of the updates that each shard has not sent yet, a tree
       like the parameters, each leaf [1, ...], in float32 for leaves of fewer
       bits.
-    server_residual: The same of the means of the slices that each shard owns,
-      each leaf [1, 1, ..., 1, elements].
+    server_residual: The part of the means of its slices that each owner has not
+      sent yet, each leaf [1, 1, ..., 1, elements].
     update_norm: The norm of each leaf of each shard's last update that was not
       zero, float32 [1].
 
@@ -101,7 +106,7 @@ class CompressedMeanState(NamedTuple):
 
   rules = {
       'step': states.Rule(metric='same'),
-      # The mean of all residuals stays as it is.
+      # Resizing preserves the mean of all residuals.
       'residual': states.Rule(resize='mean', problem=_problem),
       'server_residual': _SLICES,
       'update_norm': states.Rule(resize='maximum'),
@@ -111,13 +116,13 @@ class CompressedMeanState(NamedTuple):
 class PowerSGDState(NamedTuple):
   """State of `power_sgd`.
 
-  A leaf that is not compressed has `None` in place of its residual and sketch.
+  The residual and the sketch of a leaf that is not compressed are `None`.
 
   Attributes:
     step: Number of updates, int32 [].
-    residual: The part of each shard's updates that it has not sent yet, a tree
+    residual: The part of the updates that each shard has not sent yet, a tree
       like the parameters, each leaf [1, ...], in float32 for leaves of fewer
-      bits: a leading axis, of length 1 inside the mapped function and of the
+      bits. The leading axis has length 1 inside the mapped function, and the
       number of shards outside.
     sketch: The right factor of the last mean of each matrix, float32 [1,
       columns, rank], the same on all shards.
@@ -150,26 +155,27 @@ class PowerSGDState(NamedTuple):
 
 
 def compression_error(state: optax.OptState) -> jax.Array:
-  r"""Returns the norm of each shard's residual over the norm of its update.
+  r"""Returns the norm of each shard's residual, relative to its last update.
 
   .. math:: \lVert e_i \rVert / \lVert u_i \rVert
 
-  Here :math:`e_i` are the residuals that `shard_transforms.compression` keeps
-  anywhere in the state, and :math:`u_i` the leaves of the last update that were
-  compressed. With :math:`\delta` the contraction of a compressor, the ratio
-  settles at about :math:`\sqrt{1 - \delta} / (1 - \sqrt{1 - \delta})` at most.
-  If it grows from step to step, feedback falls behind: take a smaller learning
-  rate, a longer warm-up or a compressor that sends more.
+  Here :math:`e_i` are the residuals of all states of
+  `shard_transforms.compression` in `state`, and :math:`u_i` the compressed
+  leaves of the last update. If :math:`\delta` is the contraction of the
+  compressor, the ratio settles at about :math:`\sqrt{1 - \delta} / (1 - \sqrt{1
+  - \delta})` at most. If it grows from step to step, feedback cannot keep up:
+  use a smaller learning rate, a longer warm-up or a compressor that sends more.
 
   Args:
-    state: A state that a step has returned, or one inside a mapped function,
-      for its own shard.
+    state: The optimizer state as returned by a training step, or inside a
+      mapped function the state of one shard.
 
   Returns:
-    A float32 array [number of shards]; 0 where a shard has sent nothing yet.
+    A float32 array [number of shards]; 0 for a shard that has not sent an
+    update.
 
   Raises:
-    ValueError: If the state holds no residuals, or its arrays do not tell which
+    ValueError: If the state has no residuals, or it cannot be determined which
       norm belongs to which shard.
 
   Examples:
@@ -186,51 +192,58 @@ def compression_error(state: optax.OptState) -> jax.Array:
     >>> print(jax.vmap(step, axis_name='data')(updates)[:, 0])
     [0.6 0. ]
   """
-  kinds = CompressedMeanState, PowerSGDState
+  state_types = CompressedMeanState, PowerSGDState
   pairs = [
       pair
-      for node in states.nodes(state, lambda x: isinstance(x, kinds))
+      for node in states.nodes(state, lambda x: isinstance(x, state_types))
       for pair in zip(
           *map(jax.tree.leaves, (node.residual, node.update_norm)), strict=True
       )
   ]
   if not pairs:
     raise ValueError(
-        '`state` must hold the residuals of `shard_transforms.compression`, got'
-        f' none in {jax.tree.structure(state)}.'
+        '`state` has no residuals of `shard_transforms.compression`. Pass the'
+        ' state of an optimizer that contains `compressed_mean` or'
+        f' `power_sgd`, got {jax.tree.structure(state)}.'
     )
-  held = sum(jnp.square(x).reshape(len(x), -1).sum(1) for x, _ in pairs)
-  sent = sum(jnp.square(_by_shard(norms, x)).sum(1) for x, norms in pairs)
-  # Who has sent nothing yet holds nothing back.
-  ratio = held / jnp.where(sent > 0, sent, 1)
+  residual_squares = sum(
+      jnp.square(x).reshape(len(x), -1).sum(1) for x, _ in pairs
+  )
+  update_squares = sum(
+      jnp.square(_norms_by_shard(norms, x)).sum(1) for x, norms in pairs
+  )
+  # A shard that has not sent an update has no residual.
+  ratio = residual_squares / jnp.where(update_squares > 0, update_squares, 1)
   return jnp.sqrt(ratio).astype(jnp.float32)
 
 
-def _by_shard(norms, like):
+def _norms_by_shard(norms, like):
   """Returns the norms [shards, parts] of a leaf.
 
   Args:
-    norms: Those of the leaf, [shards], or [shards times those of a model axis],
+    norms: The norms of the leaf, [shards] or [shards * size of a model axis],
       in the order of the mesh.
     like: The residual of the leaf, [shards, ...].
 
   Raises:
-    ValueError: If the order of norms of parts of a leaf cannot be told.
+    ValueError: If the order of the norms is unknown.
   """
   if len(norms) == len(like):
     return norms.reshape(-1, 1)
-  sharding, of_shards = (getattr(x, 'sharding', None) for x in (norms, like))
-  if not (_is_named(sharding) and _is_named(of_shards)):
+  sharding, residual_sharding = (
+      getattr(x, 'sharding', None) for x in (norms, like)
+  )
+  if not (_is_named(sharding) and _is_named(residual_sharding)):
     raise ValueError(
-        '`state` must have arrays that are placed on a mesh where parameters'
-        f' are sharded, got {len(norms)} norms for {len(like)} shards, in an'
-        ' unknown order. Give it as a step has returned it, outside of'
-        ' `jax.jit`.'
+        f'`state` has {len(norms)} norms for {len(like)} shards, in an unknown'
+        ' order, because its arrays are not placed on a mesh. Where parameters'
+        ' are sharded, pass the state as a training step returned it, outside'
+        ' of `jax.jit`.'
     )
-  all_axes, shard_axes = map(_lead, (sharding, of_shards))
+  all_axes, shard_axes = map(_leading_axes, (sharding, residual_sharding))
   sizes = [sharding.mesh.shape[axis] for axis in all_axes]
-  places = [all_axes.index(axis) for axis in shard_axes]
-  by_axes = jnp.moveaxis(norms.reshape(sizes), places, range(len(places)))
+  positions = [all_axes.index(axis) for axis in shard_axes]
+  by_axes = jnp.moveaxis(norms.reshape(sizes), positions, range(len(positions)))
   return by_axes.reshape(len(like), -1)
 
 
@@ -238,7 +251,7 @@ def _is_named(sharding: Any) -> TypeGuard[jax.sharding.NamedSharding]:
   return isinstance(sharding, jax.sharding.NamedSharding)
 
 
-def _lead(sharding):
+def _leading_axes(sharding):
   """Returns the axes over which the first dimension is sharded."""
   entry = sharding.spec[0]
   return entry if isinstance(entry, tuple) else (entry,)

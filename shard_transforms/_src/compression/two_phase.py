@@ -1,10 +1,10 @@
 """The exchange of compressed leaves: an all-to-all and an all-gather.
 
-A leaf is cut flat into a slice for each shard, its owner, and each slice filled
-up with zeros to rows of whole blocks. So all elements of a block are of one
-leaf and one owner. Each shard sends the rows of every slice to its owner, who
-decodes and averages them, encodes the mean and sends it to all: as many bytes
-as an all-reduce of the payload.
+Each leaf is flattened and divided into one slice per shard, its owner, and each
+slice is padded with zeros to rows of whole blocks. A block therefore has one
+owner and belongs to one leaf. Each shard sends the rows of every slice to the
+owner of the slice, which decodes and averages them, encodes the mean and sends
+it to all shards. This takes as many bytes as an all-reduce of the payload.
 """
 
 from collections.abc import Hashable
@@ -26,10 +26,10 @@ Shape = tuple[int, ...]
 
 
 class Exchange(NamedTuple):
-  """How leaves are sent in one step.
+  """The exchange of compressed leaves in one step.
 
   Attributes:
-    compressor: How rows become bytes.
+    compressor: The encoding of rows.
     axes: The mapped axes of the shards.
     key: The common key of the step.
   """
@@ -51,22 +51,22 @@ class Exchange(NamedTuple):
       leaves: This shard's leaves, all varying over the same axes.
 
     Returns:
-      The slices of the means over the shards that this one owns, float32 [1,
-      ..., 1, elements], with zeros behind the last element of a leaf; and the
-      leaves as this shard has sent them, float32 of the same shapes.
+      The slices that this shard owns of the means, float32 [1, ..., 1,
+      elements], with zeros after the last element of a leaf; and the leaves as
+      this shard has sent them, float32 of the same shapes.
     """
     num_shards, shapes = self.num_shards(), [leaf.shape for leaf in leaves]
     rows = cut(leaves, num_shards, self.compressor.block)
     payload = self._encode(rows.reshape(-1, rows.shape[-1]), phase=0)
-    sent = compressor_lib.to_words(payload, num_shards)
+    words = compressor_lib.to_words(payload, num_shards)
     received = exchanges.exchange(
-        axes_lib.to_varying(sent, self.axes), self.axes
+        axes_lib.to_varying(words, self.axes), self.axes
     )
-    own = self._decode(payload).reshape(rows.shape)
+    local_rows = self._decode(payload).reshape(rows.shape)
     mean_rows = self._mean(received, payload)
     lengths = [slice_length(shape, num_shards) for shape in shapes]
-    slices = self._own(_join_slices(mean_rows, lengths), shapes)
-    return slices, join(own, shapes)
+    slices = self._owned_slices(_join_slices(mean_rows, lengths), shapes)
+    return slices, join(local_rows, shapes)
 
   def gather(
       self, slices: Sequence[jax.Array], shapes: Sequence[Shape]
@@ -74,35 +74,40 @@ class Exchange(NamedTuple):
     """Sends an owner's slices to all shards.
 
     Args:
-      slices: Those that this shard owns, as `scatter` returns them.
-      shapes: Those of the leaves.
+      slices: The slices that this shard owns, as returned by `scatter`.
+      shapes: The shapes of the leaves.
 
     Returns:
       The leaves as the owners have sent them, float32, the same on all shards;
-      and the error of this shard's slices, float32, with zeros in the padding.
+      and the compression error of this shard's slices, float32, with zeros in
+      the padding.
     """
-    slices = self._own(slices, shapes)
+    slices = self._owned_slices(slices, shapes)
     rows = _cut_slices([x.ravel() for x in slices], self.compressor.block)
     payload = self._encode(rows, phase=1)
-    sent = compressor_lib.to_words(payload, 1)[0]
-    gathered = exchanges.gather(axes_lib.to_varying(sent, self.axes), self.axes)
-    whole = self._decode_words(gathered, payload, 1)
-    rests = _join_slices(rows - self._decode(payload), [x.size for x in slices])
-    wholes = join(whole.reshape(-1, *rows.shape), shapes)
-    return wholes, self._own(rests, shapes)
+    words = compressor_lib.to_words(payload, 1)[0]
+    gathered = exchanges.gather(
+        axes_lib.to_varying(words, self.axes), self.axes
+    )
+    gathered_rows = self._decode_words(gathered, payload, 1)
+    errors = _join_slices(
+        rows - self._decode(payload), [x.size for x in slices]
+    )
+    leaves = join(gathered_rows.reshape(-1, *rows.shape), shapes)
+    return leaves, self._owned_slices(errors, shapes)
 
-  def _own(self, slices, shapes):
-    """Returns an owner's slices in float32, with zeros in their padding."""
-    owner, own = collectives.row_index(self.axes), []
+  def _owned_slices(self, slices, shapes):
+    """Returns slices in float32, with zeros in their padding."""
+    owner, owned = collectives.row_index(self.axes), []
     for part, shape in zip(slices, shapes, strict=True):
-      place = owner * part.size + jnp.arange(part.size, dtype=owner.dtype)
+      index = owner * part.size + jnp.arange(part.size, dtype=owner.dtype)
       flat = part.ravel().astype(jnp.float32)
-      flat = jnp.where(place < math.prod(shape), flat, 0)
-      own.append(flat.reshape(*(1,) * (len(shape) - 1), -1))
-    return own
+      flat = jnp.where(index < math.prod(shape), flat, 0)
+      owned.append(flat.reshape(*(1,) * (len(shape) - 1), -1))
+    return owned
 
   def _mean(self, received, like):
-    """Returns the mean of the rows that each shard has sent in bytes."""
+    """Decodes the rows of all shards, and returns their mean."""
     num_shards = len(received)
 
     def decode(i):
@@ -111,8 +116,8 @@ class Exchange(NamedTuple):
     def add(i, total):
       return total + decode(i)
 
-    # On CPU, a sum over the first axis takes JAX 0.10 ten to forty times as
-    # long as adding one shard's rows after the other.
+    # On CPU with JAX 0.10, a sum over the first axis takes ten to forty times
+    # as long as adding the rows of one shard after another.
     return lax.fori_loop(1, num_shards, add, decode(0)) / num_shards
 
   def _encode(self, rows, phase):
@@ -145,7 +150,7 @@ def cut(leaves: Sequence[jax.Array], num_shards: int, block: int) -> jax.Array:
 
 
 def join(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
-  """Returns the leaves of rows; the reverse of `cut`."""
+  """Returns the leaves of rows; the inverse of `cut`."""
   lengths = [slice_length(shape, len(rows)) for shape in shapes]
   return [
       leaves_lib.join(part, jax.ShapeDtypeStruct(shape, rows.dtype))
@@ -165,7 +170,7 @@ def _cut_slices(slices, block):
 
 
 def _join_slices(rows, lengths):
-  """Returns the slices of rows; the reverse of `_cut_slices`."""
+  """Returns the slices of rows; the inverse of `_cut_slices`."""
   *lead, _, block = rows.shape
   num_rows = [-(-length // block) for length in lengths]
   parts = lax.split(rows, num_rows, axis=rows.ndim - 2)

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from shard_transforms._src.analysis import plain_sums
-from shard_transforms._src.analysis import weight_flow
+from shard_transforms._src.analysis import weight_analysis
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
@@ -87,7 +87,7 @@ class Gate:
     inner: The transformation that it wraps.
     axes: The axes over whose shards updates and weights differ.
     assume_weighted: Whether `inner` is known to use the weight.
-    may_be_local: As for `weight_flow.check`.
+    may_be_local: As for `weight_analysis.check`.
   """
 
   caller: str
@@ -182,7 +182,7 @@ class Gate:
       return accept, *select(accept, made, after, inner_state)
     program, types = jax.make_jaxpr(run, return_shape=True)(*given)
     if to_check:
-      weight_flow.check(
+      weight_analysis.check(
           program.jaxpr,
           updates=updates,
           state=inner_state,

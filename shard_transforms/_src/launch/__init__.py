@@ -1,4 +1,4 @@
-"""Floor 2: several processes that train together.
+"""Floor 2: launching several processes that train together.
 
 Imports `base`.
 """

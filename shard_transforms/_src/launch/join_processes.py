@@ -1,4 +1,4 @@
-"""`join_processes`: one program in many processes, over the devices of all."""
+"""`join_processes`: initialization of `jax.distributed` from variables."""
 
 import atexit
 import errno
@@ -15,8 +15,8 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import jax_internals
 from shard_transforms._src.launch import schedulers
 
-# JAX reads the first and the last by itself; the others are named after its
-# arguments.
+# JAX itself reads the first and the last variable; the others are named after
+# its arguments.
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
 NUM_PROCESSES = 'JAX_NUM_PROCESSES'
 PROCESS_ID = 'JAX_PROCESS_ID'
@@ -30,46 +30,49 @@ def join_processes(
     heartbeat_timeout: int = 100,
     shutdown_timeout: int = 300,
 ) -> int:
-  """Joins the processes that were started with this one, if there are any.
+  """Joins the processes that were started together with this one, if any.
 
-  Where `JAX_COORDINATOR_ADDRESS` ("host:port"), `JAX_NUM_PROCESSES` and
-  `JAX_PROCESS_ID` are set, as by `run_processes` or by hand on each host, it
-  calls `jax.distributed.initialize` with them, and `jax.devices()` lists the
-  devices of all processes. Without these variables, it joins the tasks that
-  JAX's own detection finds: of Slurm, Open MPI, Kubernetes or Cloud TPU. A
-  coordinator on loopback listens there alone. Call it before anything starts a
-  backend of JAX. A process that was started on its own runs alone.
+  If `JAX_COORDINATOR_ADDRESS` ("host:port"), `JAX_NUM_PROCESSES` and
+  `JAX_PROCESS_ID` are set, by `run_processes` or by hand on each host, it calls
+  `jax.distributed.initialize` with them, and `jax.devices()` lists the devices
+  of all processes. Without these variables, it joins the tasks of Slurm, Open
+  MPI, Kubernetes or Cloud TPU that JAX detects. A coordinator on loopback
+  listens only there. Call it before anything starts a JAX backend. A process
+  that was started on its own runs as a single process.
 
-  If a process dies, the others do not wait for it. A collective of CPU devices
-  with the dead process raises at once ("Connection closed by peer"). If process
-  0 is gone, or another sends no sign of life for a while, JAX ends the rest
-  with SIGABRT and a message ("another task died"). A process that ends by an
-  exception exits with status 1, and does not wait for the others. One that
-  leaves early by `sys.exit` waits for them as if it had finished, until the
-  shutdown times out: raise an exception instead.
+  If a process dies, the other processes do not wait for it. A collective of CPU
+  devices with the dead process raises immediately ("Connection closed by
+  peer"). If process 0 is gone, or another process misses its heartbeats, JAX
+  ends the remaining processes with SIGABRT and a message ("another task died").
+  A process that ends with an exception exits with status 1, and does not wait
+  for the other processes. A process that calls `sys.exit` early waits for them
+  as if it had finished, until the shutdown times out: raise an exception
+  instead.
 
-  CPU devices of several processes talk through sockets that listen on the
-  address of the host's name. JAX has no option for another address.
+  CPU devices of several processes communicate through sockets that listen on
+  the address of the host name. JAX has no option for another address.
 
   Args:
-    initialization_timeout: Seconds in which all processes must have joined.
-    heartbeat_timeout: Seconds without a sign of life after which a process
-      counts as dead.
-    shutdown_timeout: How many seconds apart processes may end. Processes that
-      are done wait that long for the last one; then JAX ends all of them with
-      SIGABRT. Choose more than what one process does alone at the end may take.
+    initialization_timeout: The time in seconds in which all processes must
+      join.
+    heartbeat_timeout: The time in seconds without a heartbeat after which a
+      process counts as dead.
+    shutdown_timeout: The maximum time in seconds between the ends of two
+      processes. Processes that have finished wait that long for the last
+      process; then JAX ends all processes with SIGABRT. It must be longer than
+      the work that a single process does at the end.
 
   Returns:
-    The number of processes; 1 for a program that runs alone.
+    The number of processes; 1 for a program in a single process.
 
   Raises:
-    OSError: If another program listens at the address of process 0.
-    RuntimeError: If JAX has started a backend, or has joined before, or cannot
-      find the other tasks.
-    TypeError: If a time-out is not an integer.
-    ValueError: If only some of the variables are set, one of them cannot be
-      understood, or processes are told different numbers of processes; if the
-      process is one of several tasks that JAX cannot join; or if a time-out is
+    OSError: If another program listens on the address of process 0.
+    RuntimeError: If JAX has started a backend or is already initialized, or if
+      it cannot find the other tasks.
+    TypeError: If a timeout is not an integer.
+    ValueError: If only some of the variables are set, a variable cannot be
+      parsed, or the number of processes differs between processes; if the
+      process is one of several tasks that JAX cannot join; or if a timeout is
       less than 1.
 
   Examples:
@@ -96,7 +99,7 @@ def join_processes(
       num_processes,
       process_id,
       local_device_ids,
-      # It is known already, or the variables of JAX speak for themselves.
+      # The cluster has already been detected, or is described by the variables.
       cluster_detection_method='deactivate',
       coordinator_bind_address=address if _is_loopback(address) else None,
       initialization_timeout=initialization_timeout,
@@ -110,10 +113,10 @@ def join_processes(
 
 
 def _read_cluster():
-  """Returns what JAX's variables say; `None` if there are none.
+  """Reads the cluster from JAX's variables; `None` if they are not set.
 
   Raises:
-    ValueError: If some of them miss, or cannot be understood.
+    ValueError: If a variable is missing, or cannot be parsed.
   """
   names = (ADDRESS, NUM_PROCESSES, PROCESS_ID)
   if not any(os.environ.get(name) for name in names):
@@ -121,15 +124,15 @@ def _read_cluster():
   for name in names:
     if not os.environ.get(name):
       raise ValueError(
-          f'`{name}` must be set where one of {", ".join(names)} is, got'
-          f' {os.environ.get(name)!r}. Set all of them, or none.'
+          f'`{name}` is not set, although another of {", ".join(names)} is. Set'
+          ' all three variables, or none.'
       )
   address = os.environ[ADDRESS]
   num_processes = _read_number(NUM_PROCESSES, 1, math.inf)
   process_id = _read_number(PROCESS_ID, 0, num_processes - 1)
   cluster = schedulers.Cluster(address, num_processes, process_id)
-  # What is no task of Slurm may start processes on its own host, and several
-  # slices of TPUs have tasks of the same number.
+  # A process that is not a task of Slurm may start processes on its own host,
+  # and on several TPU slices, tasks have the same numbers.
   only_sure = _is_loopback(address) or 'MEGASCALE_NUM_SLICES' in os.environ
   schedulers.check_agrees(cluster, only_sure=only_sure)
   return cluster
@@ -147,12 +150,12 @@ def _is_loopback(address):
   """Returns whether the host of an address is a loopback address.
 
   Raises:
-    ValueError: If it is not of the form host:port.
+    ValueError: If the address does not have the form host:port.
   """
   host, _, port = address.rpartition(':')
   if not host or not port.isdigit():
     raise ValueError(
-        f'`{ADDRESS}` must be of the form host:port, got {address!r}.'
+        f'`{ADDRESS}` must have the form host:port, got {address!r}.'
     )
   try:
     return ipaddress.ip_address(host.strip('[]')).is_loopback
@@ -161,7 +164,7 @@ def _is_loopback(address):
 
 
 def _check_free(address):
-  """Checks that process 0 can listen at its address.
+  """Checks that process 0 can listen on its address.
 
   Raises:
     OSError: If another program listens there.
@@ -170,34 +173,33 @@ def _check_free(address):
   host = host.strip('[]') if _is_loopback(address) else ''
   family = socket.AF_INET6 if ':' in host else socket.AF_INET
   with socket.socket(family) as probe:
-    # The end of an earlier run may still hold its connections.
+    # An earlier run may have left connections in TIME_WAIT.
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
       probe.bind((host, int(port)))
     except OSError as error:
       if error.errno != errno.EADDRINUSE:
-        return  # JAX says it.
+        return  # JAX reports it.
       raise OSError(
           error.errno,
-          f'`{ADDRESS}` must have a free port on the host of process 0, got'
-          f' {address!r}, where another program listens, or another process of'
-          ' the number 0. Choose another port, the same for all processes, and'
-          f' give each its own {PROCESS_ID}.',
+          f'`{ADDRESS}` needs a free port on the host of process 0, but another'
+          ' program, or another process with the number 0, listens on'
+          f' {address!r}. Use another port, the same for all processes, and set'
+          f' a different {PROCESS_ID} for each process.',
       ) from error
 
 
 def _warning_before(timeout, cluster):
-  """Starts a timer that says for whom a process waits, before JAX ends it."""
+  """Starts a timer that prints a warning before initialization times out."""
   seconds = max(timeout - 1, timeout / 2)
 
   def warn():
     print(
         f'Process {cluster.process_id} of {cluster.num_processes} has waited'
-        f' {seconds:g} seconds for the others at {cluster.address}, and gives'
-        f' up at {timeout}. Start {cluster.num_processes} processes that can'
-        ' reach this address, with the numbers from 0 to'
-        f' {cluster.num_processes - 1}, each once ({NUM_PROCESSES},'
-        f' {PROCESS_ID}).',
+        f' {seconds:g} seconds for the other processes at {cluster.address},'
+        f' and will stop after {timeout}. Start {cluster.num_processes}'
+        ' processes that can reach this address, with the numbers from 0 to'
+        f' {cluster.num_processes - 1} ({NUM_PROCESSES}, {PROCESS_ID}).',
         file=sys.stderr,
         flush=True,
     )
@@ -209,10 +211,10 @@ def _warning_before(timeout, cluster):
 
 
 def _check_same_number(num_processes, process_id, timeout):
-  """Checks that all processes know of the same number of processes.
+  """Checks that all processes have the same number of processes.
 
   Raises:
-    ValueError: If process 0 knows of another.
+    ValueError: If process 0 has another number.
   """
   if process_id == 0:
     jax_internals.publish(_COUNT_KEY, str(num_processes))
@@ -221,21 +223,23 @@ def _check_same_number(num_processes, process_id, timeout):
   if num_processes != expected:
     raise ValueError(
         f'`{NUM_PROCESSES}` must be the same in all processes, got'
-        f' {num_processes} in process {process_id}, and {expected} in process'
-        ' 0. Start all of them with the number of all processes.'
+        f' {num_processes} in process {process_id} and {expected} in process 0.'
+        ' Set it to the total number of processes in each.'
     )
 
 
 def _leave_at_once_if_failed(process_id, num_processes):
-  """Exits at once after an uncaught exception, before JAX waits for others.
+  """Exits immediately after an uncaught exception.
 
-  Otherwise JAX waits until the shutdown times out, and then aborts all of them.
+  Otherwise JAX waits until the shutdown times out, and then aborts all
+  processes.
   """
   if getattr(sys, 'last_value', None) is None:
     return
   print(
-      f'Process {process_id} of {num_processes} failed, and leaves the others.'
-      ' If the error above tells of a lost connection, another process died.',
+      f'Process {process_id} of {num_processes} failed, and exits without'
+      ' waiting for the other processes. If the error above reports a lost'
+      ' connection, another process has died.',
       file=sys.stderr,
   )
   sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`run_processes`: runs a program in several processes of one host."""
+"""`run_processes`: a program in several processes on one host."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ import time
 from shard_transforms._src.base import arguments
 from shard_transforms._src.launch import join_processes
 
-# Seconds. A process that notices the death of another reports it in less time.
-# One that is blocked in a collective, where JAX handles SIGTERM itself, would
-# stay until it misses heartbeats.
+# In seconds. A process that notices the death of another process reports it in
+# less time. A process that is blocked in a collective, where JAX handles
+# SIGTERM, would stay until it misses heartbeats.
 _GRACE_OF_KILLED = 1.25
-# glibc keeps the memory that a step frees, and does not map it again.
+# With these, glibc keeps the memory that a step frees instead of unmapping it.
 _KEEPING_MEMORY = {
     'MALLOC_MMAP_THRESHOLD_': str(2**30),
     'MALLOC_TRIM_THRESHOLD_': str(2**34),
@@ -33,38 +33,40 @@ def run_processes(
     *,
     grace: float = 5.0,
 ) -> None:
-  """Runs a program in several processes of this host, and waits for them.
+  """Runs a program in several processes on this host, and waits for them.
 
-  The environment of each process names a coordinator on loopback and the number
-  of the process (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`,
-  `JAX_PROCESS_ID`), for `join_processes` to read. On a host with GPUs, each
-  process takes the GPU of its number, unless `JAX_LOCAL_DEVICE_IDS` is set:
-  start at most as many processes as there are GPUs. The standard error of all
-  processes and the standard output of process 0 pass through; the standard
-  output of the others, which run the same program, is discarded. glibc keeps
-  the memory that a step frees, unless `MALLOC_MMAP_THRESHOLD_` and
-  `MALLOC_TRIM_THRESHOLD_` say otherwise: to map it again in each step can take
-  as long as sending the gradients.
+  The environment of each process contains the address of a coordinator on
+  loopback and the number of the process (`JAX_COORDINATOR_ADDRESS`,
+  `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`), which `join_processes` reads. On a
+  host with GPUs, each process uses the GPU with its number, unless
+  `JAX_LOCAL_DEVICE_IDS` is set: start at most as many processes as there are
+  GPUs. The standard error of all processes and the standard output of process 0
+  pass through; the standard output of the other processes, which run the same
+  program, is discarded. Unless `MALLOC_MMAP_THRESHOLD_` and
+  `MALLOC_TRIM_THRESHOLD_` are set, glibc is configured to keep the memory that
+  a step frees: mapping it again in each step can take as long as sending the
+  gradients.
 
-  As soon as one process exits with a status other than 0, the others have
-  `grace` seconds to report their errors; then they get SIGTERM, and after as
-  many seconds SIGKILL. If one is killed by a signal, no collective with it can
-  end, and the others have at most 1.25 seconds each time instead of `grace`.
-  One that was stopped (SIGSTOP) is named first: the others failed because they
-  waited for it. No process is left behind, whatever ends the call: an error,
-  Ctrl-C or, in the main thread, SIGTERM. Processes that the program itself
-  starts are not ended.
+  As soon as one process exits with a nonzero status, the other processes have
+  `grace` seconds to report their errors; then they receive SIGTERM, and after
+  another `grace` seconds SIGKILL. If a process is killed by a signal, no
+  collective with it can end, and the other processes have at most 1.25 seconds
+  instead of `grace`. A stopped process (SIGSTOP) is reported first, because the
+  other processes failed while they waited for it. No process is left behind
+  when the call ends with an error, Ctrl-C or, in the main thread, SIGTERM.
+  Processes that the program itself starts are not ended.
 
   Args:
-    num_processes: How many processes to start.
-    command: The program and its arguments. A program runs itself again as
+    num_processes: The number of processes to start.
+    command: The program and its arguments. A program starts itself with
       `[sys.executable, *sys.orig_argv[1:]]`.
-    grace: Seconds to wait for the others once a process has failed, and again
-      once they are told to end; where one was killed, at most 1.25.
+    grace: The time in seconds to wait for the other processes after a process
+      has failed, and again after they have received SIGTERM; at most 1.25 if a
+      process was killed.
 
   Raises:
     OSError: If the program cannot be started.
-    RuntimeError: If a process exits with a status other than 0, or is killed.
+    RuntimeError: If a process exits with a nonzero status, or is killed.
     SystemExit: If SIGTERM arrives.
     TypeError: If `num_processes` is not an integer, or `command` not a
       sequence of arguments.
@@ -79,12 +81,13 @@ def run_processes(
     ...     1, [sys.executable, '-c', 'import sys; sys.exit(3)'])
     Traceback (most recent call last):
         ...
-    RuntimeError: ... got process 0 of 1 that exited with status 3. ...
+    RuntimeError: `command` failed: process 0 of 1 exited with status 3. ...
   """
   num_processes = arguments.as_at_least('num_processes', num_processes, 1)
   if isinstance(command, (str, bytes)) or not isinstance(command, Sequence):
     raise TypeError(
-        f'`command` must be a sequence of arguments, got {command!r}.'
+        f'`command` must be a sequence of arguments, got {command!r}. Pass a'
+        " list, such as `[sys.executable, 'train.py']`."
     )
   if not command:
     raise ValueError(f'`command` must name a program, got {command!r}.')
@@ -107,13 +110,13 @@ def run_processes(
     sys.exit(128 + signal.SIGTERM)
   if failed:
     deaths = [
-        f'process {process_id} of {num_processes} that {_end(status)}'
+        f'process {process_id} of {num_processes} {_end(status)}'
         for process_id, status in {**stopped, **failed}.items()
     ]
     raise RuntimeError(
-        '`command` must exit with status 0 in every process, got'
-        f' {", then ".join(deaths)}.{_tell_of(running, stopped)} What they'
-        ' wrote to the standard error says why.'
+        '`command` failed:'
+        f' {", then ".join(deaths)}.{_describe_running(running, stopped)} See'
+        ' the standard error of these processes for the reason.'
     )
 
 
@@ -121,7 +124,7 @@ def run_processes(
 def _noting_sigterm(ends: queue.SimpleQueue) -> Iterator[list[int]]:
   """Catches SIGTERM; yields a list of the signals so far.
 
-  Each puts a `None` into the queue of ends, so that nobody keeps waiting.
+  Each signal puts `None` into the queue of ends, so that the wait ends.
   """
   noted = []
   if threading.current_thread() is not threading.main_thread():
@@ -140,7 +143,7 @@ def _noting_sigterm(ends: queue.SimpleQueue) -> Iterator[list[int]]:
 
 
 def _start(num_processes, command, children, ends):
-  """Starts the processes, each of which puts (number, status) at its end."""
+  """Starts the processes; each puts (number, status) into `ends` at its end."""
   address = f'127.0.0.1:{_free_port()}'
   for process_id in range(num_processes):
     env = {
@@ -154,7 +157,7 @@ def _start(num_processes, command, children, ends):
     stdout = subprocess.DEVNULL if process_id else None
     child = subprocess.Popen(command, env=env, stdout=stdout)
     children.append(child)
-    # A thread each: if one polled them in turn, a process that ends some
+    # One thread per process: with polling, a process that ends some
     # milliseconds later could seem to be the first.
     threading.Thread(
         target=lambda i, x: ends.put((i, x.wait())),
@@ -170,7 +173,7 @@ def _free_port():
 
 
 def _wait_for_all(num_left, ends, grace):
-  """Returns who failed, with what status, in the order of their ends."""
+  """Returns the statuses of failed processes, in the order of their ends."""
   failed = {}
   deadline = math.inf
   while num_left:
@@ -186,7 +189,7 @@ def _wait_for_all(num_left, ends, grace):
 
 
 def _next(ends, deadline):
-  """Returns the next end, or `None` at the deadline or when told to stop."""
+  """Returns the next end, or `None` at the deadline or after SIGTERM."""
   timeout = min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)
   try:
     return ends.get(timeout=timeout)
@@ -195,7 +198,7 @@ def _next(ends, deadline):
 
 
 def _grace_after(failed, grace):
-  """Returns how long to wait for those that are left."""
+  """Returns the time to wait for the remaining processes."""
   was_killed = any(status < 0 for status in failed.values())
   return min(grace, _GRACE_OF_KILLED) if was_killed else grace
 
@@ -204,7 +207,7 @@ def _stop(children, grace_left):
   """Ends all children: SIGTERM first, then SIGKILL.
 
   Returns:
-    Those that were stopped, which SIGTERM does not reach, with `None`.
+    The children that were stopped, which SIGTERM does not reach, with `None`.
   """
   try:
     for child in children:
@@ -225,19 +228,19 @@ def _running(children):
   return [i for i, child in enumerate(children) if child.returncode is None]
 
 
-def _tell_of(running, stopped):
-  """Says who had to be ended: they may be what others waited for."""
+def _describe_running(running, stopped):
+  """Describes the terminated processes, which others may have waited for."""
   hung = [str(i) for i in running if i not in stopped]
   if not hung:
     return ''
   return (
-      f' Still running then, and ended: process {", ".join(hung)}. If a'
-      ' deadline struck the first, one of these may have hung.'
+      f' Process {", ".join(hung)} was still running and has been terminated.'
+      ' If the first error is a timeout, it may have hung.'
   )
 
 
 def _is_stopped(child):
-  # Not every system can tell, nor of a process that has ended.
+  # Not available on every system, nor for a process that has ended.
   with contextlib.suppress(AttributeError, ChildProcessError):
     options = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, child.pid, options) is not None
@@ -245,7 +248,7 @@ def _is_stopped(child):
 
 
 def _end(status):
-  """Says in words how a process ended."""
+  """Describes how a process ended."""
   if status is None:
     return 'was stopped (SIGSTOP)'
   if status >= 0:

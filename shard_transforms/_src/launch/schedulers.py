@@ -1,4 +1,4 @@
-"""What the variables of a cluster scheduler say about the tasks of a job."""
+"""Detection of the tasks of a job from the variables of cluster schedulers."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from shard_transforms._src.base import jax_internals
 
 
 class Scheduler(NamedTuple):
-  """Who starts processes, and in which variables it counts them.
+  """A scheduler of processes, and the variables in which it counts them.
 
   Attributes:
-    name: Its name in errors.
-    size: The variable with the number of tasks, if it sets one.
+    name: The name in error messages.
+    size: The variable with the number of tasks, if there is one.
     process_id: The variable with the number of this task.
-    method: JAX's name of its detection of such a cluster, if it has one.
-    hint: What that detection may lack.
-    hosts: The variable with the number of hosts, for where there is no size.
-    counts: Whether it counts processes; otherwise hosts, or it does not tell.
+    method: The name of JAX's detection of such a cluster, if there is one.
+    hint: A possible reason why that detection fails.
+    hosts: The variable with the number of hosts, used without a size.
+    counts: Whether the variables count processes, rather than hosts.
   """
 
   name: str
@@ -32,13 +32,13 @@ class Scheduler(NamedTuple):
 
 
 class Cluster(NamedTuple):
-  """How a process joins the others.
+  """The description of the cluster that a process joins.
 
   Attributes:
     address: The "host:port" of the coordinator.
     num_processes: The number of processes.
-    process_id: The number of this one.
-    local_device_ids: The accelerators that are its own; `None` for all.
+    process_id: The number of this process.
+    local_device_ids: The accelerators of this process; `None` for all.
   """
 
   address: str
@@ -53,10 +53,10 @@ _SLURM = Scheduler(
     'SLURM_NTASKS',
     'SLURM_PROCID',
     'slurm',
-    ' (a batch script is no task: start the program by `srun`)',
+    ' (a batch script is not a task: start the program with `srun`)',
     'SLURM_JOB_NUM_NODES',
 )
-# Its variables are a list of the names of hosts, and one of them.
+# The variables are a list of host names, and the name of this host.
 _SAGEMAKER = Scheduler('SageMaker', 'SM_HOSTS', 'SM_CURRENT_HOST', counts=False)
 _PMIX = Scheduler('PMIx', '', 'PMIX_RANK', counts=False)
 _SCHEDULERS = (
@@ -83,7 +83,7 @@ _SCHEDULERS = (
     ),
 )
 _COUNTS = tuple(x.size for x in _SCHEDULERS if x.size and x.counts)
-# JAX asks the machine, because some hosts set no variables.
+# JAX queries the machine, because some hosts do not set variables.
 _CLOUD_TPU = ('gketpu', 'gcetpu')
 
 
@@ -91,38 +91,41 @@ def find_cluster(timeout: int) -> Cluster | None:
   """Returns the cluster whose scheduler started this process as one of several.
 
   Args:
-    timeout: Seconds that JAX may look for the host of process 0.
+    timeout: The time in seconds for which JAX may look up the host of process
+      0.
 
   Returns:
-    What JAX's own detection says; `None` for a process that runs alone.
+    The cluster that JAX detects; `None` for a single process.
 
   Raises:
     RuntimeError: If JAX cannot find the other tasks.
-    ValueError: If a scheduler says something else than JAX.
+    ValueError: If a scheduler contradicts JAX.
   """
   methods = *[scheduler.method for scheduler, _, _ in _tasks()], *_CLOUD_TPU
   try:
-    found = jax_internals.detect_cluster(methods, timeout)
+    detected = jax_internals.detect_cluster(methods, timeout)
   except Exception as error:
     raise RuntimeError(
-        f'JAX must find the other tasks, got {type(error).__name__}: {error}.'
-        ' Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or'
-        ' unset the variables of the scheduler for a program that runs alone.'
+        'JAX could not find the other tasks of this program:'
+        f' {type(error).__name__}: {error}. Set JAX_COORDINATOR_ADDRESS,'
+        ' JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset the variables of the'
+        ' scheduler for a program in a single process.'
     ) from error
-  cluster = Cluster(*found) if found else None
+  cluster = Cluster(*detected) if detected else None
   check_agrees(cluster, only_sure=cluster is not None)
   return cluster if cluster and cluster.num_processes > 1 else None
 
 
 def check_agrees(cluster: Cluster | None, *, only_sure: bool) -> None:
-  """Checks that each scheduler says what is known, so that no task is alone.
+  """Checks that schedulers agree with JAX, so that no task trains separately.
 
   Args:
-    cluster: What the variables of JAX, or its detection, say.
-    only_sure: Whether to ask only those that count all processes of a program.
+    cluster: The cluster from JAX's variables or its detection.
+    only_sure: Whether to check only schedulers that certainly count all
+      processes of a program.
 
   Raises:
-    ValueError: If one says something else.
+    ValueError: If a scheduler does not agree.
   """
   for scheduler, num_tasks, process_id in _tasks():
     is_sure = _is_sure(scheduler)
@@ -136,15 +139,15 @@ def check_agrees(cluster: Cluster | None, *, only_sure: bool) -> None:
         continue
     names = scheduler.size, scheduler.hosts, scheduler.process_id
     shown = [f'{x}={os.environ[x]}' for x in names if x in os.environ]
-    known = 'nothing'
+    detected = 'no cluster'
     if cluster:
-      known = f'process {cluster.process_id} of {cluster.num_processes}'
+      detected = f'process {cluster.process_id} of {cluster.num_processes}'
     elif scheduler is not _SLURM or not is_sure:
-      known += scheduler.hint
+      detected += scheduler.hint
     raise ValueError(
-        'Each scheduler must say what JAX knows of the tasks of a program, got'
-        f' {scheduler.name} ({", ".join(shown)}), of which JAX knows'
-        f' {known}. Set JAX_COORDINATOR_ADDRESS,'
+        f'{scheduler.name} ({", ".join(shown)}) started this process as one of'
+        f' several tasks, but JAX detected {detected}.'
+        ' Set JAX_COORDINATOR_ADDRESS,'
         ' JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset'
         f' {scheduler.process_id} if it did not start this process.'
         ' docs/processes.md has recipes.'
@@ -152,14 +155,14 @@ def check_agrees(cluster: Cluster | None, *, only_sure: bool) -> None:
 
 
 def _tasks() -> Iterator[tuple[Scheduler, int | None, int]]:
-  """Yields the schedulers of several tasks: their number, and that of this."""
+  """Yields schedulers with the number of tasks, and the number of this task."""
   for scheduler in _SCHEDULERS:
     has_size = bool(os.environ.get(scheduler.size))
     is_one_host = os.environ.get(scheduler.hosts, '1') == '1'
     is_shell = scheduler.size and not has_size and is_one_host
     if is_shell or not os.environ.get(scheduler.process_id):
       continue
-    # What counts beside it knows more.
+    # A scheduler that counts processes is more reliable.
     if scheduler is _PMIX and any(os.environ.get(x) for x in _COUNTS):
       continue
     if scheduler is _SAGEMAKER:
@@ -167,7 +170,7 @@ def _tasks() -> Iterator[tuple[Scheduler, int | None, int]]:
     else:
       num_tasks = _number(scheduler.size) if has_size else None
       process_id = _number(scheduler.process_id)
-    # An `mpirun` knows more than the allocation of Slurm that it is in.
+    # `mpirun` is more reliable than the Slurm allocation around it.
     is_around = (
         scheduler is _SLURM and os.environ.get(_OPEN_MPI_COUNT, '1') != '1'
     )
@@ -176,10 +179,10 @@ def _tasks() -> Iterator[tuple[Scheduler, int | None, int]]:
 
 
 def _place_among_hosts(scheduler):
-  """Returns the number of hosts, and that of this one.
+  """Returns the number of hosts, and the number of this host.
 
   Raises:
-    ValueError: If the variables cannot be understood.
+    ValueError: If the variables cannot be parsed.
   """
   names = os.environ[scheduler.size], os.environ[scheduler.process_id]
   try:
@@ -187,18 +190,18 @@ def _place_among_hosts(scheduler):
     return len(hosts), hosts.index(names[1])
   except (ValueError, AttributeError) as error:
     raise ValueError(
-        f'`{scheduler.size}` must be a list of hosts with'
-        f' `{scheduler.process_id}` in it, got {names[0]!r} and {names[1]!r}.'
-        ' Unset both if no scheduler started this process.'
+        f'`{scheduler.size}` must be a list of hosts that contains'
+        f' `{scheduler.process_id}`, got {names[0]!r} and {names[1]!r}. Unset'
+        ' both variables if no scheduler started this process.'
     ) from error
 
 
 def _is_sure(scheduler):
-  """Whether a scheduler started this process, and counts all of its program."""
+  """Whether a scheduler certainly counts all processes of this program."""
   if scheduler is _SLURM:
-    # A batch script or a shell is in no step.
+    # A batch script or a shell is not in a step.
     return any(name.startswith('SLURM_STEP_') for name in os.environ)
-  # Kubernetes counts within a slice of TPUs.
+  # Kubernetes counts within a TPU slice.
   return bool(scheduler.size) and scheduler.counts
 
 
@@ -206,7 +209,7 @@ def _number(name):
   text = os.environ[name]
   if not (text.isascii() and text.isdigit()):
     raise ValueError(
-        f'`{name}` must be a number from 0 on, got {text!r}. Unset it if no'
+        f'`{name}` must be a non-negative integer, got {text!r}. Unset it if no'
         ' scheduler started this process.'
     )
   return int(text)

@@ -1,5 +1,5 @@
-"""Floor 4: local SGD; shards train on their own and average once a round.
+"""Floor 4: local SGD, with one average of the shards per round.
 
-Each shard's own step, the rounds and fragments in which shards meet, and the
-state between them. Imports the floors below.
+The local step of a shard, the schedule of rounds and fragments, the outer step,
+and the state. Imports the floors below.
 """

@@ -1,4 +1,4 @@
-"""The state of `local_updates`, and each shard's own parameters in it."""
+"""The state of `local_updates`, with the local parameters of each shard."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -13,29 +13,29 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import stacked
 from shard_transforms._src.base import states
 from shard_transforms._src.base import weights as weights_lib
-from shard_transforms._src.local_updates import rounds as rounds_lib
+from shard_transforms._src.local_updates import schedule as schedule_lib
 
 CALLER = 'local_updates'
 
 
-def _own_rule(state, _):
-  """Returns how what is each shard's own is resized.
+def _per_shard_rule(state, _):
+  """Returns the resize rule for per-shard fields.
 
-  Each shard continues from the weighted mean of all shards so far, with an
-  equal share of their weight: then the round ends with the steps of all shards,
-  before and after, each by its own weight. A shard that is not finite is left
-  out with its weight.
+  Each shard continues from the weighted mean of all previous shards, with an
+  equal share of their weight. The end of the round then includes the steps of
+  all shards, before and after resizing, each with its weight. A shard that is
+  not finite is left out together with its weight.
   """
   weights = np.asarray(state.total_weight).mean(axis=-1) * _are_finite(state)
   return states.Rule(resize='average', row_weights=weights)
 
 
-def _share_rule(state, _):
+def _weight_rule(state, _):
   return states.Rule(resize='share', row_weights=_are_finite(state))
 
 
 def _are_finite(state):
-  """Returns on which shards all own parameters are finite."""
+  """Returns whether all local parameters are finite, for each shard."""
   are_finite = np.ones(len(state.total_weight), bool)
   for leaf in jax.tree.leaves(state.own_params):
     rows = np.asarray(leaf).reshape(len(leaf), -1)
@@ -44,20 +44,21 @@ def _are_finite(state):
 
 
 def _problem(state: Any) -> str | None:
-  """Returns what `check_health` raises, if no shard here is finite."""
+  """Returns the message of `check_health` if no shard here is finite."""
   leaves = jax.tree.leaves(state.own_params)
   finite: dict[int, bool] = {}
   for leaf in leaves:
-    for start, rows in states.parts_here(leaf):
-      for i, row in enumerate(rows, start):
+    for first, rows in states.parts_here(leaf):
+      for i, row in enumerate(rows, first):
         finite[i] = finite.get(i, True) and bool(jnp.all(jnp.isfinite(row)))
   if not finite or any(finite.values()):
     return None
   return (
-      'The own parameters in `local_updates` must be finite, but'
-      f' those of all shards here, {sorted(finite)}, are not, in round'
-      f' {states.largest_here(state.num_rounds)}. Go back to an earlier'
-      ' checkpoint, and put `guard` into `outer`: it leaves out such shards.'
+      'The local parameters in `local_updates` are not finite on any shard of'
+      f' this process, {sorted(finite)}, in round'
+      f' {states.largest_here(state.num_rounds)}. Restore an earlier'
+      ' checkpoint, and put `guard` into `outer`, which leaves out such'
+      ' shards.'
   )
 
 
@@ -71,12 +72,12 @@ class LocalUpdatesState(NamedTuple):
   Attributes:
     step: Number of steps of this round so far, int32 [].
     num_rounds: Number of rounds that have ended, int32 [].
-    own_params: Each shard's own parameters, a tree like the parameters; `None`
-      for leaves that are not real or complex.
-    inner_state: State of the inner transformation, each shard's own.
-    total_weight: The sum of the weights of the steps since each fragment was
+    own_params: The local parameters of each shard, a tree like the parameters;
+      `None` for leaves that are not real or complex.
+    inner_state: State of the inner transformation on each shard.
+    total_weight: The total weight of the steps since each fragment was last
       sent, [fragments]; float32, or float64 if a parameter is.
-    outer_state: For each fragment, the state of the outer transformation.
+    outer_state: The state of the outer transformation for each fragment.
 
   Examples:
     >>> import jax
@@ -103,43 +104,43 @@ class LocalUpdatesState(NamedTuple):
   rules = {
       'step': states.Rule(metric='same'),
       'num_rounds': states.Rule(metric='same'),
-      'own_params': states.Rule(resize=_own_rule, problem=_problem),
-      'inner_state': states.Rule(resize=_own_rule),
-      'total_weight': states.Rule(resize=_share_rule),
+      'own_params': states.Rule(resize=_per_shard_rule, problem=_problem),
+      'inner_state': states.Rule(resize=_per_shard_rule),
+      'total_weight': states.Rule(resize=_weight_rule),
   }
 
 
 def local_params(
     params: optax.Params, state: optax.OptState
 ) -> optax.Params | stacked.Stacked:
-  """Returns each shard's own parameters, at which it takes its gradient.
+  """Returns the local parameters of each shard, for its gradient.
 
-  `local_updates` needs the gradient at these, and not at the parameters
-  themselves, which change once a round::
+  `local_updates` needs the gradient at the local parameters, and not at
+  `params`, which change once per round::
 
     own = local_params(params, state)
     loss, grads = value_and_grad(loss_fn, 'data')(own, batch)
     updates, state = tx.update(grads, state, params)
     params = optax.apply_updates(params, updates)
 
-  A gradient at `params` has the same type, but then every step of a round is
-  taken from the same point, and no error says so. `monitoring.wire_report` of a
-  step warns of it: check a step once, in a test.
+  A gradient at `params` has the same type, but then every step of a round
+  starts from the same point, without an error. `monitoring.wire_report` of a
+  step warns about it: check a step once, in a test.
 
   Args:
     params: The parameters, as for `tx.update`.
-    state: What `tx.init` and `tx.update` return, with the state of
-      `local_updates` anywhere in it.
+    state: The state that `tx.init` and `tx.update` return, which contains the
+      state of `local_updates`.
 
   Returns:
-    A tree like the parameters; where no axis is mapped, as under plain
-    `jax.jit`, a `Stacked` tree, [shards, ...], for `value_and_grad`. Leaves
-    that `local_updates` does not keep, such as integers or those that
-    `optax.masked` leaves out, are those of `params`.
+    A tree like the parameters; if no axis is mapped, as under plain `jax.jit`,
+    a `Stacked` tree, [shards, ...], for `value_and_grad`. Leaves that are not
+    trained by `local_updates`, such as integers or leaves masked by
+    `optax.masked`, are taken from `params`.
 
   Raises:
-    TypeError: If there is no state of `local_updates` in `state`.
-    ValueError: If it is the state of all shards, or of other parameters.
+    TypeError: If `state` does not contain the state of `local_updates`.
+    ValueError: If the state is that of all shards, or of other parameters.
 
   Examples:
     >>> import jax
@@ -157,24 +158,24 @@ def local_params(
     >>> print(*jax.vmap(step, axis_name='data')(jnp.array([1.0, 3.0])))
     [0. 0.] [-1. -3.]
   """
-  found = list(states.nodes(state, _is_ours))
-  if not found:
+  local_states = list(states.nodes(state, _is_ours))
+  if not local_states:
     raise TypeError(
-        '`state` of `local_params` must hold a `LocalUpdatesState`, got'
-        f' {type(state).__name__}. Give it what `init` of the whole'
-        ' transformation returns.'
+        '`state` of `local_params` does not contain a `LocalUpdatesState`, got'
+        f' {type(state).__name__}. Pass the state that `init` of the whole'
+        ' transformation returned.'
     )
-  if num_shards := _num_stacked(found[0]):
+  if num_shards := _num_stacked(local_states[0]):
     params = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (num_shards, *jnp.shape(x))), params
     )
-  for node in found:
-    params = _take_over(node, params, is_stacked=num_shards > 0)
+  for node in local_states:
+    params = _replace_by_local(node, params, is_stacked=num_shards > 0)
   return stacked.Stacked(params) if num_shards else params
 
 
-def trained(params: Any) -> Any:
-  """Returns parameters with `None` in place of those without a gradient."""
+def trainable_params(params: Any) -> Any:
+  """Replaces parameters without a gradient by `None`."""
 
   def keep(param):
     dtype = leaves_lib.dtype_of(param)
@@ -183,8 +184,8 @@ def trained(params: Any) -> Any:
   return jax.tree.map(keep, params)
 
 
-def replaced(params: Any, leaves: Any) -> Any:
-  """Returns parameters with others in place of those that are trained."""
+def replace_params(params: Any, leaves: Any) -> Any:
+  """Replaces the trained parameters by `leaves`."""
   return jax.tree.map(
       lambda leaf, param: param if _is_absent(leaf) else leaf,
       leaves,
@@ -193,19 +194,19 @@ def replaced(params: Any, leaves: Any) -> Any:
   )
 
 
-def start(
+def init_state(
     params: optax.Params,
     inner_state: optax.OptState,
     outer_state: tuple[optax.OptState, ...],
     axes: tuple[Hashable, ...],
 ) -> LocalUpdatesState:
-  """Returns the state before the first step."""
-  dtype = weights_lib.dtype_for(trained(params))
+  """Returns the initial state."""
+  dtype = weights_lib.dtype_for(trainable_params(params))
   total_weight = jnp.zeros(len(outer_state), dtype)
   return LocalUpdatesState(
       step=states.counter(),
       num_rounds=states.counter(),
-      own_params=states.store(trained(params), axes),
+      own_params=states.store(trainable_params(params), axes),
       inner_state=states.store(inner_state, axes),
       total_weight=states.store(total_weight, axes),
       outer_state=outer_state,
@@ -221,43 +222,45 @@ def _is_absent(leaf):
 
 
 def _num_stacked(state):
-  """Returns of how many shards a state is outside of a mapping, or else 0."""
+  """Returns the number of shards of a state outside of a mapping, else 0."""
   sizes = {len(x) for x in jax.tree.leaves(state.own_params)}
   is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)
   return 0 if is_mapped or sizes == {1} else max(sizes, default=0)
 
 
-def _take_over(state, params, is_stacked):
-  """Returns parameters with a shard's own in place of those that are trained.
+def _replace_by_local(state, params, is_stacked):
+  """Replaces the trained parameters by the local parameters of a shard.
 
   Raises:
-    ValueError: If these are of another tree, or not those of one shard.
+    ValueError: If the trees differ, or the state is not that of one shard.
   """
-  # `own` removes the leading axis; the name of the axis does not matter.
-  own = state.own_params
+  # `states.own` removes the leading axis, whatever the name of the axis.
+  own_params = state.own_params
   if not is_stacked:
-    own = states.own(own, ('',), CALLER)
+    own_params = states.own(own_params, ('',), CALLER)
   try:
-    return replaced(params, own)
+    return replace_params(params, own_params)
   except ValueError as error:
     raise ValueError(
-        '`params` of `local_params` must have the tree that the state was made'
-        ' for, got another. With nnx, give `nnx.as_pure` of both.'
+        '`params` of `local_params` have a different tree from the parameters'
+        ' that the state was created for. With nnx, pass `nnx.as_pure` of both'
+        ' arguments.'
     ) from error
 
 
 def check_not_nested(state: Any) -> None:
-  """Checks that there are no local updates inside of local updates.
+  """Checks that local updates are not nested.
 
   Raises:
-    ValueError: If there are.
+    ValueError: If they are.
   """
   if any(True for _ in states.nodes(state, _is_ours)):
     raise ValueError(
-        '`inner` and `outer` of `local_updates` must not hold `local_updates`,'
-        ' got one that does. For levels, reduce over the fast axis in each step'
-        ' and meet over the slow one: `local_updates(optax.chain('
-        "cross_shard_mean('core'), inner), outer, 'host', ...)`."
+        '`inner` or `outer` of `local_updates` contains another'
+        ' `local_updates`. For two levels, reduce over the fast axis in each'
+        ' step and over the slow axis once per round:'
+        " `local_updates(optax.chain(cross_shard_mean('core'), inner), outer,"
+        " 'host', ...)`."
     )
 
 
@@ -265,35 +268,36 @@ def check_state(
     state: LocalUpdatesState,
     anchor: optax.Params,
     updates: optax.Updates,
-    fragments: rounds_lib.Fragments,
+    fragments: schedule_lib.Fragments,
     outer: optax.GradientTransformation,
 ) -> None:
-  """Checks that a state is for these parameters, updates and fragments.
+  """Checks that a state matches the parameters, updates and fragments.
 
   Raises:
     TypeError: If a leaf of the updates is complex where the parameter is real.
-    ValueError: If it is for others.
+    ValueError: If the state does not match.
   """
-  own = jax.eval_shape(
-      lambda own: jax.tree.map(lambda x: x[0], own), state.own_params
+  own_params = jax.eval_shape(
+      lambda own_params: jax.tree.map(lambda x: x[0], own_params),
+      state.own_params,
   )
-  arguments.check_like(updates, own, CALLER)
-  got, want = _kinds(anchor), _kinds(own)
+  arguments.check_like(updates, own_params, CALLER)
+  got, want = _kinds(anchor), _kinds(own_params)
   if got != want:
     raise ValueError(
-        f'`params` of `{CALLER}` must be those that its state was made for,'
-        f' got {got} instead of {want}.'
+        f'`params` of `{CALLER}` differ from the parameters that its state was'
+        f' created for: got {got} instead of {want}.'
     )
-  # Fragments show in the state only by the leaves that are masked.
-  kinds = jax.eval_shape(
+  # The masked leaves are the only trace of the fragments in the state.
+  outer_types = jax.eval_shape(
       lambda anchor: tuple(map(outer.init, fragments.split(anchor))), anchor
   )
-  got, want = map(jax.tree.structure, (state.outer_state, kinds))
+  got, want = map(jax.tree.structure, (state.outer_state, outer_types))
   if got != want:
     raise ValueError(
-        f'State of `{CALLER}` must be made for the same fragments and the same'
-        f' `outer`, got {got} in `outer_state` instead of {want}. Make it with'
-        ' `init`.'
+        f'State of `{CALLER}` was created for other fragments or another'
+        f' `outer`: got {got} in `outer_state` instead of {want}. Create the'
+        ' state with `init` of this transformation.'
     )
 
 

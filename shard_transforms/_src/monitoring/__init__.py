@@ -1,5 +1,5 @@
-"""Floor 5: reports on what a step sends, and checks that shards are sound.
+"""Floor 5: communication reports, metrics, and checks of shards.
 
 Imports the floors below. The state of each transformation declares its own
-metrics and problems; `model_state` alone knows one of them, `guard`.
+metrics and problems; only `model_state` depends on a transformation, `guard`.
 """

@@ -1,6 +1,6 @@
-"""Reports on compiled programs, from their text.
+"""Communication reports on compiled programs, from their text.
 
-`hlo_wire_report` is given the text, `report_program` a program or a function.
+`hlo_wire_report` takes the text, `report_program` a program or a function.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shard_transforms._src.analysis.hlo import flow as hlo_flow
+from shard_transforms._src.analysis.hlo import dataflow
 from shard_transforms._src.analysis.hlo import replica_groups
 from shard_transforms._src.analysis.hlo import slices
 from shard_transforms._src.analysis.hlo import text as hlo_text
@@ -22,15 +22,15 @@ from shard_transforms._src.monitoring import compiled_warnings
 from shard_transforms._src.monitoring import report_table
 
 Mesh = slices.Mesh
-# Where a primitive of `report_table.SENT` has another name than its opcode. An
-# all-reduce is named by what combines two numbers, or two booleans.
+# Primitives of `report_table.SENT` whose names differ from their opcodes. An
+# all-reduce is named after the operation that combines two elements.
 _PRIMITIVES = {
     'collective-broadcast': 'pbroadcast',
     'collective-permute': 'ppermute',
 }
 _REDUCTIONS = {'add': 'psum', 'maximum': 'pmax', 'minimum': 'pmin'}
 _DECISIONS = {'or': 'pmax', 'and': 'pmin'}
-# TPUs run parts of a collective in several fusions: all are one chain.
+# TPUs run parts of a collective in several fusions, which form one chain.
 _CHAIN = re.compile(r'\bchain_id="(\w+)"')
 _PAIRS = re.compile(r'source_target_pairs="?(\{\{.*?\}\})')
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -42,24 +42,24 @@ _INSTALLED = re.compile(
 def hlo_wire_report(
     text: str, mesh: Mesh | None = None
 ) -> report_table.WireReport:
-  r"""Reports what each device sends when a compiled program runs once.
+  r"""Reports the communication of each device in one run of a compiled program.
 
-  It is `wire_report(..., compiled=True)` for the text of a program that was
-  compiled elsewhere: for CPUs, GPUs or TPUs. It has no `memory`.
+  Like `wire_report(..., compiled=True)`, for the text of a program that was
+  compiled elsewhere, for CPUs, GPUs or TPUs. The report has no `memory`.
 
   Args:
     text: The optimized program as XLA prints it:
       `jax.jit(fn).lower(...).compile().as_text()`.
-    mesh: The mesh that it was compiled for, for the names of its axes. It may
-      be left out if the text itself names them.
+    mesh: The mesh of the compiled program, which provides the names of the
+      axes. Optional if the text contains these names.
 
   Returns:
     A `WireReport`.
 
   Raises:
-    TypeError: If `text` is no string, or `mesh` no mesh.
-    ValueError: If `text` is not an optimized program, a line that may send
-      something is not understood, or `mesh` is of another size or missing.
+    TypeError: If `text` is not a string, or `mesh` is not a mesh.
+    ValueError: If `text` is not an optimized program, a line that may
+      communicate cannot be parsed, or `mesh` has another size or is missing.
 
   Examples:
     >>> import jax
@@ -90,32 +90,32 @@ def report_program(
     kwargs: Mapping[str, Any],
     mesh: Mesh | None,
 ) -> report_table.WireReport:
-  """Returns what a program or a function sends, compiled if it is not yet.
+  """Reports the communication of a program or a function, which is compiled.
 
   Raises:
-    ValueError: If a program comes with arguments, or is for a backend that
-      this process does not have, or arguments are on devices of their own.
+    ValueError: If a program is given with arguments, or is for a backend that
+      this process does not have, or arguments are on different devices.
   """
   if not isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
     fn = _lowered(fn, args, kwargs)
   elif args or kwargs:
     raise ValueError(
-        '`args` must be left out where a lowered or compiled program is read,'
-        f' got {len(args) + len(kwargs)}.'
+        f'A lowered or compiled program is reported without arguments, got'
+        f' {len(args) + len(kwargs)}. Leave out `args` and `kwargs`.'
     )
   try:
     compiled = fn.compile() if isinstance(fn, jax.stages.Lowered) else fn
   except RuntimeError as error:
     raise ValueError(
-        '`fn` must be lowered for a backend of this process, got a program'
-        f' that does not compile: {error}. Compile it where it runs, and give'
-        ' `compiled.as_text()` to `hlo_wire_report`.'
+        f'`fn` could not be compiled in this process: {error}. Compile it where'
+        ' its backend is available, and pass `compiled.as_text()` to'
+        ' `hlo_wire_report`.'
     ) from error
   text = compiled.as_text()
   if text is None:
     raise ValueError(
-        '`fn` must be compiled by a backend that shows its programs, got none'
-        ' of it. Use `wire_report` of the traced function.'
+        'The backend of `fn` does not provide the text of compiled programs.'
+        ' Use `wire_report` of the traced function.'
     )
   report = _report(text, mesh, _meshes(compiled))
   return dataclasses.replace(report, memory=compiled.memory_analysis())
@@ -129,8 +129,8 @@ def _lowered(fn, args, kwargs):
     if 'incompatible devices' not in str(error):
       raise
     raise ValueError(
-        '`args` must be on the same devices, those of a mesh if there is one,'
-        f' or shapes such as `jax.eval_shape(lambda: params)`, got: {error}'
+        f'`args` are on different devices: {error} Put all arguments on the'
+        ' mesh, or pass shapes such as `jax.eval_shape(lambda: params)`.'
     ) from error
 
 
@@ -154,7 +154,7 @@ def _report(text, mesh, meshes):
   if mesh is None:
     mesh = _known_mesh(module, meshes)
   layout = _layout(module, mesh)
-  collectives = tuple(_Reader(module, layout).all_of(module.entry))
+  collectives = tuple(_Collectives(module, layout).all_of(module.entry))
   warnings = compiled_warnings.find(module, collectives)
   report = report_table.WireReport(collectives, warnings)
   if '' in layout.inside and report.total_bytes:
@@ -164,7 +164,7 @@ def _report(text, mesh, meshes):
 
 def _known_mesh(module, meshes):
   """Returns the first mesh that fits, of those in the text and of arguments."""
-  for mesh in itertools.chain(_named(module), meshes):
+  for mesh in itertools.chain(_named_meshes(module), meshes):
     if _fits(module, mesh):
       return mesh
   if _is_of_slices(module):
@@ -174,10 +174,10 @@ def _known_mesh(module, meshes):
 
 
 def _missing_mesh(module):
-  each = 'all slices, each with' if _is_of_slices(module) else 'its'
+  each = 'all slices, each of' if _is_of_slices(module) else 'its'
   return ValueError(
-      '`mesh` must be given where a compiled program does not name its axes,'
-      f' got None. Give the mesh of {each} {module.num_devices} devices.'
+      'The compiled program does not name its mesh axes. Pass the `mesh` of'
+      f' {each} {module.num_devices} devices.'
   )
 
 
@@ -185,10 +185,11 @@ def _layout(module, mesh):
   if not isinstance(mesh, Mesh):
     raise TypeError(f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}.')
   if not _fits(module, mesh):
-    each = 'all slices, each with' if _is_of_slices(module) else ''
+    each = 'each of several slices of ' if _is_of_slices(module) else ''
     raise ValueError(
-        f'`mesh` must have {each or "the"} {module.num_devices} devices of the'
-        f' program, got {mesh.size} in {dict(mesh.shape)!r}.'
+        f'The program runs on {each}{module.num_devices} devices, but `mesh`'
+        f' has {mesh.size}: {dict(mesh.shape)!r}. Pass the mesh that the'
+        ' program was compiled for.'
     )
   if mesh.size == module.num_devices:
     return _Layout(mesh.shape, slices.indices(mesh))
@@ -211,8 +212,8 @@ def _is_of_slices(module):
   )
 
 
-def _named(module):
-  """Yields the meshes in the text of groups that name their axes."""
+def _named_meshes(module):
+  """Yields the meshes in the text of replica groups that name their axes."""
   for computation in module.computations.values():
     for instruction in computation.instructions.values():
       if instruction.collective:
@@ -230,7 +231,7 @@ def _meshes(compiled):
       yield sharding.mesh
 
 
-class _Reader:
+class _Collectives:
   """The collectives of the computations of a program."""
 
   def __init__(self, module, layout):
@@ -240,42 +241,51 @@ class _Reader:
     self._chains = {}
 
   def all_of(self, computation):
-    """Returns the collectives of a computation, each as often as it runs."""
+    """Returns the collectives of a computation, and how often they run."""
     if computation.name not in self._found:
-      found, first = [], {}
+      collectives, first_of_chain = [], {}
       for instruction in computation.instructions.values():
         for c in self._of(computation, instruction):
           chain = self._chains.get(c.op, c.op)
-          if first.setdefault(chain, c.op) == c.op:
-            found.append(c)
-      self._found[computation.name] = found
+          if first_of_chain.setdefault(chain, c.op) == c.op:
+            collectives.append(c)
+      self._found[computation.name] = collectives
     return self._found[computation.name]
 
   def _of(self, computation, instruction):
     if instruction.collective or instruction.opcode == 'send':
-      taken = computation.operands(instruction)
-      arrays = [array for source in taken for array in source.results]
-      return self._sent(instruction, arrays)
+      operands = computation.operands(instruction)
+      arrays = [array for source in operands for array in source.results]
+      return self._collectives(instruction, arrays)
     inner = [self.all_of(c) for c in self._module.called(instruction)]
     if instruction.opcode == 'conditional':
-      return report_table.conditional(report_table.dearest(inner))
-    found = [*itertools.chain(*inner)]
+      return report_table.conditional(report_table.costliest_branch(inner))
+    collectives = [*itertools.chain(*inner)]
     if instruction.opcode == 'while':
-      if turn := hlo_flow.single_turn(self._module, computation, instruction):
-        return found if turn[1] else report_table.conditional(found)
-      return [report_table.in_loop(c, instruction.num_turns) for c in found]
+      if iteration := dataflow.single_iteration(
+          self._module, computation, instruction
+      ):
+        return (
+            collectives
+            if iteration[1]
+            else report_table.conditional(collectives)
+        )
+      return [
+          report_table.in_loop(c, instruction.num_iterations)
+          for c in collectives
+      ]
     if _is_reduce_scatter(instruction):
-      return [_scattered(c) for c in found]
-    return found
+      return [_as_reduce_scatter(c) for c in collectives]
+    return collectives
 
-  def _sent(self, instruction, arrays):
-    """Returns what a collective sends, an array at a time."""
+  def _collectives(self, instruction, arrays):
+    """Returns the collectives for the arrays of an instruction."""
     attributes = instruction.attributes
     text = attributes.get('replica_groups', '{}')
     is_permutation = instruction.collective in (None, 'collective-permute')
     if is_permutation:
       # XLA may split a permutation into `send` and `recv`. A `send` without
-      # pairs goes to the host.
+      # pairs is a transfer to the host.
       pairs = _PAIRS.search(instruction.attribute_text)
       if pairs is None and instruction.opcode == 'send':
         return self._between_slices(instruction, arrays)
@@ -347,7 +357,7 @@ class _Reader:
 def _payloads(arrays, instruction):
   """Returns the operand types of a collective, grouped by array."""
   if instruction.collective == 'all-to-all':
-    # One operand for each shard, all parts of one array.
+    # One operand per shard; together they are one array.
     return [arrays]
   if instruction.collective in (None, 'ragged-all-to-all') or (
       'slice_sizes' in instruction.attributes
@@ -358,19 +368,19 @@ def _payloads(arrays, instruction):
 
 
 def _is_reduce_scatter(instruction):
-  # On TPU, such a fusion is an all-reduce and the slice that each shard keeps.
+  # On TPU, this fusion contains an all-reduce and the slice that a shard keeps.
   return instruction.opcode == 'fusion' and instruction.called[0].startswith(
       'all-reduce-scatter'
   )
 
 
-def _scattered(collective):
+def _as_reduce_scatter(collective):
   if collective.primitive not in ('psum', 'all_reduce'):
     return collective
   return dataclasses.replace(collective, primitive='reduce_scatter')
 
 
 def _source(frames):
-  """Returns the innermost line of the user's own code, if there is one."""
-  own = [frame for frame in frames if not _INSTALLED.match(frame[0])]
-  return ''.join(f'{file}:{line}' for file, line in [*own, *frames][:1])
+  """Returns the innermost line of user code, if there is one."""
+  user_frames = [frame for frame in frames if not _INSTALLED.match(frame[0])]
+  return ''.join(f'{file}:{line}' for file, line in [*user_frames, *frames][:1])

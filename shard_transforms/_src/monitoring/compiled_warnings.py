@@ -1,21 +1,20 @@
 """Warnings of redundant communication in compiled programs.
 
-They follow values through instructions that move elements and through linear
-ones. An instruction that the rules do not know ends the search without a
-warning.
+Values are followed through linear instructions and instructions that move
+elements. An unknown instruction ends the search without a warning.
 """
 
 import collections
 from collections.abc import Sequence
 
 from shard_transforms._src.analysis.hlo import accumulation
-from shard_transforms._src.analysis.hlo import flow as hlo_flow
+from shard_transforms._src.analysis.hlo import dataflow
 from shard_transforms._src.analysis.hlo import program as hlo_program
 from shard_transforms._src.monitoring import report_table
 
 _SUMS = 'psum', 'reduce_scatter'
-# How to reduce once over some axes: in place of a loop, a loop in Python, and
-# calls that add up.
+# Ways to reduce only once over some axes, for a loop, for a loop in Python, and
+# for repeated calls.
 _BY_LOOP = (
     'by `accumulated_value_and_grad(loss_fn, {0})`, or by `tower_reduce('
     'num_towers, inner, axis_name={0})` under `jax.shard_map`'
@@ -30,82 +29,84 @@ def find(
     module: hlo_program.Module,
     collectives: Sequence[report_table.Collective],
 ) -> tuple[str, ...]:
-  """Returns warnings of redundant or imprecise collectives, each once.
+  """Returns the warnings about redundant or imprecise collectives.
 
   Args:
     module: The program.
-    collectives: Its collectives.
+    collectives: The collectives of the program.
   """
-  graph = hlo_flow.graph(module)
+  graph = dataflow.graph(module)
   by_op = collections.defaultdict(list)
   for collective in collectives:
     by_op[collective.op].append(collective)
   names = {
       node: node.instruction.name for node in graph.nodes if node.collective
   }
-  sent = {node: by_op[name] for node, name in names.items() if name in by_op}
-  found = (
-      *_added_up(module, graph, sent),
-      *_too_few_bits(sent),
+  collectives_of = {
+      node: by_op[name] for node, name in names.items() if name in by_op
+  }
+  warnings = (
+      *_added_up(module, graph, collectives_of),
+      *_too_few_bits(collectives_of),
   )
-  return tuple(dict.fromkeys(found))
+  return tuple(dict.fromkeys(warnings))
 
 
-def _added_up(module, graph, sent):
-  """Yields warnings of reductions that one of their sum could replace."""
-  late = dict(accumulation.carried(graph))
-  found = collections.defaultdict(list)
-  for node, loop in late.items():
-    found[accumulation.sender(node), loop].append(node)
-  for (_, loop), nodes in found.items():
+def _added_up(module, graph, collectives_of):
+  """Yields warnings about reductions that one reduction could replace."""
+  carried = dict(accumulation.carried(graph))
+  groups = collections.defaultdict(list)
+  for node, loop in carried.items():
+    groups[accumulation.sender(node), loop].append(node)
+  for (_, loop), nodes in groups.items():
     if loop.node is None:
       how = 'in each call, and only adds up the results of a window'
-      yield from _accumulation(nodes, how, _BY_CALLS, sent)
+      yield from _accumulation(nodes, how, _BY_CALLS, collectives_of)
     else:
-      how = f'in {_turns(loop)} of a loop that only adds up the results'
-      yield from _accumulation(nodes, how, _BY_LOOP, sent)
+      how = f'in {_iterations(loop)} of a loop that only adds up the results'
+      yield from _accumulation(nodes, how, _BY_LOOP, collectives_of)
   parts = collections.defaultdict(list)
   for nodes in accumulation.joined(module, graph):
-    if not late.keys() & {*nodes}:
-      for c in _sums(nodes[:1], sent):
+    if not carried.keys() & {*nodes}:
+      for c in _sums(nodes[:1], collectives_of):
         parts[c.axes] += nodes
   how = 'one by one, and only adds up the results'
   for nodes in parts.values():
-    yield from _accumulation(nodes, how, _BY_PARTS, sent)
+    yield from _accumulation(nodes, how, _BY_PARTS, collectives_of)
 
 
-def _accumulation(nodes, how, cure, sent):
-  """Yields a warning of results that are only added up, if they are sums."""
-  # Beside the arrays of a step, numbers such as a loss cost nothing.
+def _accumulation(nodes, how, cure, collectives_of):
+  """Yields a warning about results that are only added up, if they are sums."""
+  # The cost of scalars, such as a loss, is negligible.
   is_worth_it = cure is _BY_LOOP or any(n.array.size > 1 for n in nodes)
-  if is_worth_it and (sums := _sums(nodes, sent)):
+  if is_worth_it and (sums := _sums(nodes, collectives_of)):
     axes = sums[0].axes
     cure = cure.format(repr(axes if len(axes) > 1 else axes[0]))
     yield (
-        f'{_where(sums)} reduces {_names(nodes)} {how}, {_which_sends(sums)}:'
+        f'{_where(sums)} reduces {_names(nodes)} {how}, {_sent_bytes(sums)}:'
         f' accumulate on each shard and reduce once, {cure}.'
     )
 
 
-def _sums(nodes, sent):
-  """Returns the sums over shards that have some results, if all are such."""
-  found = []
+def _sums(nodes, collectives_of):
+  """Returns the sums over shards with these results, if all are such sums."""
+  sums = []
   for node in nodes:
-    parts = sent.get(accumulation.sender(node), [])
-    found += parts[node.index or 0 :][:1]
-  are_sums = all(c.primitive in _SUMS and c.axes for c in found)
-  return found if are_sums and len(found) == len(nodes) else []
+    parts = collectives_of.get(accumulation.sender(node), [])
+    sums += parts[node.index or 0 :][:1]
+  are_sums = all(c.primitive in _SUMS and c.axes for c in sums)
+  return sums if are_sums and len(sums) == len(nodes) else []
 
 
-def _too_few_bits(sent):
-  """Yields warnings of sums in low precision, which round each partial sum."""
-  for node, parts in sent.items():
-    for c, given in zip(parts, node.inputs, strict=False):
+def _too_few_bits(collectives_of):
+  """Yields warnings about low-precision sums, which round each partial sum."""
+  for node, parts in collectives_of.items():
+    for c, operand in zip(parts, node.inputs, strict=False):
       is_float = c.dtype.startswith(('bfloat', 'float'))
-      if is_float and c.primitive in _SUMS and given.array.bits < 32:
+      if is_float and c.primitive in _SUMS and operand.array.bits < 32:
         yield (
-            f'{_where([c])} sums {given.array} over {c.num_shards:,} shards'
-            f' with the rounding of {c.dtype}, {_which_sends([c])}: cast to'
+            f'{_where([c])} sums {operand.array} over {c.num_shards:,} shards'
+            f' with the rounding of {c.dtype}, {_sent_bytes([c])}: cast to'
             ' float32 before, as `cross_shard_mean` does.'
         )
 
@@ -123,10 +124,14 @@ def _names(nodes):
   return ', '.join(f'{n} {a}' if n > 1 else a for a, n in counts.items())
 
 
-def _turns(loop):
-  turns = loop.node.instruction.num_turns
-  return 'each turn' if turns is None else f'each of {turns:,} turns'
+def _iterations(loop):
+  iterations = loop.node.instruction.num_iterations
+  return (
+      'each iteration'
+      if iterations is None
+      else f'each of {iterations:,} iterations'
+  )
 
 
-def _which_sends(parts):
+def _sent_bytes(parts):
   return f'which sends {sum(c.sent_bytes for c in parts):,.0f} bytes'

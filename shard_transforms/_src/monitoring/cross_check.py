@@ -1,4 +1,4 @@
-"""`cross_check`: gradients that another shard computes a second time."""
+"""`cross_check`: detection of silent hardware faults by repeated gradients."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -17,29 +17,29 @@ from shard_transforms._src.monitoring import digests
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'cross_check'
-# A result, its copy, and where these differ a third one that decides.
-_MAX_TURNS = 3
+# A result, a repeated result, and a third one if these differ.
+_MAX_EVALUATIONS = 3
 
 
-def _differed(state: Any) -> str | None:
-  """Returns the message of `check_health`, if results have differed."""
+def _problem(state: Any) -> str | None:
+  """Returns the message of `check_health` if results differed."""
   num_checks = states.largest_here(state.num_checks)
-  # Under `jax.pmap`, each shard has a copy, which it keeps in a leading axis.
+  # Under `jax.pmap`, each shard has a copy along a leading axis.
   suspected = _one_copy(state.num_suspected)
   if suspected.any():
     shard = int(suspected.argmax())
     return (
-        f'Shard {shard} computed another result than two others, which'
-        f' agreed, in {suspected[shard]} of {num_checks} checks of'
-        f' `{_CALLER}`. Suspect its device: go back to a checkpoint, and'
-        ' train without it.'
+        f'Shard {shard} computed a different result from two other shards,'
+        f' which agreed, in {suspected[shard]} of {num_checks} checks of'
+        f' `{_CALLER}`. Its device may be faulty: restore an earlier'
+        ' checkpoint, and train without this device.'
     )
   if unexplained := states.largest_here(state.num_unexplained):
     return (
-        f'Shards computed different results from one batch in'
-        f' {unexplained} of {num_checks} checks of `{_CALLER}`, with no'
+        f'Shards computed different results from the same batch in'
+        f' {unexplained} of {num_checks} checks of `{_CALLER}`, without a'
         ' majority. If this began with the first check, `fun` is not pure,'
-        ' or devices round differently; else suspect the hardware of the'
+        ' or devices round differently; otherwise, check the hardware of the'
         f' shards {np.flatnonzero(_one_copy(state.num_differing)).tolist()}.'
     )
   return None
@@ -50,14 +50,14 @@ class CrossCheckState(NamedTuple):
 
   Attributes:
     num_steps: Number of steps so far, int32 [].
-    num_checks: Number of them that were checked, int32 [].
+    num_checks: Number of steps that were checked, int32 [].
     num_unexplained: Number of checks in which results differed without a
-      majority that says which shard is wrong, int32 [].
-    num_differing: For each shard, the number of checks in which its result was
-      not that of a shard that computed it again, int32 [shards].
-    num_suspected: For each shard, the number of checks in which two others
-      agreed on another result than the shard, int32 [shards].
-    trusted: Whether the last check did not suspect the shard, bool [shards].
+      majority that identifies the faulty shard, int32 [].
+    num_differing: Number of checks in which the result of each shard differed
+      from the repeated result, int32 [shards].
+    num_suspected: Number of checks in which two shards agreed on a different
+      result from each shard, int32 [shards].
+    trusted: Whether each shard passed the last check, bool [shards].
 
   Examples:
     >>> import jax.numpy as jnp
@@ -75,7 +75,7 @@ class CrossCheckState(NamedTuple):
   trusted: jax.Array
 
   rules = {
-      'num_checks': states.Rule(metric='same', problem=_differed),
+      'num_checks': states.Rule(metric='same', problem=_problem),
       'num_unexplained': states.Rule(metric='same'),
       'num_differing': states.Rule(metric='maximum'),
       'num_suspected': states.Rule(metric='maximum'),
@@ -87,14 +87,16 @@ def _one_copy(counts):
 
 
 class CrossCheck(NamedTuple):
-  """What `cross_check` returns: pure functions, as of an Optax transformation.
+  """The pure functions of `cross_check`, similar to an Optax transformation.
 
   Attributes:
-    init: Takes the number of shards; returns a `CrossCheckState`.
-    apply: Takes the state and the arguments of `fun`, inside the mapped
-      function; returns what `fun` returns, and the next state.
-    weight: Takes the state, inside the mapped function; returns this shard's
-      weight, float32 []: 0 if the last check suspected it, else 1.
+    init: A function of the number of shards that returns a `CrossCheckState`.
+    apply: A function of the state and the arguments of `fun`, to be called
+      inside the mapped function, that returns the result of `fun` and the next
+      state.
+    weight: A function of the state, to be called inside the mapped function,
+      that returns the weight of this shard, float32 []: 0 if it failed the last
+      check, else 1.
 
   Examples:
     >>> import jax
@@ -118,45 +120,47 @@ def cross_check(
     every: int = 100,
     batch_argnums: int | Sequence[int] = 1,
 ) -> CrossCheck:
-  r"""Has another shard compute each shard's gradient again, every few steps.
+  r"""Repeats the gradient of each shard on another shard, every few steps.
 
-  Neither `guard` nor `track_divergence` sees a device that returns a wrong but
-  finite gradient: all shards add the same wrong number. On every
-  `every`-th step, the first included, each shard also evaluates `fun` on the
+  Neither `guard` nor `track_divergence` detects a device that returns a wrong
+  but finite gradient, because all shards add the same wrong value. In every
+  `every`-th step, including the first, each shard also evaluates `fun` on the
   batch of another shard, and checksums of all bits of all leaves are compared.
-  If some differ, a third shard evaluates each batch, and the majority decides.
+  If any checksums differ, a third shard evaluates each batch, and the majority
+  decides.
 
-  The state names the shard, `check_health` raises with its number, and `weight`
-  leaves it out of a mean until a later check trusts it again. With two shards
-  there is no majority: a difference is counted as unexplained.
+  The state identifies the shard, `check_health` raises with its number, and
+  `weight` excludes it from a mean until it passes a later check. With two
+  shards there is no majority: a difference is counted as unexplained.
 
-  A check costs one more evaluation of `fun`, and a third one where results
-  differ; it sends each batch once or twice, and 8 bytes a shard. Other
-  steps compute nothing twice and send nothing.
+  A check costs one more evaluation of `fun`, and a third one if results differ;
+  it sends each batch once or twice, and 8 bytes per shard. Other steps have no
+  additional cost.
 
-  A shard whose results are wrong in a share :math:`p` of all evaluations is
-  found in a check with probability :math:`1 - (1 - p)^2`, because it computes
-  two; after :math:`c` checks with :math:`1 - (1 - p)^{2c}`.
+  A shard whose results are wrong in a fraction :math:`p` of all evaluations is
+  found in one check with probability :math:`1 - (1 - p)^2`, because it
+  evaluates twice, and in :math:`c` checks with probability :math:`1 - (1 -
+  p)^{2c}`.
 
   Args:
-    fun: A pure function of arrays, such as that of
-      `shard_transforms.value_and_grad`; all leaves that it returns are
-      compared.
-    axis_name: The mapped axis, or a sequence of them, with 2 or more shards.
+    fun: A pure function of arrays, such as the result of
+      `shard_transforms.value_and_grad`; all leaves of its result are compared.
+    axis_name: The mapped axis, or a sequence of axes, with 2 or more shards.
     every: The number of steps between checks, at least 1.
-    batch_argnums: The positions of a shard's own arguments: the batch, and
-      random keys. All others must be the same on all shards.
+    batch_argnums: The positions of the arguments that differ between shards,
+      such as the batch and random keys. All other arguments must be the same on
+      all shards.
 
   Returns:
-    A `CrossCheck` of the functions `init`, `apply` and `weight`.
+    A `CrossCheck` with the functions `init`, `apply` and `weight`.
 
   Raises:
     NameError: In `apply`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind.
+    TypeError: If an argument has the wrong type.
     ValueError: If `axis_name` is empty or names an axis twice, or `every` is
-      less than 1; in `apply`, if there is one shard, the state was made for
-      another number of shards, `batch_argnums` names no argument, or one twice,
-      or `fun` has side effects.
+      less than 1; in `apply`, if there is only one shard, the state was created
+      for another number of shards, `batch_argnums` does not name an argument,
+      or names one twice, or `fun` has side effects.
 
   Examples:
     >>> import jax
@@ -174,16 +178,16 @@ def cross_check(
     >>> st.monitoring.check_health(state)
     Traceback (most recent call last):
         ...
-    RuntimeError: Shard 2 computed another result than two others, ...
+    RuntimeError: Shard 2 computed a different result from two other shards, ...
   """
   if not callable(fun):
-    raise TypeError(f'`fun` of `{_CALLER}` must be a function, got {fun!r}.')
+    raise TypeError(f'`fun` of `{_CALLER}` must be callable, got {fun!r}.')
   axes = axes_lib.as_axes(axis_name)
   every = arguments.as_at_least('every', every, 1)
   numbers = [batch_argnums]
   if isinstance(batch_argnums, Sequence) and not isinstance(batch_argnums, str):
     numbers = batch_argnums
-  moving = [arguments.as_int('batch_argnums', i) for i in numbers]
+  batch_positions = [arguments.as_int('batch_argnums', i) for i in numbers]
 
   def init(num_shards: int) -> CrossCheckState:
     num_shards = arguments.as_at_least('num_shards', num_shards, 2)
@@ -199,23 +203,23 @@ def cross_check(
 
   def apply(state, *args):
     _check_state(state, axes)
-    own = _batch_of(args, moving, axes)
+    batch = _local_arguments(args, batch_positions, axes)
 
     @jax.jit
     def call(batch):
       return fun(*(batch.get(i, arg) for i, arg in enumerate(args)))
 
-    before = _zeros_like_result(call, own, axes)
+    zeros = _zeros_like_result(call, batch, axes)
 
     def check():
       table = _distances(len(state.trusted))
       chosen = state.num_checks % table.shape[1]
-      by_turn = jnp.asarray(table, jnp.int32)[:, chosen]
-      last = _evaluate(call, own, before, axes, (table, chosen, by_turn))
-      return last.result, _after_check(state, last, by_turn)
+      distances = jnp.asarray(table, jnp.int32)[:, chosen]
+      carry = _evaluate(call, batch, zeros, axes, (table, chosen, distances))
+      return carry.result, _update_counts(state, carry, distances)
 
     is_due = collectives.agreed(state.num_steps % every == 0)
-    result, state = lax.cond(is_due, check, lambda: (call(own), state))
+    result, state = lax.cond(is_due, check, lambda: (call(batch), state))
     return result, state._replace(num_steps=states.count(state.num_steps, 1))
 
   def weight(state):
@@ -229,90 +233,93 @@ def _check_state(state, axes):
   """Checks a state and the number of shards.
 
   Raises:
-    TypeError: If the state is that of something else.
-    ValueError: If it is of other shards, or there is one shard.
+    TypeError: If the state has the wrong type.
+    ValueError: If it is for other shards, or there is only one shard.
   """
   arguments.check_state(state, CrossCheckState, _CALLER)
   num_shards = axes_lib.size(axes, _CALLER)
   if num_shards < 2:
     raise ValueError(
-        f'`axis_name` of `{_CALLER}` must have 2 shards or more, got'
-        f' {num_shards}: nobody else can compute its gradient.'
+        f'`{_CALLER}` needs 2 shards or more over `axis_name`, got'
+        f' {num_shards}: another shard must repeat the gradient.'
     )
   if state.trusted.shape != (num_shards,):
     raise ValueError(
-        f'The state of `{_CALLER}` must be made for {num_shards} shards, got'
-        f' one for {state.trusted.shape[-1]}. Call `init` again after a resize.'
+        f'State of `{_CALLER}` was created for {state.trusted.shape[-1]}'
+        f' shards, but there are {num_shards}. Call `init` again with this'
+        ' number.'
     )
 
 
-def _batch_of(args, moving, axes):
-  """Returns the arguments of a shard's own, by their positions.
+def _local_arguments(args, batch_positions, axes):
+  """Returns the arguments that differ between shards, by their positions.
 
   Raises:
     ValueError: If one is missing, or named twice.
   """
-  if not moving or not all(-len(args) <= i < len(args) for i in moving):
+  if not batch_positions or not all(
+      -len(args) <= i < len(args) for i in batch_positions
+  ):
     raise ValueError(
-        f'`batch_argnums` of `{_CALLER}` must name some of {len(args)}'
-        f' positional arguments, got {moving!r}.'
+        f'`batch_argnums` of `{_CALLER}` must be positions of the {len(args)}'
+        f' positional arguments, got {batch_positions!r}.'
     )
-  places = [i % len(args) for i in moving]
-  if len(set(places)) < len(places):
+  positions = [i % len(args) for i in batch_positions]
+  if len(set(positions)) < len(positions):
     raise ValueError(
-        f'`batch_argnums` of `{_CALLER}` must name no argument twice, got'
-        f' {moving!r}, which are the positions {places!r} of {len(args)}.'
+        f'`batch_argnums` of `{_CALLER}` must not name an argument twice, got'
+        f' {batch_positions!r}, the positions {positions!r} of {len(args)}.'
     )
-  return {i: axes_lib.to_varying(args[i], axes) for i in places}
+  return {i: axes_lib.to_varying(args[i], axes) for i in positions}
 
 
-class _Turn(NamedTuple):
-  """What evaluations of `fun`, one after another, carry along.
+class _Carry(NamedTuple):
+  """The carry of the loop over repeated evaluations of `fun`.
 
   Attributes:
-    number: The number of this evaluation, int32 [].
-    num_turns: How many there are, int32 [].
-    batch: The arguments of this one.
-    result: What the first one returned, of the shard's own batch.
+    number: The index of this evaluation, int32 [].
+    num_evaluations: The number of evaluations, int32 [].
+    batch: The arguments of this evaluation.
+    result: The result of the first evaluation, for the batch of this shard.
     sums: The checksums of all evaluations, uint32 [3, shards, 2].
   """
 
   number: jax.Array
-  num_turns: jax.Array
+  num_evaluations: jax.Array
   batch: Any
   result: Any
   sums: jax.Array
 
 
-def _evaluate(call, own, before, axes, distances):
-  """Returns the last turn of a check, for all distances and those chosen."""
-  table, chosen, by_turn = distances
+def _evaluate(call, batch, zeros, axes, choice):
+  """Runs the evaluations of a check, and returns the final carry."""
+  table, chosen, distances = choice
   num_shards = axes_lib.size(axes, _CALLER)
 
-  def evaluate(turn):
-    result = call(turn.batch)
+  def evaluate(carry):
+    result = call(carry.batch)
     words = axes_lib.to_varying(digests.checksum(result), axes)
-    sums = turn.sums.at[turn.number].set(collectives.gather(words, axes))
-    differs = jnp.any(_of_batches(sums, by_turn)[1] != sums[0])
-    has_third = (turn.number == 1) & differs & (num_shards > 2)
-    num_turns = turn.num_turns + has_third.astype(jnp.int32)
+    sums = carry.sums.at[carry.number].set(collectives.gather(words, axes))
+    differs = jnp.any(_order_by_batch(sums, distances)[1] != sums[0])
+    has_third = (carry.number == 1) & differs & (num_shards > 2)
+    num_evaluations = carry.num_evaluations + has_third.astype(jnp.int32)
     batch = lax.cond(
-        turn.number + 1 < num_turns,
-        lambda: _rotate(turn.batch, axes, table, turn.number, chosen),
-        lambda: turn.batch,
+        carry.number + 1 < num_evaluations,
+        lambda: _rotate(carry.batch, axes, table, carry.number, chosen),
+        lambda: carry.batch,
     )
-    result = optax.tree.where(turn.number == 0, result, turn.result)
-    return _Turn(turn.number + 1, num_turns, batch, result, sums)
+    result = optax.tree.where(carry.number == 0, result, carry.result)
+    return _Carry(carry.number + 1, num_evaluations, batch, result, sums)
 
-  first = _Turn(
+  first = _Carry(
       number=states.counter(),
-      num_turns=jnp.int32(2),
-      batch=own,
-      result=before,
-      sums=jnp.zeros((_MAX_TURNS, num_shards, 2), jnp.uint32),
+      num_evaluations=jnp.int32(2),
+      batch=batch,
+      result=zeros,
+      sums=jnp.zeros((_MAX_EVALUATIONS, num_shards, 2), jnp.uint32),
   )
-  # Compiled twice, a function need not give the same bits.
-  return lax.while_loop(lambda x: x.number < x.num_turns, evaluate, first)
+  # A loop, because a function that is compiled twice may give different bits.
+  return lax.while_loop(lambda x: x.number < x.num_evaluations, evaluate, first)
 
 
 def _zeros_like_result(call, batch, axes):
@@ -322,15 +329,15 @@ def _zeros_like_result(call, batch, axes):
     ValueError: If there is no result, or the function has side effects.
   """
   traced = call.trace(batch)
-  # Collectives are effects named after their axes.
+  # Collectives are effects that are named after their axes.
   effects = [
       x for x in traced.jaxpr.effects if getattr(x, 'name', None) not in axes
   ]
   if effects or not traced.jaxpr.out_avals:
     raise ValueError(
-        f'`fun` of `{_CALLER}` must be a pure function that returns arrays, got'
-        f' {"side effects" if effects else "none"}: it is called once more in a'
-        ' check. Print and log what it returns.'
+        f'`fun` of `{_CALLER}` must be a pure function that returns arrays, but'
+        f' it {"has side effects" if effects else "returns none"}. A check'
+        ' calls it again: print and log its results outside of it.'
     )
   zeros = [
       axes_lib.mark_varying(axes_lib.zeros(x), tuple(axes_lib.varying_axes(x)))
@@ -340,13 +347,13 @@ def _zeros_like_result(call, batch, axes):
 
 
 def _distances(num_shards):
-  """Returns the distances of batches in each turn, int [3, choices]."""
+  """Returns the distances of batches in each evaluation, int [3, choices]."""
   powers = 2 ** np.arange((num_shards - 1).bit_length())
   return np.stack([0 * powers, powers, np.roll(powers, -1)])
 
 
-def _rotate(batch, axes, table, turn, chosen):
-  """Returns the batch that a shard takes in the next turn."""
+def _rotate(batch, axes, table, number, chosen):
+  """Returns the batch of a shard for the next evaluation."""
   steps = np.diff(table, axis=0)
 
   def by(step):
@@ -354,35 +361,37 @@ def _rotate(batch, axes, table, turn, chosen):
         lambda x: collectives.rotate(x, axes, step), batch
     )
 
-  index = turn * steps.shape[1] + chosen
+  index = number * steps.shape[1] + chosen
   return lax.switch(index, [by(int(step)) for step in steps.ravel()])
 
 
-def _of_batches(sums, by_turn):
-  """Orders the checksums of each turn by whose batch it was."""
-  return jax.vmap(lambda x, by: jnp.roll(x, by, 0))(sums, by_turn)
+def _order_by_batch(sums, distances):
+  """Orders the checksums of each evaluation by batch."""
+  return jax.vmap(lambda x, by: jnp.roll(x, by, 0))(sums, distances)
 
 
-def _after_check(state, turn, by_turn):
-  """Counts what a check has found; the majority of three decides."""
-  own, second, third = _of_batches(turn.sums, by_turn)
+def _update_counts(state, carry, distances):
+  """Updates the counts after a check, by the majority of three results."""
+  first, second, third = _order_by_batch(carry.sums, distances)
 
   def equal(x, y):
     return jnp.all(x == y, axis=-1)
 
-  differs = ~equal(own, second)
-  # Of each batch, which of its three results the two others outvote.
+  differs = ~equal(first, second)
+  # For each batch, the result that differs from the two other results.
   outvoted = jnp.stack(
       [
           differs & equal(second, third),
-          differs & equal(own, third),
-          ~differs & ~equal(own, third),
+          differs & equal(first, third),
+          ~differs & ~equal(first, third),
       ]
   )
-  # By the shard that has computed it.
-  wrong = jax.vmap(lambda x, by: jnp.roll(x, -by))(outvoted, by_turn)
-  suspected = jnp.any(wrong, axis=0) & (turn.num_turns == _MAX_TURNS)
-  # Where half of the shards are outvoted, the votes are worth nothing.
+  # Ordered by the shard that computed the result.
+  wrong = jax.vmap(lambda x, by: jnp.roll(x, -by))(outvoted, distances)
+  suspected = jnp.any(wrong, axis=0) & (
+      carry.num_evaluations == _MAX_EVALUATIONS
+  )
+  # If half of the shards are outvoted, the votes are not reliable.
   suspected &= 2 * jnp.sum(suspected) < len(suspected)
   has_culprit = jnp.all(~differs | jnp.any(outvoted, axis=0))
   unexplained = jnp.any(differs) & ~(has_culprit & jnp.any(suspected))

@@ -1,4 +1,4 @@
-"""Digests of trees: SHA-256 on the host, two words on the devices."""
+"""Digests of trees: SHA-256 on the host, and a two-word checksum on devices."""
 
 import hashlib
 
@@ -11,8 +11,8 @@ import numpy as np
 from shard_transforms._src.base import leaves as leaves_lib
 
 # The first 32 bits after the binary point, made odd: of the golden ratio, for
-# multiplicative hashing of places; and of pi and e, which make the two words of
-# the checksum independent.
+# multiplicative hashing of positions; and of pi and e, for two independent
+# words of the checksum.
 _PLACES = np.uint32(0x9E3779B9)
 _SEEDS = np.asarray([0x243F6A89, 0xB7E15163], np.uint32)
 # Shifts and factors of `fmix32`, the last step of MurmurHash3 (A. Appleby).
@@ -22,18 +22,18 @@ _SHIFTS_AND_FACTORS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 def digest(tree: chex.ArrayTree) -> str:
   """Returns a digest of the names, dtypes, shapes and bits of a tree.
 
-  Write it beside a checkpoint, and compare it when the checkpoint is read:
-  disks and file systems lose bits in silence.
+  Store it with a checkpoint, and compare it when the checkpoint is restored,
+  because disks and file systems can lose bits silently.
 
   Args:
-    tree: Tree of arrays, random keys or numbers, all of each array in this
-      process.
+    tree: Tree of arrays, random keys or numbers. Arrays must be fully
+      addressable.
 
   Returns:
-    SHA-256, in 64 hexadecimal digits.
+    The SHA-256, as 64 hexadecimal digits.
 
   Raises:
-    TypeError: If a leaf is no array or number.
+    TypeError: If a leaf is not an array or a number.
 
   Examples:
     >>> import numpy as np
@@ -48,28 +48,28 @@ def digest(tree: chex.ArrayTree) -> str:
   """
   total = hashlib.sha256()
   for path, leaf in jax.tree.leaves_with_path(tree):
-    # Of a random key, its words. Its dtype names the generator.
+    # The dtype of a random key names the generator.
     is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(
         leaf.dtype, jax.dtypes.prng_key
     )
     x = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
     if x.dtype == object:
       raise TypeError(
-          '`tree` of `digest` must hold arrays or numbers, got'
-          f' {leaf!r} at {leaves_lib.name_of(path)}.'
+          f'`tree` of `digest` must consist of arrays and numbers, got {leaf!r}'
+          f' at {leaves_lib.name_of(path)}.'
       )
     kind = leaf.dtype if is_key else x.dtype
     total.update(f'{jax.tree_util.keystr(path)} {kind} {x.shape} '.encode())
-    # Not all dtypes have a buffer: bfloat16 has none.
+    # Not all dtypes support the buffer protocol, such as bfloat16.
     total.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
   return total.hexdigest()
 
 
 def checksum(tree: chex.ArrayTree) -> jax.Array:
-  """Returns two words that depend on each bit of a tree and on its place.
+  """Returns two words that depend on each bit of a tree and its position.
 
-  Trees that differ in one element of up to 32 bits alone never have the same
-  two words; others do with a probability of about 2**-64.
+  Trees that differ in only one element of up to 32 bits never have the same
+  checksum; other trees do with a probability of about 2**-64.
 
   Args:
     tree: Tree of arrays of any dtypes and shapes.
@@ -82,12 +82,12 @@ def checksum(tree: chex.ArrayTree) -> jax.Array:
     if leaves_lib.is_float0(leaf):
       continue
     words = _words(jnp.asarray(leaf))
-    # Shaped as the words, which cannot be flattened if an axis of their mesh is
+    # In the shape of the words, which cannot be flattened if a mesh axis is
     # explicit.
     number = lax.iota(jnp.uint32, words.size).reshape(words.shape)
     number = number * _PLACES + np.uint32(place)
-    # A plain sum would not notice that two words are swapped. So each word is
-    # first mixed with its place, by a bijection.
+    # A plain sum would not detect swapped words. Each word is therefore first
+    # mixed with its position, by a bijection.
     mixed = [_mix(_mix(words ^ seed) + number) for seed in _SEEDS]
     total += jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in mixed])
   return total
@@ -112,7 +112,7 @@ def _words(leaf):
 
 
 def _mix(words):
-  """Returns a bijection of words in which each bit affects all others."""
+  """Mixes words by a bijection in which each bit affects all others."""
   for shift, factor in _SHIFTS_AND_FACTORS:
     words = (words ^ (words >> np.uint32(shift))) * np.uint32(factor)
   return words ^ (words >> np.uint32(16))

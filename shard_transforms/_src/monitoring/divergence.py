@@ -1,4 +1,4 @@
-"""Divergence: whether shards hold the same bits where they should."""
+"""Detection of divergence between shards that should hold the same bits."""
 
 from typing import Any, NamedTuple
 
@@ -15,17 +15,16 @@ from shard_transforms._src.monitoring import digests
 from shard_transforms._src.reduction import collectives
 
 
-def _diverged(state: Any) -> str | None:
-  """Returns the message of `check_health`, if shards have diverged."""
+def _problem(state: Any) -> str | None:
+  """Returns the message of `check_health` if shards have diverged."""
   if not states.largest_here(state.diverged_count):
     return None
   return (
-      'Shards must hold the same bits, but `track_divergence` found that they'
-      f' differ in {states.largest_here(state.diverged_count)} of its'
-      ' checks, first at update'
-      f' {states.largest_here(state.first_diverged_step)}. Go'
-      ' back to an earlier checkpoint. If it happens again, parameters depend'
-      ' on the shard; else suspect the hardware.'
+      'Shards hold different bits: `track_divergence` found differences in'
+      f' {states.largest_here(state.diverged_count)} of its checks, first at'
+      f' update {states.largest_here(state.first_diverged_step)}. Restore an'
+      ' earlier checkpoint. If it happens again, the parameters depend on the'
+      ' shard; otherwise, check the hardware.'
   )
 
 
@@ -36,8 +35,8 @@ class DivergenceState(NamedTuple):
     num_updates: Number of updates so far, int32 [].
     divergence: The `shard_divergence` of the last check, uint32 [].
     diverged_count: Number of checks that found a difference, int32 [].
-    first_diverged_step: The number of the update that the first of them
-      checked, from 0, int32 []; -1 if there was none.
+    first_diverged_step: The number of the update in which the first difference
+      was found, from 0, int32 []; -1 if there was none.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -55,7 +54,7 @@ class DivergenceState(NamedTuple):
   rules = {
       'num_updates': states.Rule(metric='same'),
       'divergence': states.Rule(metric='same'),
-      'diverged_count': states.Rule(metric='same', problem=_diverged),
+      'diverged_count': states.Rule(metric='same', problem=_problem),
       'first_diverged_step': states.Rule(metric='same'),
   }
 
@@ -63,20 +62,20 @@ class DivergenceState(NamedTuple):
 def shard_divergence(
     tree: chex.ArrayTree, axis_name: axes_lib.AxisName
 ) -> jax.Array:
-  """Returns how far the checksums of the shards are apart: 0 if they agree.
+  """Returns the difference between the checksums of shards, 0 if they agree.
 
-  Checksums are over the bits of all leaves, so that `-0.0` and `0.0` differ,
-  and a NaN equals itself. If all shards hold the same bits, the result is 0. If
-  they differ in a single element of up to 32 bits, it never is; if they differ
-  in more, it is 0 with a probability of about 2**-64. Each shard sends 16
-  bytes.
+  Checksums are computed from the bits of all leaves, so that `-0.0` and `0.0`
+  differ, and a NaN equals itself. If all shards hold the same bits, the result
+  is 0. If shards differ in a single element of up to 32 bits, the result is not
+  0; if they differ in more elements, it is 0 with a probability of about
+  2**-64. Each shard sends 16 bytes.
 
   Args:
     tree: Tree of arrays of any dtypes and shapes.
-    axis_name: The mapped axis, or a sequence of them.
+    axis_name: The mapped axis, or a sequence of axes.
 
   Returns:
-    The largest difference between two shards of either word of the checksum,
+    The largest difference between two shards in either word of the checksum,
     uint32 [], the same on all shards.
 
   Raises:
@@ -94,7 +93,7 @@ def shard_divergence(
     >>> print(differ(x), differ(x.at[2, 1].add(1e-7)))
     [False False False False] [ True  True  True  True]
   """
-  return _of_shards(axes_lib.as_axes(axis_name), 'shard_divergence', tree)
+  return _max_difference(axes_lib.as_axes(axis_name), 'shard_divergence', tree)
 
 
 def track_divergence(
@@ -102,14 +101,14 @@ def track_divergence(
 ) -> optax.GradientTransformationExtraArgs:
   """Checks every few steps that all shards hold the same parameters.
 
-  Updates pass through unchanged. Once in `every` updates, `shard_divergence`
-  compares the parameters, or the updates if `update` is not given parameters.
-  The state records the result, and `check_health` raises if it was not 0. Put
-  it where updates and parameters are the same on all shards: after the
-  reduction.
+  Updates pass through unchanged. Once every `every` updates, `shard_divergence`
+  compares the parameters, or the updates if `update` is called without
+  parameters. The state records the result, and `check_health` raises if it was
+  not 0. Put it after the reduction, where updates and parameters are the same
+  on all shards.
 
   Args:
-    axis_name: The mapped axis, or a sequence of them.
+    axis_name: The mapped axis, or a sequence of axes.
     every: The number of updates between checks, at least 1; the first update is
       checked.
 
@@ -118,7 +117,7 @@ def track_divergence(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind.
+    TypeError: If an argument has the wrong type.
     ValueError: If `axis_name` is empty or names an axis twice, or `every` is
       less than 1.
 
@@ -154,7 +153,9 @@ def track_divergence(
     is_due = collectives.agreed(state.num_updates % every == 0)
     divergence = lax.cond(
         is_due,
-        lambda: collectives.largest(_of_shards(axes, 'track_divergence', tree)),
+        lambda: collectives.largest(
+            _max_difference(axes, 'track_divergence', tree)
+        ),
         lambda: state.divergence,
     )
     differs = is_due & (divergence > 0)
@@ -171,7 +172,7 @@ def track_divergence(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _of_shards(axes, caller, tree):
+def _max_difference(axes, caller, tree):
   """Returns the largest difference between the checksums of shards."""
   axes_lib.size(axes, caller)
   with jax.named_scope('shard_divergence'):

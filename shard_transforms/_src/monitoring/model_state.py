@@ -1,4 +1,4 @@
-"""`unless_skipped`: model state is kept where `guard` skips a step."""
+"""`unless_skipped`: keeping the model state when `guard` skips a step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +10,8 @@ import optax
 from shard_transforms._src.base import states
 from shard_transforms._src.transforms import guard
 
-# The states of chains and of what runs `inner` in each step.
-_STEPPING = (
+# The states of chains, and of transformations that run `inner` in each step.
+_RUN_EACH_STEP = (
     tuple,
     list,
     dict,
@@ -21,29 +21,31 @@ _STEPPING = (
 
 
 def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
-  """Returns model state after a step, or before it if `guard` skipped it.
+  """Returns the model state after a step, or before it if `guard` skipped it.
 
-  A batch with a NaN puts the NaN into the running mean of batch normalization,
-  too, where it stays. The decision of `guard` must also hold for everything
-  else that a step computes from its batch.
+  A NaN in a batch also enters the running mean of batch normalization, and
+  stays there. The decision of `guard` must therefore apply to everything else
+  that a step computes from its batch.
 
-  Call it with the state that `update` returns. With several guards, all must
-  have accepted the step. Put each `guard` around whatever may leave out a step,
-  such as `drop_stale` and `tower_reduce`; that does not count as skipped. If
-  `on_bad='exclude'` accepts a step, what a bad shard has computed for itself is
-  still bad: reduce it over all shards before the gradient, or weigh it.
+  Pass the state that `update` returns. With several guards, all must have
+  accepted the step. Put each `guard` around transformations that may leave out
+  a step, such as `drop_stale` and `tower_reduce`; such a step does not count as
+  skipped. If `on_bad='exclude'` accepts a step, local results of a bad shard
+  are still bad: reduce them over all shards before the gradient, or weight
+  them.
 
   Args:
-    state: The state of the transformation, with that of a `guard` in it, after
-      the step. Of flax `nnx.Optimizer`, `nnx.as_pure(optimizer.opt_state)`.
-    after: Tree of arrays of any shapes and dtypes, as this step computes it.
-    before: The same tree, as it was before the step.
+    state: The state of the transformation after the step, which contains that
+      of a `guard`. For flax `nnx.Optimizer`,
+      `nnx.as_pure(optimizer.opt_state)`.
+    after: The model state that this step computed, a tree of arrays.
+    before: The model state before the step, a tree of the same types.
 
   Returns:
-    The tree `after`, or `before`, with each of its bits.
+    The tree `after`, or `before`, with exactly the same bits.
 
   Raises:
-    ValueError: If there is no state of `guard`; a `guard` stands inside
+    ValueError: If there is no state of a `guard`; a `guard` is inside
       `tower_reduce`, `drop_stale`, `local_updates` or another transformation
       that does not run it in each step; or the trees, shapes or dtypes of
       `after` and `before` differ.
@@ -63,19 +65,19 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
     [0.1 0.3]
   """
   _check_same_types(after, before)
-  guards = list(_in_each_step(state))
+  guards = list(_guards_of_each_step(state))
   num_guards = sum(1 for _ in states.nodes(state, _is_guard))
   if not num_guards:
     raise ValueError(
-        '`state` of `unless_skipped` must have the state of a `guard` in it,'
-        f' got {type(state).__name__}. Of `nnx.Optimizer`, give'
-        ' `nnx.as_pure(optimizer.opt_state)`.'
+        '`state` of `unless_skipped` does not contain the state of a `guard`,'
+        f' got {type(state).__name__}. Wrap the optimizer in `guard`; for'
+        ' `nnx.Optimizer`, pass `nnx.as_pure(optimizer.opt_state)`.'
     )
   if len(guards) < num_guards:
     raise ValueError(
-        '`state` of `unless_skipped` must be that of a `guard` that decides in'
-        ' each step, got one inside a transformation that may leave out its'
-        ' step, such as a window. Put `guard` around it.'
+        '`state` of `unless_skipped` has a `guard` inside a transformation'
+        ' that may leave out a step, such as a window. Put `guard` around that'
+        ' transformation.'
     )
   in_a_row = [jnp.max(x.consecutive_skipped) for x in guards]
   is_skipped = jnp.max(jnp.stack(in_a_row)) > 0
@@ -88,15 +90,15 @@ def _is_guard(node: Any) -> bool:
   return isinstance(node, guard.GuardState)
 
 
-def _in_each_step(node: Any) -> Iterator[Any]:
+def _guards_of_each_step(node: Any) -> Iterator[Any]:
   """Yields the states of the guards that decide in each step."""
   if _is_guard(node):
     yield node
-  elif type(node) not in _STEPPING:
+  elif type(node) not in _RUN_EACH_STEP:
     return
   for part in jax.tree.leaves(node, is_leaf=lambda x: x is not node):
     if part is not node:
-      yield from _in_each_step(part)
+      yield from _guards_of_each_step(part)
 
 
 def _check_same_types(after, before):
@@ -111,6 +113,6 @@ def _check_same_types(after, before):
 
   if types(after) != types(before):
     raise ValueError(
-        '`after` and `before` of `unless_skipped` must be the same tree of the'
-        f' same shapes and dtypes, got {types(after)} and {types(before)}.'
+        '`after` and `before` of `unless_skipped` must have the same trees,'
+        f' shapes and dtypes, got {types(after)} and {types(before)}.'
     )

@@ -1,4 +1,4 @@
-"""`track_noise_scale`: beyond which size larger batches gain little."""
+"""`track_noise_scale`: the gradient noise scale, a guide to the batch size."""
 
 from typing import NamedTuple
 
@@ -23,10 +23,10 @@ class NoiseScaleState(NamedTuple):
   """State of `track_noise_scale`, the same on all shards.
 
   Attributes:
-    num_measured: Number of updates for which two shards or more had a weight,
+    num_measured: Number of updates in which at least two shards had a weight,
       int32 [].
-    gradient_square: The moving average of the square of the true gradient,
-      float32 []; like `noise`, it starts at 0.
+    gradient_square: The moving average of the squared norm of the true
+      gradient, float32 []; like `noise`, it starts at 0.
     noise: The moving average of the trace of the covariance of the gradient of
       a single example, float32 [].
     inner_state: State of the reduction.
@@ -53,8 +53,8 @@ class NoiseScaleState(NamedTuple):
 
   @property
   def noise_scale(self) -> jax.Array:
-    """The gradient noise scale, float32 []; 0 if it is not known."""
-    # The bias of both moving averages at the start cancels in the quotient.
+    """The gradient noise scale, float32 []; 0 if it is unknown."""
+    # The initial bias of the two moving averages cancels in the quotient.
     is_known = jnp.asarray(self.gradient_square) > 0
     divisor = jnp.where(is_known, self.gradient_square, 1)
     return jnp.where(is_known, self.noise / divisor, 0)
@@ -66,38 +66,38 @@ def track_noise_scale(
     *,
     decay: chex.Numeric = 0.95,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Measures the gradient noise scale while it reduces updates to their mean.
+  r"""Averages updates over shards, and measures the gradient noise scale.
 
   Each of the updates :math:`u_i` of n shards is the mean over :math:`w_i`
-  examples, which the extra argument `weight` counts; g is their mean over all
-  :math:`W = \sum_i w_i` examples. Then
+  examples, the extra argument `weight`; g is the mean over all :math:`W =
+  \sum_i w_i` examples. Then
 
   .. math:: S = \frac{W}{n - 1} \left(\sum_i \frac{w_i}{W} \|u_i\|^2 -
      \|g\|^2\right), \quad G^2 = \|g\|^2 - S / W
 
-  estimate the trace of the covariance of one example's gradient and the square
-  of the true gradient, without bias, also if shards have different numbers of
-  examples. The noise scale is the quotient of their moving averages: the number
-  of examples at which noise and gradient are equal. Below it, a smaller batch
-  makes about the same progress per example; far above it, a larger batch gains
-  little.
+  are unbiased estimates of the trace of the covariance of the gradient of one
+  example and of the squared norm of the true gradient, even if shards have
+  different numbers of examples. The noise scale is the quotient of the moving
+  averages: the number of examples at which noise and gradient have equal size.
+  Below it, a smaller batch makes about the same progress per example; far above
+  it, a larger batch brings little benefit.
 
-  Without `weight`, the batch of a shard counts as one example: the noise scale
-  is then a number of shards.
+  Without `weight`, the batch of a shard counts as one example, and the noise
+  scale is a number of shards.
 
-  Put it where per-shard gradients become one: in place of `cross_shard_mean`,
-  or around it. Updates are those of the reduction, to the bit. A step is not
-  measured if fewer than two shards have a weight, or if a norm is not finite.
-  Besides the reduction, it sends three numbers.
+  Use it instead of `cross_shard_mean`, or around it. The updates have the same
+  bits as those of the reduction. A step is not measured if fewer than two
+  shards have a weight, or if a norm is not finite. In addition to the
+  reduction, it sends three values.
 
-  Inside `tower_reduce`, the towers of a shard are one batch, with their total
-  weight.
+  Inside `tower_reduce`, the towers of a shard count as one batch, with their
+  total weight.
 
   Args:
-    axis_name: The mapped axis, or a sequence of them.
+    axis_name: The mapped axis, or a sequence of axes.
     inner: The reduction of updates to their mean, weighted if `weight` is
       given; `cross_shard_mean(axis_name)` by default.
-    decay: The decay of the moving averages, from 0 to below 1.
+    decay: The decay of the moving averages, at least 0 and less than 1.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `NoiseScaleState`, whose
@@ -105,8 +105,8 @@ def track_noise_scale(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, `weight` is not a real number, or the state is of
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is from
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
       already reduced, or `weight` is not a scalar or known to be negative.
@@ -161,7 +161,7 @@ def track_noise_scale(
 
 
 def _mean(axes):
-  """Returns the mean over shards as a transformation."""
+  """Returns the default reduction."""
   mean = leaf_sums.Reduction(_CALLER, 'mean', axes)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
@@ -174,15 +174,17 @@ def _mean(axes):
 
 
 def _estimates(updates, reduced, weight, axes):
-  """Returns the trace of the covariance and the square of the gradient.
+  """Estimates the trace of the covariance and the squared norm of the gradient.
 
-  Both are NaN if they are not known.
+  The estimates are NaN if they are unknown.
   """
   counts = weight > 0
-  own = jnp.stack([weight * _square(updates), weight, jnp.ones_like(weight)])
+  local_sums = jnp.stack(
+      [weight * _square(updates), weight, jnp.ones_like(weight)]
+  )
   with jax.named_scope(_CALLER):
     total_square, total_weight, num_shards = collectives.total(
-        jnp.where(counts, own, 0), axes
+        jnp.where(counts, local_sums, 0), axes
     )
   degrees = jnp.where(num_shards > 1, num_shards - 1, jnp.nan)
   square_of_mean = _square(reduced)

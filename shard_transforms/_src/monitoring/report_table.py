@@ -1,4 +1,4 @@
-"""What a program sends between shards, as data and as a table."""
+"""The communication of a program, as data and as a table."""
 
 import collections
 from collections.abc import Hashable
@@ -9,7 +9,7 @@ import math
 import os
 from typing import Any
 
-# Bytes that each of `n` shards on a ring sends for an operand of `x` bytes.
+# The bytes that each of `n` shards on a ring sends for an operand of `x` bytes.
 _COSTS = {
     'all_reduce pmax pmin psum': lambda n, x: 2 * (n - 1) * x / n,
     'all_to_all ragged_all_to_all reduce_scatter': lambda n, x: (n - 1) * x / n,
@@ -19,7 +19,7 @@ _COSTS = {
 SENT = {name: cost for names, cost in _COSTS.items() for name in names.split()}
 
 
-# The columns of a table, with how their cells are lined up.
+# The columns of a table, and the alignment of their cells.
 _COLUMNS = {
     'primitive': str.ljust,
     'dtype': str.ljust,
@@ -38,26 +38,28 @@ class Collective:
   """An array that shards exchange.
 
   Args:
-    primitive: The collective, by one name for all variants of JAX's primitive,
-      such as `'psum'`.
-    dtype: The name of its dtype.
+    primitive: The collective, with one name for all variants of JAX's
+      primitive, such as `'psum'`.
+    dtype: The name of the dtype.
     payload_bytes: The bytes of the operand of one shard.
     axes: The mapped axes.
-    num_shards: How many shards exchange it among themselves: those along the
-      axes, or those of the largest group.
-    times: How often it runs.
+    num_shards: The number of shards that exchange the array: all shards along
+      the axes, or those of the largest group.
+    times: The number of runs.
     conditional: Whether it is in a branch; `times` is then the maximum.
     in_while: Whether it is in a `while` loop, which counts as one iteration;
       `times` is then the minimum.
-    scope: The `jax.named_scope`s around it, outermost first.
-    source: The line of the program that asked for it, as `file:line`, if a
-      compiled program tells.
-    op: The operation of a compiled program that sends it; it may send others.
-    num_slices: How many slices of TPUs, or hosts of GPUs, these shards are in,
-      if a compiled program tells: between these, it travels over the network.
+    scope: The surrounding `jax.named_scope`s, outermost first.
+    source: The line of the program that requested it, as `file:line`, if a
+      compiled program contains it.
+    op: The operation of a compiled program that sends the array, possibly
+      together with other arrays.
+    num_slices: The number of TPU slices, or hosts of GPUs, that these shards
+      are in, if a compiled program contains it. The array travels between them
+      over the network.
 
   Raises:
-    ValueError: If the primitive is not known.
+    ValueError: If the primitive is unknown.
 
   Examples:
     >>> import shard_transforms
@@ -88,22 +90,23 @@ class Collective:
 
   @property
   def sent_bytes(self) -> float:
-    """The bytes that each shard sends, all times together."""
+    """The bytes that each shard sends in all runs together."""
     once = SENT[self.primitive](self.num_shards, self.payload_bytes)
     return float(self.times * once)
 
 
 @dataclasses.dataclass(frozen=True)
 class WireReport:
-  """What a step sends; prints as a table.
+  """The communication of a step; prints as a table.
 
   Args:
     collectives: The arrays that shards exchange, in the order of the program.
     warnings: Sentences about redundant communication and deadlocks.
-    memory: What `jax.stages.Compiled.memory_analysis` tells of a compiled
+    memory: The result of `jax.stages.Compiled.memory_analysis` for a compiled
       program: the bytes of its arguments (`argument_size_in_bytes`), of its
       temporary memory (`temp_size_in_bytes`) and of its code
-      (`generated_code_size_in_bytes`) on one device; `None` of a traced one.
+      (`generated_code_size_in_bytes`) on one device; `None` for a traced
+      program.
 
   Examples:
     >>> import shard_transforms
@@ -117,27 +120,27 @@ class WireReport:
 
   @property
   def total_bytes(self) -> float:
-    """The bytes that each shard sends in all."""
+    """The total number of bytes that each shard sends."""
     return math.fsum(c.sent_bytes for c in self.collectives)
 
   @property
   def num_collectives(self) -> int:
-    """How many collectives run."""
+    """The number of collectives that run."""
     return sum(c.times for c in self.collectives)
 
   @property
   def merged(self) -> 'WireReport':
-    """The same report, with one row for each operation that was compiled."""
-    found = []
+    """The same report, with one row per compiled operation."""
+    rows = []
     for op, parts in itertools.groupby(self.collectives, lambda c: c.op):
       parts = list(parts)
-      found += [_as_one(parts)] if op else parts
-    return dataclasses.replace(self, collectives=tuple(found))
+      rows += [_merge(parts)] if op else parts
+    return dataclasses.replace(self, collectives=tuple(rows))
 
   def __str__(self) -> str:
-    told = [f'warning: {w}' for w in self.warnings]
+    warnings = [f'warning: {w}' for w in self.warnings]
     if not self.collectives:
-      return '\n'.join(['nothing is sent', *told])
+      return '\n'.join(['nothing is sent', *warnings])
     counts = collections.Counter(
         dataclasses.replace(c, op='') for c in self.collectives
     )
@@ -155,31 +158,33 @@ class WireReport:
     if any(c.conditional for c in self.collectives):
       lines.append('<=: if the branch that sends most is taken each time')
     if any(c.in_while for c in self.collectives):
-      lines.append('>=: one turn of each `while` loop')
+      lines.append('>=: one iteration of each `while` loop')
     if (merged := self.merged.num_collectives) < self.num_collectives:
       lines.append(f'merged by the compiler into {merged:,} collectives')
-    return '\n'.join([*lines, *told])
+    return '\n'.join([*lines, *warnings])
 
 
-def dearest(branches: Sequence[list[Collective]]) -> list[Collective]:
+def costliest_branch(branches: Sequence[list[Collective]]) -> list[Collective]:
   """Returns the collectives of the branch that sends most."""
-  return max(branches, key=lambda found: WireReport(tuple(found)).total_bytes)
+  return max(branches, key=lambda branch: WireReport(tuple(branch)).total_bytes)
 
 
 def conditional(collectives: Sequence[Collective]) -> list[Collective]:
-  """Returns collectives that run at most as often as they say."""
+  """Marks collectives as conditional."""
   return [dataclasses.replace(c, conditional=True) for c in collectives]
 
 
-def in_loop(collective: Collective, num_turns: int | None) -> Collective:
-  """Returns a collective as all turns of a loop send it, if they are known."""
-  if num_turns is None:
+def in_loop(collective: Collective, num_iterations: int | None) -> Collective:
+  """Returns a collective for all iterations of a loop, if they are known."""
+  if num_iterations is None:
     return dataclasses.replace(collective, in_while=True)
-  return dataclasses.replace(collective, times=num_turns * collective.times)
+  return dataclasses.replace(
+      collective, times=num_iterations * collective.times
+  )
 
 
-def _as_one(parts):
-  """Returns one collective for the arrays that an operation sends."""
+def _merge(parts):
+  """Merges the arrays that an operation sends into one collective."""
   dtypes = '+'.join(dict.fromkeys(c.dtype for c in parts))
   payload_bytes = sum(c.payload_bytes for c in parts)
   return dataclasses.replace(

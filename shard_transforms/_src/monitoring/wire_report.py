@@ -1,4 +1,4 @@
-"""`wire_report`: what a step sends between shards, from its program."""
+"""`wire_report`: the communication of a step, from its jaxpr."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -12,15 +12,15 @@ from jax import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shard_transforms._src.analysis import gradient_points
+from shard_transforms._src.analysis import divergence_analysis
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
+from shard_transforms._src.analysis import local_gradient_check
 from shard_transforms._src.analysis import redundant_sums
-from shard_transforms._src.analysis import shard_flow
 from shard_transforms._src.analysis import slice_sums
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import partition_specs
 from shard_transforms._src.monitoring import compiled_report
 from shard_transforms._src.monitoring import report_table
 
@@ -33,82 +33,81 @@ def wire_report(
     mesh: compiled_report.Mesh | None = None,
     **kwargs: Any,
 ) -> report_table.WireReport:
-  r"""Reports what each shard sends when a function runs once.
+  r"""Reports the communication of each shard in one run of a function.
 
-  The function is traced, not run. Each collective of the program counts as what
-  one of :math:`N` shards on a ring sends for it: :math:`2 x (N-1)/N` for an
-  all-reduce of :math:`x` bytes; :math:`x (N-1)/N` for a reduce-scatter or an
-  all-to-all of :math:`x` bytes, or an all-gather whose result has :math:`x`
-  bytes; :math:`x` for a permutation or a broadcast. An axis of `jax.vmap` sends
-  nothing.
+  The function is traced, not run. Each collective counts as the bytes that one
+  of :math:`N` shards on a ring sends: :math:`2 x (N-1)/N` for an all-reduce of
+  :math:`x` bytes; :math:`x (N-1)/N` for a reduce-scatter or an all-to-all of
+  :math:`x` bytes, or an all-gather whose result has :math:`x` bytes; :math:`x`
+  for a permutation or a broadcast. An axis of `jax.vmap` does not communicate.
 
-  A collective in a `lax.scan` counts in each turn. For a `lax.cond`, the branch
-  that sends most counts, marked `conditional`. A loop of at most one turn, such
-  as the end of a window of `tower_reduce` or a meeting of `local_updates`,
-  counts in the same way. For any other `lax.while_loop`, one turn counts,
-  marked `in_while`. Any other primitive that holds programs is taken to run
-  each of them once. Tracing does not show what the compiler merges or removes,
-  or adds for sharded arrays under plain `jax.jit`.
+  A collective in a `lax.scan` counts in each iteration. For a `lax.cond`, only
+  the branch that sends most counts, marked `conditional`. A loop of at most one
+  iteration, such as the end of a window of `tower_reduce` or an outer step of
+  `local_updates`, counts in the same way. For any other `lax.while_loop`, one
+  iteration counts, marked `in_while`. Any other primitive is assumed to run
+  each of its jaxprs once. Tracing does not show collectives that the compiler
+  merges or removes, or adds for sharded arrays under plain `jax.jit`.
 
-  With `compiled=True`, or given a lowered or compiled program, the report is on
-  the program of the compiler, and nothing runs either. The table is the same,
-  with the line of your program that asked for each array; in `merged`, all
-  arrays that one operation sends are one row. Loops with a known trip count are
+  With `compiled=True`, or for a lowered or compiled program, the report
+  describes the compiled program, which is not run either. The table is the
+  same, with the line of your program that requested each array; in `merged`,
+  all arrays of one operation are one row. Loops with a known trip count are
   multiplied by it. If JAX finds a program in its compilation cache, lines and
-  scopes are those of when it was compiled. The report also has the memory that
-  the program needs. The mesh may be of devices that are not here, such as those
-  of a TPU slice, if arguments are shapes with shardings; see
+  scopes are those at the time of its compilation. The report also has the
+  memory that the program needs. The mesh may consist of devices that are not
+  available, such as a TPU slice, if arguments are shapes with shardings; see
   `docs/compile_for_hardware.md`.
 
-  In the report of a traced program, `warnings` name
+  In the report of a traced program, `warnings` describe
 
-  - a sum over an axis of values that were summed over it before;
+  - a sum over an axis of values that were already summed over it;
   - a collective under a predicate that differs between shards, which deadlocks;
-  - a gradient for `local_updates` that was taken at `params` in place of
+  - a gradient for `local_updates` that was taken at `params` instead of
     `local_params(params, state)`;
-  - a result that is a slice along an axis, as its type tells, and is scaled by
-    a sum of the elements of that slice only: `optax.clip_by_global_norm` with
+  - a result that is typed as a slice along an axis, and is scaled by a sum of
+    the elements of only that slice: `optax.clip_by_global_norm` with
     tensor parallelism.
 
-  Sums are named only where this is sure: where values are only cast, reshaped,
-  added and multiplied by numbers in between. The predicate of a `lax.cond` or a
-  `lax.while_loop` differs if it is computed from `lax.axis_index`, or from an
-  array that is sliced over shards, unless a collective made it the same. A
-  single number for each shard does not count, because it may be a copy. With
-  `axis_sizes`, arguments are taken to be the same on all shards.
+  Sums are reported only if this is certain, that is, if values are only cast,
+  reshaped, added and multiplied by constants in between. The predicate of a
+  `lax.cond` or a `lax.while_loop` differs if it is computed from
+  `lax.axis_index`, or from an array that is sliced over shards, unless a
+  collective made it equal. A scalar per shard does not count, because it may be
+  a copy. With `axis_sizes`, arguments are assumed to be the same on all shards.
 
-  In the report of a compiled program, `warnings` name
+  In the report of a compiled program, `warnings` describe
 
-  - reductions that are only added up: in a loop, also by the layers that an
-    inner loop runs; in a loop of Python; or in a state that a condition
-    empties, as `optax.MultiSteps` does;
+  - reductions whose results are only added up: in a loop, including the layers
+    of an inner loop; in a Python loop; or in a state that is reset
+    conditionally, as in `optax.MultiSteps`;
   - a floating-point sum in fewer than 32 bits, which rounds each partial sum.
 
   Args:
     fn: The function, such as a training step: mapped by `jax.shard_map` or
       `jax.pmap`, compiled or not, or one that `axis_sizes` maps. Or a program:
       `jax.jit(fn).lower(...)` or its `compile()`, without arguments.
-    args: Its arguments: trees of arrays or of `jax.ShapeDtypeStruct`s.
+    args: The arguments: trees of arrays or of `jax.ShapeDtypeStruct`s.
     axis_sizes: The axes over which to map `fn`, with their sizes, for a
-      function of one shard's own arrays. It is traced as by
+      function of the arrays of one shard. It is traced as in
       `jax.shard_map(..., check_vma=False)`; no devices are needed.
-    compiled: Whether to compile `fn`, by `jax.jit` unless it is a function of
-      `jax.jit`, and to report on the compiled program.
-    mesh: The mesh of a compiled program, for the names of its axes; by default,
-      the mesh of its arguments or results.
-    kwargs: Its keyword arguments, like `args`.
+    compiled: Whether to compile `fn`, with `jax.jit` if it is not jitted, and
+      to report on the compiled program.
+    mesh: The mesh of a compiled program, which provides the names of the axes;
+      by default, the mesh of its arguments or results.
+    kwargs: The keyword arguments, like `args`.
 
   Returns:
     A `WireReport`, with `total_bytes` and `num_collectives` for assertions.
 
   Raises:
     NameError: If `fn` uses an axis that is not bound.
-    TypeError: If `fn` cannot be called, `compiled` is no boolean, `axis_sizes`
-      does not map names to integers, or `mesh` is no mesh.
-    ValueError: If a size is less than 1; or a program comes with arguments, or
-      is for another backend, or its mesh is of another size, not known, or
-      given for a traced function; or arguments are on other devices than the
-      mesh of `fn`.
+    TypeError: If `fn` is not callable, `compiled` is not a boolean,
+      `axis_sizes` does not map names to integers, or `mesh` is not a mesh.
+    ValueError: If a size is less than 1; if a program is given with arguments,
+      or is for another backend; if `mesh` has another size, is missing, or is
+      given for a traced function; or if arguments are on different devices from
+      the mesh of `fn`.
 
   Examples:
     >>> import jax
@@ -129,20 +128,21 @@ def wire_report(
     Workstations, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002 (the ring).
   """
   if not callable(fn) and not isinstance(fn, jax.stages.Lowered):
-    raise TypeError(f'`fn` must be a function, got {fn!r}.')
+    raise TypeError(f'`fn` must be callable, got {fn!r}.')
   if not isinstance(compiled, bool):
     raise TypeError(f'`compiled` must be a boolean, got {compiled!r}.')
   if compiled or isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
     if axis_sizes is not None:
       raise ValueError(
-          '`axis_sizes` must be left out where a compiled program is read, got'
-          f' {axis_sizes!r}. Map `fn` with `jax.shard_map` over devices.'
+          f'`axis_sizes` is only for traced functions, got {axis_sizes!r} for a'
+          ' compiled program. Map `fn` with `jax.shard_map` over devices'
+          ' instead.'
       )
     return compiled_report.report_program(fn, args, kwargs, mesh)
   if mesh is not None:
     raise ValueError(
-        f'`mesh` must be left out unless `compiled` is true, got {mesh!r}: the'
-        ' traced program names its axes.'
+        f'`mesh` is only for compiled programs, got {mesh!r} without'
+        ' `compiled=True`. Leave it out: a traced program names its axes.'
     )
   if axis_sizes is not None:
     fn = _mapped(fn, axis_sizes)
@@ -150,30 +150,30 @@ def wire_report(
     jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
   except NameError as error:
     raise NameError(
-        f'`fn` of `wire_report` must find all names bound, got: {error} If that'
-        ' is a mapped axis and `fn` a function of one shard, give its size, as'
+        f'`fn` of `wire_report` uses an unbound name: {error} If this is a'
+        ' mapped axis and `fn` is a function of one shard, pass its size, as'
         " in `axis_sizes={'data': 8}`."
     ) from error
   program = inlining.flatten(jaxpr.jaxpr)
   warnings = (
       *redundant_sums.find(program),
-      *shard_flow.find_deadlocks(program),
-      *gradient_points.find(program),
+      *divergence_analysis.find_deadlocks(program),
+      *local_gradient_check.find(program),
       *slice_sums.find(program),
-      *_unseen(program, (args, kwargs) if axis_sizes is None else ()),
+      *_unmapped_warning(program, (args, kwargs) if axis_sizes is None else ()),
   )
   return report_table.WireReport(tuple(_collectives(program)), warnings)
 
 
-def _unseen(program, arguments):
+def _unmapped_warning(program, inputs):
   """Yields a warning if the compiler will add collectives for the arguments."""
-  axes = frozenset().union(*map(_sharded_axes, jax.tree.leaves(arguments)))
+  axes = frozenset().union(*map(_sharded_axes, jax.tree.leaves(inputs)))
   if unmapped := sorted(axes - _axes_of_maps(program), key=str):
     yield (
         f'Arguments are sharded over {", ".join(map(repr, unmapped))}, which'
         ' the function does not map: a traced program does not show the'
         ' collectives that the compiler adds for them. Report on the compiled'
-        ' program, by `compiled=True`.'
+        ' program, with `compiled=True`.'
     )
 
 
@@ -184,17 +184,17 @@ def _sharded_axes(leaf):
   sharding = getattr(leaf, 'sharding', None)
   if not isinstance(sharding, NamedSharding):
     return frozenset()
-  axes = specs_lib.axes_of(sharding.spec)
+  axes = partition_specs.axes_of(sharding.spec)
   return frozenset(a for a in axes if sharding.mesh.shape[a] > 1)
 
 
 def _axes_of_maps(program):
-  """Returns the axes over which maps in a program divide arrays."""
-  found = set()
-  for step in program.steps:
-    found.update(step.axes if step.name == 'shard_map' else ())
-    found.update(*map(_axes_of_maps, step.bodies))
-  return found
+  """Returns the axes over which maps in a jaxpr slice arrays."""
+  axes = set()
+  for equation in program.equations:
+    axes.update(equation.axes if equation.name == 'shard_map' else ())
+    axes.update(*map(_axes_of_maps, equation.bodies))
+  return axes
 
 
 def _mapped(fn, axis_sizes):
@@ -210,7 +210,7 @@ def _mapped(fn, axis_sizes):
       raise ValueError(
           f'`axis_sizes` must be at least 1, got {size!r} for {axis!r}.'
       )
-  # A mesh rather than `axis_env`, because packing of buffers depends on it.
+  # A mesh instead of `axis_env`, because the packing of buffers depends on it.
   mesh = jax.sharding.AbstractMesh(
       tuple(axis_sizes.values()),
       tuple(axis_sizes),
@@ -227,50 +227,54 @@ def _mapped(fn, axis_sizes):
 
 
 def _collectives(program):
-  """Returns the collectives of a program, each as often as it runs."""
-  found = []
-  for step in program.steps:
-    inner = [_collectives(body) for body in step.bodies]
-    if step.name == 'cond':
-      chosen = step.inputs[0]
-      if chosen.number is None:
-        found += report_table.conditional(report_table.dearest(inner))
+  """Returns the collectives of a jaxpr, with the number of their runs."""
+  collectives = []
+  for equation in program.equations:
+    inner = [_collectives(body) for body in equation.bodies]
+    if equation.name == 'cond':
+      index = equation.inputs[0]
+      if index.constant is None:
+        collectives += report_table.conditional(
+            report_table.costliest_branch(inner)
+        )
       else:
-        found += inner[int(chosen.number)]
-    elif step.name in ('scan', 'while'):
-      length = step.params.get('length')
-      sent = itertools.chain(*inner)
-      found += [report_table.in_loop(c, length) for c in sent]
-    elif step.name in report_table.SENT and step.axes:
-      found.append(_collective(step))
+        collectives += inner[int(index.constant)]
+    elif equation.name in ('scan', 'while'):
+      length = equation.params.get('length')
+      inner_collectives = itertools.chain(*inner)
+      collectives += [
+          report_table.in_loop(c, length) for c in inner_collectives
+      ]
+    elif equation.name in report_table.SENT and equation.axes:
+      collectives.append(_collective(equation))
     else:
-      found += itertools.chain(*inner)
-  return found
+      collectives += itertools.chain(*inner)
+  return collectives
 
 
-def _collective(step):
-  aval = step.inputs[0].aval
-  # Under `jax.vmap`, a sum may also be over an axis of its operand. Each shard
-  # sums over that before it sends anything.
-  own = interpreter.all_axes(step.params)
-  sent = [n for i, n in enumerate(aval.shape) if i not in own]
+def _collective(equation):
+  aval = equation.inputs[0].aval
+  # Under `jax.vmap`, a sum may also be over an axis of its operand, which each
+  # shard sums before the communication.
+  summed_axes = interpreter.all_axes(equation.params)
+  shape = [n for i, n in enumerate(aval.shape) if i not in summed_axes]
   return report_table.Collective(
-      primitive=step.name,
+      primitive=equation.name,
       dtype=str(aval.dtype),
-      payload_bytes=math.prod(sent) * aval.dtype.itemsize,
-      axes=step.axes,
-      num_shards=_num_shards(step),
-      scope=inlining.scope(step),
+      payload_bytes=math.prod(shape) * aval.dtype.itemsize,
+      axes=equation.axes,
+      num_shards=_num_shards(equation),
+      scope=inlining.scope(equation),
   )
 
 
-def _num_shards(step):
-  groups = step.params.get('axis_index_groups')
+def _num_shards(equation):
+  groups = equation.params.get('axis_index_groups')
   if groups is not None:
     return max(map(len, groups))
-  # Inside a mapped function, the mesh is around the report and not in its
-  # program.
-  sizes = inlining.axis_sizes(step)
-  outside = [axis for axis in step.axes if axis not in sizes]
-  inside = [sizes[axis] for axis in step.axes if axis in sizes]
+  # Inside a mapped function, the mesh is around the report and not in the
+  # jaxpr.
+  sizes = inlining.axis_sizes(equation)
+  outside = [axis for axis in equation.axes if axis not in sizes]
+  inside = [sizes[axis] for axis in equation.axes if axis in sizes]
   return math.prod(inside) * axes_lib.size(outside, 'wire_report')

@@ -175,7 +175,7 @@ class Dependence:
     return reach
 
 
-class _Inputs(interpreter.Reader[int]):
+class _Inputs(interpreter.Analysis[int]):
   """Follows sets of inputs, as the bits of an integer.
 
   Joining the sets of a large tree takes one operation.
@@ -193,21 +193,21 @@ class _Inputs(interpreter.Reader[int]):
     varies = self.axes.intersection(axes_lib.varying_axes(value.aval))
     return _OWN_NUMBERS if varies else 0
 
-  def join(self, kinds):
-    return functools.reduce(operator.or_, kinds, 0)
+  def join(self, facts):
+    return functools.reduce(operator.or_, facts, 0)
 
-  def chosen(self, step, predicate, kinds):
-    return [predicate | kind for kind in kinds]
+  def select(self, equation, predicate, facts):
+    return [predicate | kind for kind in facts]
 
-  def primitive(self, step, kinds):
-    if step.name == 'optimization_barrier':
-      return kinds
-    if step.name in primitives.SENDING and self.first_sent is None:
-      self.first_sent = step.name
-    kind = self.join(kinds)
-    if step.name == 'axis_index':
+  def primitive(self, equation, facts):
+    if equation.name == 'optimization_barrier':
+      return facts
+    if equation.name in primitives.SENDING and self.first_sent is None:
+      self.first_sent = equation.name
+    kind = self.join(facts)
+    if equation.name == 'axis_index':
       kind |= _OWN_NUMBERS
-    return [kind] * len(step.outputs)
+    return [kind] * len(equation.outputs)
 
 
 def _bit(number):

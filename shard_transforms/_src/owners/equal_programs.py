@@ -42,12 +42,12 @@ def _numbered(program, places, table):
 
   def of(value):
     if value.is_literal:
-      return number(value.aval, np.asarray(value.number).tobytes()), 0
+      return number(value.aval, np.asarray(value.constant).tobytes()), 0
     # A constant is equal to itself alone.
-    constant = value if value.number is None else value.number
+    constant = value if value.constant is None else value.constant
     return found.get(value) or (number('constant', id(constant)), 0)
 
-  for step in program.steps:
+  for step in program.equations:
     given, reads = [], 0
     for value in step.inputs:
       name, bits = of(value)
@@ -66,7 +66,7 @@ def _params(step):
     return object()
   found: list[Any] = [_key(body) for body in step.bodies]
   for name, param in sorted(step.params.items()):
-    if not interpreter.held({name: param}):
+    if not interpreter.sub_jaxprs({name: param}):
       found.append((name, param if _is_hashable(param) else id(param)))
   return tuple(found)
 

@@ -95,7 +95,7 @@ def trace(
   jaxpr, results = equivalence.closed(fn, *args)
   program = LeafProgram(jaxpr, results, len(jaxpr.in_avals))
   is_sum = functools.partial(_is_sum, axes=frozenset(axes))
-  if not axes or all(step.name != 'psum' for step in program.flat.steps):
+  if not axes or all(step.name != 'psum' for step in program.flat.equations):
     return program
   # A sum, or one of its terms, may be in a function under `jax.jit`.
   inlined = jax.make_jaxpr(functools.partial(_run_inlined, jaxpr))
@@ -120,7 +120,7 @@ def _run_inlined(closed, *args):
     return x.val if isinstance(x, _Literal) else values[x]
 
   for eqn in jaxpr.eqns:
-    given, bodies = map(read, eqn.invars), interpreter.held(eqn.params)
+    given, bodies = map(read, eqn.invars), interpreter.sub_jaxprs(eqn.params)
     if eqn.primitive.name != 'shard_map' and interpreter.is_call(eqn, bodies):
       (body,) = bodies
       if not isinstance(body, jax.extend.core.ClosedJaxpr):

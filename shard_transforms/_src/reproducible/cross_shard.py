@@ -17,36 +17,37 @@ from shard_transforms._src.reproducible import tree_sums
 def mean(
     axis_name: axes_lib.AxisName, *, num_towers: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Averages updates over all shards, with the same bits on any number of them.
+  """Averages updates, with the same bits on any number of shards.
 
-  As `cross_shard_mean`, but updates are added in the order of a balanced binary
-  tree: those of neighbouring shards in pairs, pairs of pairs, and so on. With
-  `num_towers`, each leaf is a stack [num_towers, ...] of the updates of as many
-  micro-batches, which are added in the same tree, and the mean is over all of
-  them. A step has the same bits on 2, 4 and 8 shards if each micro-batch has
-  the same gradient there.
+  Like `cross_shard_mean`, but updates are added in the order of a balanced
+  binary tree: first the updates of neighbouring shards, then neighbouring
+  pairs, and so on. With `num_towers`, each leaf is a stack [num_towers, ...] of
+  the updates of that many micro-batches, which are added in the same tree, and
+  the mean is over all micro-batches of all shards. A step has the same bits on
+  2, 4 and 8 shards if the gradient of each micro-batch has.
 
-  Shards exchange halves, then gather: they send the bytes of a ring all-reduce.
+  Shards exchange halves, then gather, which sends as many bytes as a ring
+  all-reduce.
 
   Args:
-    axis_name: The mapped axis, or a sequence of them, whose shards are added.
+    axis_name: The mapped axis, or a sequence of axes, whose shards are added.
       Their number must be a power of two.
-    num_towers: How many updates a leaf stacks, a power of two; `None` if leaves
-      are the updates of one tower.
+    num_towers: The number of updates that a leaf stacks, a power of two; `None`
+      if a leaf is a single update.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
-    takes the optional extra argument `weight`, a scalar a shard, or
-    [num_towers]. Weights multiply as they are: their products with the updates
-    must be in the range of float32.
+    takes the optional extra argument `weight`, one scalar per shard, or
+    [num_towers]. Weights are not normalized before they multiply the updates:
+    the products must be in the range of float32.
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
       integer or boolean, or `weight` is not a real number.
-    ValueError: If `num_towers` is no power of two; in `update`, if the number
-      of shards is no power of two, a leaf is already reduced or lacks the
-      leading axis, or `weight` is negative or of another shape.
+    ValueError: If `num_towers` is not a power of two; in `update`, if the
+      number of shards is not a power of two, a leaf is already reduced or lacks
+      the leading axis, or `weight` is negative or of another shape.
 
   Examples:
     >>> import jax
@@ -64,21 +65,21 @@ def mean(
 def sum(
     axis_name: axes_lib.AxisName, *, num_towers: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-  """Sums updates over all shards, with the same bits on any number of them.
+  """Sums updates, with the same bits on any number of shards.
 
-  As `mean`, without the division. A sum contains the weights.
+  Like `mean`, without the division. The sum includes the weights.
 
   Args:
     axis_name: As in `mean`.
     num_towers: As in `mean`.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs`, as of `mean`.
+    An `optax.GradientTransformationExtraArgs` without state, like `mean`.
 
   Raises:
-    NameError: As `mean`.
-    TypeError: As `mean`.
-    ValueError: As `mean`.
+    NameError: As in `mean`.
+    TypeError: As in `mean`.
+    ValueError: As in `mean`.
 
   Examples:
     >>> import jax
@@ -99,7 +100,7 @@ def _cross_shard(kind, axis_name, num_towers):
   if num_towers is not None:
     num_towers = arguments.as_at_least('num_towers', num_towers, 1)
     tree_reduction.check_power_of_two('`num_towers`', num_towers)
-  lead = () if num_towers is None else (num_towers,)
+  leading_shape = () if num_towers is None else (num_towers,)
   axes = axes_lib.as_axes(axis_name)
   reduction = tree_reduction.TreeReduction(caller, kind, axes)
 
@@ -114,47 +115,50 @@ def _cross_shard(kind, axis_name, num_towers):
     leaves_lib.check_inexact(updates, caller)
     leaves_lib.check_per_shard(updates, axes, caller)
     leaves_lib.check_not_explicit(updates, caller)
-    _check_stacked(updates, lead, caller)
+    _check_stacked(updates, leading_shape, caller)
     if weight is None:
       total = reduction.total(num_towers or 1)
     else:
-      weight = weights.as_weight(weight, lead, caller)
-      total = reduction.total(_sum_of_towers(weight, None, lead))
+      weight = weights.as_weight(weight, leading_shape, caller)
+      total = reduction.total(_sum_of_towers(weight, None, leading_shape))
 
     def sum_of_towers(leaf):
-      return _sum_of_towers(leaf, weight, lead)
+      return _sum_of_towers(leaf, weight, leading_shape)
 
     def tower(leaf):
-      return leaf[0] if lead else leaf
+      return leaf[0] if leading_shape else leaf
 
     sums = jax.tree.map(sum_of_towers, updates)
-    like = jax.tree.map(tower, updates)
-    return reduction.of_sums(sums, total, like), state
+    towers = jax.tree.map(tower, updates)
+    return reduction.of_sums(sums, total, towers), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _sum_of_towers(leaf: Any, weight: jax.Array | None, lead: tuple[int, ...]):
-  """Returns the weighted sum of the towers of a shard, in float32 at least."""
+def _sum_of_towers(
+    leaf: Any, weight: jax.Array | None, leading_shape: tuple[int, ...]
+):
+  """Returns the weighted sum of the towers of a shard, in at least float32."""
   if leaves_lib.is_float0(leaf):
     return leaf
   x = leaves_lib.as_accumulator(leaf)
-  if weight is not None and lead:
-    weight = weight.reshape(lead + (1,) * (x.ndim - 1))
+  if weight is not None and leading_shape:
+    weight = weight.reshape(leading_shape + (1,) * (x.ndim - 1))
   x = tree_sums.rounded(weights.weighing(weight)(x))
-  return tree_sums.sum_rows(x) if lead else x
+  return tree_sums.sum_rows(x) if leading_shape else x
 
 
-def _check_stacked(updates, lead, caller):
+def _check_stacked(updates, leading_shape, caller):
   """Checks that leaves have a leading axis of towers.
 
   Raises:
-    ValueError: If one has not.
+    ValueError: If a leaf does not.
   """
   for path, leaf in jax.tree.leaves_with_path(updates):
-    if jnp.shape(leaf)[: len(lead)] != lead:
+    if jnp.shape(leaf)[: len(leading_shape)] != leading_shape:
       raise ValueError(
-          f'`updates` of `{caller}` must have a leading axis of {lead[0]}'
-          f' towers, got the shape {jnp.shape(leaf)} at'
-          f' {leaves_lib.name_of(path)}.'
+          f'`updates` of `{caller}` must have a leading axis of'
+          f' {leading_shape[0]} towers, got the shape {jnp.shape(leaf)} at'
+          f' {leaves_lib.name_of(path)}. Stack the updates of the towers, or'
+          ' leave out `num_towers`.'
       )

@@ -1,7 +1,8 @@
-"""Partial sums of the towers of a window: a binary counter.
+"""Partial sums of the towers of a window, organized like a binary counter.
 
-Row l holds the sum of 2**l towers, and counts if bit l of the number of towers
-is 1. The sum of a full window takes the next row, or the place of the last.
+Row l holds the sum of 2**l towers, and is in use if bit l of the number of
+towers is 1. The sum of a full window is stored in the next row, or in the last
+one.
 """
 
 from typing import Any
@@ -16,12 +17,12 @@ from shard_transforms._src.reproducible import tree_sums
 
 
 def empty(tree: Any, num_towers: int) -> Any:
-  """Returns the sums of no towers, [rows, ...] for each leaf.
+  """Returns the partial sums of an empty window, [rows, ...] for each leaf.
 
-  Those of fewer than 32 bits are summed in float32. A leaf that can have no
+  Leaves of fewer than 32 bits are summed in float32. A leaf that cannot have a
   gradient is `None`.
   """
-  # Checkpoints may refuse arrays without elements.
+  # Checkpointing libraries may refuse empty arrays.
   num_rows = max(num_towers.bit_length() - 1, 1)
 
   def stack(zeros):
@@ -42,7 +43,7 @@ def add(rows: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
   Args:
     rows: The partial sums, [rows, ...].
     x: The update of a tower, or its weight, [...].
-    tower: How many towers have been added, int32 [].
+    tower: The number of towers that have been added, int32 [].
   """
   carry, full, level = tree_sums.rounded(x), jnp.bool_(True), jnp.int32(0)
   for i, row in enumerate(rows):
@@ -53,5 +54,5 @@ def add(rows: jax.Array, x: jax.Array, tower: jax.Array) -> jax.Array:
 
 
 def full_row(rows: jax.Array, num_towers: int) -> jax.Array:
-  """Returns the sum of all towers of a window that is full."""
+  """Returns the sum of all towers of a full window."""
   return rows[min(num_towers.bit_length(), len(rows)) - 1]

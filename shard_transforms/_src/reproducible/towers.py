@@ -1,12 +1,12 @@
-"""`towers` and `sharded_towers`: towers and shards are added in one tree."""
+"""`towers` and `sharded_towers`: reproducible sums over towers and shards."""
 
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import weights
+from shard_transforms._src.reproducible import accumulation
 from shard_transforms._src.reproducible import tree_reduction
-from shard_transforms._src.reproducible import windows
 from shard_transforms._src.transforms import shard_update as shard_update_lib
 from shard_transforms._src.transforms import sliced_inner
 
@@ -20,51 +20,52 @@ def towers(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation with the same bits on any number of shards.
 
-  As `tower_reduce` around `optax.chain(cross_shard_mean(axis_name), inner)`,
+  Like `tower_reduce` around `optax.chain(cross_shard_mean(axis_name), inner)`,
   but the updates of all towers of all shards are added as the leaves of one
-  balanced binary tree: a shard adds the subtree of its own towers, and shards
-  add the rest in pairs. All but the last of `num_towers` calls return zero
-  updates. The last divides the sum once, by the number of all towers, or by the
-  total of their weights, and runs `inner`:
+  balanced binary tree: each shard adds the subtree of its own towers, and the
+  shards add these sums in pairs. All but the last of `num_towers` calls return
+  zero updates. The last call divides the sum once, by the number of all towers
+  or by their total weight, and runs `inner`:
 
   .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
      \quad W = \sum_{t: w_t > 0} w_t
 
   A window keeps log2 `num_towers` partial sums of each parameter, at least one.
-  Where a tower has `None` in place of a gradient, it adds zero, and counts in
-  the mean. A tower of weight 0 is left out, even if it is not finite. If all
-  weights are zero, the update is zero, and the state of `inner` keeps every
-  bit: `inner` runs on zeros, where its derivative must be finite. `inner` gets
-  the extra arguments of the last tower, without the weight. Weights multiply as
-  they are, so that products with the updates must be in the range of float32,
-  as with numbers of tokens.
+  If a gradient of a tower is `None`, the tower adds zero, and counts in the
+  mean. A tower of weight 0 is left out, even if it is not finite. If all
+  weights are zero, the update is zero, and the state of `inner` does not
+  change: `inner` runs on zeros, where its derivative must be finite. `inner`
+  receives the extra arguments of the last tower, without the weight. Weights,
+  such as numbers of tokens, are not normalized before they multiply the
+  updates, so that the products must be in the range of float32.
 
-  Give each shard as many micro-batches in a row as it has towers: the product
-  of both numbers is that of the micro-batches of a step. Do not put a gate such
-  as `guard` around it: which towers a skipped call leaves out depends on the
-  number of shards. A gate without `axis_name` may stand in `inner`.
+  Give each shard `num_towers` consecutive micro-batches, so that a step has
+  `num_towers` times the number of shards. Do not put a gate such as `guard`
+  around it, because the towers that a skipped call leaves out depend on the
+  number of shards. `inner` may contain a gate without `axis_name`.
 
   Args:
-    num_towers: How many updates of a shard count as one step, a power of two.
-    inner: What comes after the reduction, such as an optimizer.
-    axis_name: The mapped axis, or a sequence of them, over whose shards the
-      updates are reduced. Their number must be a power of two.
+    num_towers: The number of updates of a shard that count as one step, a power
+      of two.
+    inner: The transformation after the reduction, such as an optimizer.
+    axis_name: The mapped axis, or a sequence of axes, to reduce over. The
+      number of shards must be a power of two.
     reduction: `'mean'` or `'sum'` over all towers of all shards.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `TowersState`, whose
-    `update` takes the optional extra argument `weight`, a scalar a tower. Make
-    the state with `init_state`.
+    `update` takes the optional extra argument `weight`, one scalar per tower.
+    Create the state with `init_state`.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, `weight` is not a real number, or the state is of
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is from
       another transformation.
-    ValueError: If `num_towers` is no power of two, or `reduction` unknown; in
-      `init` and `update`, if the number of shards is no power of two; in
-      `update`, if the state was made for another tree or number of towers,
-      updates are already reduced, or `weight` has a wrong value.
+    ValueError: If `num_towers` is not a power of two, or `reduction` is
+      unknown; in `init` and `update`, if the number of shards is not a power of
+      two; in `update`, if the state was created for another tree or number of
+      towers, updates are already reduced, or `weight` has a wrong value.
 
   Examples:
     >>> import jax
@@ -88,7 +89,7 @@ def towers(
     updates = reduce.of_sums(sums, total, like)
     return inner.update(updates, inner_state, params, **extra_args)
 
-  return windows.transformation(num_towers, reduce, inner.init, finish)
+  return accumulation.transformation(num_towers, reduce, inner.init, finish)
 
 
 def sharded_towers(
@@ -101,31 +102,31 @@ def sharded_towers(
 ) -> optax.GradientTransformationExtraArgs:
   """Shards the optimizer (ZeRO-1), with the same bits on any number of shards.
 
-  Gives what `towers` gives, with the state and the work of `inner` divided
-  among the shards, as by `shard_update`: shards exchange halves until each has
-  the mean of its slice of every leaf, `inner` turns that into a slice of the
-  updates, and an all-gather joins them. `inner` must treat each element alone.
-  Sums over slices, as for the global norm, are refused: their bits depend on
-  the number of slices.
+  Returns the same updates as `towers`, with the state and the work of `inner`
+  divided among the shards, as in `shard_update`: shards exchange halves until
+  each has the mean of its slice of every leaf, `inner` computes a slice of the
+  updates, and an all-gather joins the slices. `inner` must be element-wise.
+  Sums over slices, as for the global norm, are refused, because their bits
+  depend on the number of slices.
 
   Args:
     num_towers: As in `towers`; 1 without accumulation.
     inner: The transformation that runs on slices.
     axis_name: As in `towers`.
     reduction: `'mean'` or `'sum'` over all towers of all shards.
-    assume_elementwise: Turns off the check that `inner` treats each element
-      alone. Set it if `inner` is refused although it does: one that looks
-      across elements then trains wrongly without an error.
+    assume_elementwise: Whether to skip the check that `inner` is element-wise.
+      Set it if `inner` is refused although it is: an `inner` that combines
+      elements then trains wrongly without an error.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` with a `TowersState`, as of
+    An `optax.GradientTransformationExtraArgs` with a `TowersState`, like
     `towers`.
 
   Raises:
-    NameError: As `towers`.
-    TypeError: As `towers`.
-    ValueError: As `towers`; in `init` and `update`, if `inner` looks across
-      elements, or an axis of the mesh is not mapped.
+    NameError: As in `towers`.
+    TypeError: As in `towers`.
+    ValueError: As in `towers`; in `init` and `update`, if `inner` is not
+      element-wise, or an axis of the mesh is not mapped.
 
   Examples:
     >>> import jax
@@ -143,20 +144,20 @@ def sharded_towers(
   reduce = _as_reduction('sharded_towers', reduction, axis_name)
   arguments.check_bool('assume_elementwise', assume_elementwise)
   inner = arguments.as_inner(inner, reduce.caller)
-  own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
+  sliced = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
 
   def init(params):
-    return shard_update_lib.ShardUpdateState(own.init(params))
+    return shard_update_lib.ShardUpdateState(sliced.init(params))
 
   def finish(inner_state, params, sums, total, like, extra_args):
     reduce.check_mapped()
-    parts = reduce.of_sums(sums, total, like, in_slices=True)
+    slices = reduce.of_sums(sums, total, like, in_slices=True)
     state = inner_state.inner_state
-    parts, state = own.update(parts, state, like, params, extra_args)
-    updates = reduce.gather(parts, like)
+    slices, state = sliced.update(slices, state, like, params, extra_args)
+    updates = reduce.gather(slices, like)
     return updates, shard_update_lib.ShardUpdateState(state)
 
-  return windows.transformation(num_towers, reduce, init, finish)
+  return accumulation.transformation(num_towers, reduce, init, finish)
 
 
 def _as_reduction(name, kind, axis_name):

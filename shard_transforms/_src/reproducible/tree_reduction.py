@@ -15,23 +15,23 @@ from shard_transforms._src.reproducible import tree_sums
 
 
 def check_power_of_two(name: str, value: int) -> None:
-  """Checks a number of summands that are added in pairs.
+  """Checks that a number of summands is a power of two.
 
   Raises:
-    ValueError: If it is no power of two.
+    ValueError: If it is not.
   """
   if value & (value - 1):
     least = 1 << (value.bit_length() - 1)
     raise ValueError(
-        f'{name} must be a power of two, because sums are of pairs, got'
-        f' {value}. Take {least} or {2 * least}.'
+        f'{name} must be a power of two, because summands are added in pairs,'
+        f' got {value}. Use {least} or {2 * least}.'
     )
 
 
 class TreeReduction(sharded_reduction.ShardedReduction):
-  """Reduces the sums over the towers of each shard.
+  """A reduction over shards of the sums over their towers.
 
-  They are divided once, by the total weight of all towers of all shards.
+  The result is divided once, by the total weight of all towers of all shards.
   """
 
   def num_shards(self) -> int:
@@ -39,7 +39,7 @@ class TreeReduction(sharded_reduction.ShardedReduction):
 
     Raises:
       NameError: If an axis is not bound.
-      ValueError: If it is no power of two.
+      ValueError: If it is not a power of two.
     """
     num_shards = super().num_shards()
     check_power_of_two(f'The number of shards of `{self.caller}`', num_shards)
@@ -62,17 +62,18 @@ class TreeReduction(sharded_reduction.ShardedReduction):
 
   def axes_of_sums(self) -> tuple[Hashable, ...]:
     """Returns the axes over which an optimizer may sum over all slices."""
-    # The bits of such a sum depend on the number of slices.
+    # The bits of a sum over slices depend on the number of slices.
     return ()
 
   def total(self, weight: jax.Array | int) -> jax.Array:
     """Returns the total weight of all shards, float32 [].
 
-    One that is known is multiplied by the reciprocal like any other: the
-    arithmetic is the same on any number of shards.
+    A static total is also returned as an array, so that the arithmetic is the
+    same on any number of shards.
 
     Args:
-      weight: That of a shard, float32 []; or a number, where all are the same.
+      weight: The weight of this shard, float32 []; or an integer, if all shards
+        have the same weight.
     """
     if isinstance(weight, int):
       return jnp.float32(weight * self.num_shards())
@@ -89,10 +90,10 @@ class TreeReduction(sharded_reduction.ShardedReduction):
     """Returns the sum or mean of all towers, or each shard's slice of it.
 
     Args:
-      sums: Those of each shard; `None` where there is no gradient.
+      sums: The sums of this shard; `None` where there is no gradient.
       total: The total weight of all shards.
-      like: The updates of a tower, whose dtypes the result gets.
-      in_slices: Whether slices are wanted.
+      like: The updates of a tower, which determine the dtypes of the result.
+      in_slices: Whether to return slices.
     """
     share = leaf_sums.Share(None, total)
     leaves, treedef = jax.tree.flatten(sums)
@@ -105,7 +106,7 @@ class TreeReduction(sharded_reduction.ShardedReduction):
 
 
 def _finished(x: Any, like: Any) -> Any:
-  """Returns a reduced leaf, rounded and in the dtype of another."""
+  """Returns a reduced leaf, rounded, in the dtype of `like`."""
   if x is None or leaves_lib.is_float0(x):
     return like
   dtype = leaves_lib.dtype_of(like)

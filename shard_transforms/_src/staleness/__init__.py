@@ -1,4 +1,4 @@
-"""Floor 4: transformations for updates that are late by design.
+"""Floor 4: transformations for delayed updates.
 
 Imports the floors below; not another transformation.
 """

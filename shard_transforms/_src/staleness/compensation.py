@@ -1,4 +1,4 @@
-"""`compensate_delay`: corrects stale gradients for how parameters moved."""
+"""`compensate_delay`: the correction of stale gradients (DC-ASGD)."""
 
 from typing import NamedTuple
 
@@ -36,8 +36,8 @@ class CompensateDelayState(NamedTuple):
 
   mean_square: optax.Updates
 
-  # Larger mean squares give less compensation. With the maximum over shards, no
-  # shard compensates more than before.
+  # Larger mean squares mean a smaller correction. With the maximum over shards,
+  # the correction does not grow on any shard.
   rules = {'mean_square': states.Rule(resize='maximum')}
 
 
@@ -48,11 +48,11 @@ def compensate_delay(
     eps: chex.Numeric = 1e-7,
     axis_name: axes_lib.AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Corrects stale gradients for how far parameters have moved (DC-ASGD).
+  r"""Corrects stale gradients for the change of the parameters (DC-ASGD).
 
   A gradient :math:`u` that was computed from the parameters
-  :math:`x_\text{read}` is corrected towards the gradient at the present ones,
-  :math:`x`,
+  :math:`x_\text{read}` is corrected towards the gradient at the current
+  parameters :math:`x`,
 
   .. math:: u + \lambda u \odot u \odot (x - x_\text{read})
 
@@ -62,22 +62,22 @@ def compensate_delay(
 
   .. math:: \lambda_t = \lambda / \sqrt{m + \epsilon}
 
-  An element that has not moved keeps its gradient, to the bit. For complex
+  The gradient of an element that has not moved is unchanged. For complex
   leaves, the absolute value is squared.
 
   The caller keeps the parameters that were read, and passes them with the
-  gradient. Put it where updates are still gradients: first in a chain, on each
-  shard's own gradient before the reduction, or on the mean of shards that read
-  the same parameters. Before the reduction, a shard whose extra argument
-  `weight` is zero keeps its moving mean.
+  gradient. Put the transformation where updates are still gradients: first in a
+  chain, on the gradient of each shard before the reduction, or on the mean over
+  shards that read the same parameters. Before the reduction, a shard whose
+  extra argument `weight` is zero keeps its moving mean.
 
   Args:
-    lam: The strength of the correction, a number that is not negative; 0.04 in
-      the paper, and 2 with `decay`.
+    lam: The strength of the correction, at least 0; 0.04 in the paper, and 2
+      with `decay`.
     decay: The decay of the moving mean of squares, at least 0 and less than 1,
       0.95 in the paper; `None` for a constant :math:`\lambda`.
     eps: A positive number that is added to the moving mean.
-    axis_name: The mapped axis, or a sequence of them, between whose shards the
+    axis_name: The mapped axis, or a sequence of axes, between whose shards the
       updates differ; the moving mean is then kept per shard (see `init_state`).
       `None` if updates are already the same on all shards.
 
@@ -90,11 +90,11 @@ def compensate_delay(
     NameError: In `init` and `update`, if an axis is not bound.
     TypeError: If an argument is not a real number; in `update`, if
       `read_params` is missing, a leaf is an integer or boolean, or the state is
-      of another transformation.
+      from another transformation.
     ValueError: If `lam` is negative, `decay` not a decay or `eps` not positive;
-      in `update`, if `params` is missing, trees do not fit each other, updates
-      are already reduced although `axis_name` is given or `read_params` differ,
-      or updates differ between shards without `axis_name`.
+      in `update`, if `params` is missing, the trees do not match, updates are
+      already reduced although `axis_name` is given or `read_params` differ, or
+      updates differ between shards without `axis_name`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -140,10 +140,10 @@ def compensate_delay(
     squares = jax.tree.map(_square, updates)
     lams = jax.tree.map(lambda _: lam, updates)
     if decay is not None:
-      counts = _counts(weight) if axes else True
+      counts = _updates_mean(weight) if axes else True
       mean_square = _record(state.mean_square, squares, decay, counts, axes)
       lams = jax.tree.map(lambda m: lam / jnp.sqrt(m + eps), mean_square)
-      state = _kept(state, mean_square, axes)
+      state = _next_state(state, mean_square, axes)
     nearer = leaves_lib.tree_map(_compensate, updates, moved, squares, lams)
     return nearer, state
 
@@ -151,25 +151,24 @@ def compensate_delay(
 
 
 def _moved(updates, params, read_params):
-  """Returns for each update how far its parameter has moved since.
+  """Returns the change of each parameter since it was read.
 
   Raises:
     TypeError: If `read_params` is missing.
-    ValueError: If `params` is missing, or a tree does not fit the updates.
+    ValueError: If `params` is missing, or a tree does not match the updates.
   """
   if params is None:
     raise ValueError(
-        '`params` of `compensate_delay` must be the present parameters, got'
-        ' None. Call `tx.update(updates, state, params, read_params=...)`.'
+        '`compensate_delay` needs the current parameters. Call'
+        ' `tx.update(updates, state, params, read_params=...)`.'
     )
   if read_params is None:
     raise TypeError(
-        '`read_params` of `compensate_delay` must be the parameters that the'
-        ' updates were computed from, got None. Call `tx.update(updates, state,'
-        ' params, read_params=...)`.'
+        '`compensate_delay` needs the parameters at which the updates were'
+        ' computed. Call `tx.update(updates, state, params, read_params=...)`.'
     )
-  # By path, because masks cover updates and parameters, but not extra
-  # arguments.
+  # Matched by path, because masks apply to updates and parameters, but not to
+  # extra arguments.
   now = dict(jax.tree.leaves_with_path(params))
   read = dict(jax.tree.leaves_with_path(read_params))
 
@@ -186,16 +185,18 @@ def _moved(updates, params, read_params):
 
 def _check_fits(name, leaves, path, update):
   if path not in leaves or jnp.shape(leaves[path]) != jnp.shape(update):
-    found = jnp.shape(leaves[path]) if path in leaves else 'nothing'
+    shape = (
+        f'the shape {jnp.shape(leaves[path])}' if path in leaves else 'no leaf'
+    )
     raise ValueError(
-        f'`{name}` of `compensate_delay` must have the leaves and the shapes of'
-        f' the updates, got {found} instead of {jnp.shape(update)} at'
-        f' {leaves_lib.name_of(path)}.'
+        f'`{name}` of `compensate_delay` has {shape} instead of the shape'
+        f' {jnp.shape(update)} of the updates at {leaves_lib.name_of(path)}.'
+        ' Pass the whole tree of parameters.'
     )
 
 
 def _square(update):
-  """Returns the squares of a leaf, in the dtype of the moving mean."""
+  """Returns the square of a leaf, in the dtype of the moving mean."""
   if leaves_lib.is_float0(update):
     return update
   update = leaves_lib.as_accumulator(update)
@@ -204,18 +205,18 @@ def _square(update):
   return update**2
 
 
-def _counts(weight):
-  """Returns whether a shard's squares go into its moving mean, bool []."""
+def _updates_mean(weight):
+  """Returns whether this shard updates its moving mean, bool []."""
   if weight is None:
     return True
   return weights.as_weight(weight, (), _CALLER) > 0
 
 
-def _record(kept, squares, decay, counts, axes):
-  """Returns a shard's own moving mean after one more update.
+def _record(stored, squares, decay, counts, axes):
+  """Returns the moving mean of a shard after one more update.
 
   Raises:
-    ValueError: If the squares do not fit the mean, or are already reduced.
+    ValueError: If the squares do not match the mean, or are already reduced.
   """
 
   def record(mean, square):
@@ -224,17 +225,17 @@ def _record(kept, squares, decay, counts, axes):
     after = decay * mean + (1 - decay) * square
     return jnp.where(counts, after.astype(mean.dtype), mean)
 
-  mean_square = states.own(kept, axes, _CALLER)
+  mean_square = states.own(stored, axes, _CALLER)
   arguments.check_like(squares, mean_square, _CALLER)
   arguments.check_varies_with(squares, mean_square, _CALLER)
   return leaves_lib.tree_map(record, mean_square, squares)
 
 
-def _kept(state, mean_square, axes):
+def _next_state(state, mean_square, axes):
   """Returns the state after an update.
 
   Raises:
-    ValueError: If the mean differs between shards, but is kept as one.
+    ValueError: If the mean differs between shards, but the state has one copy.
   """
   after = CompensateDelayState(states.store(mean_square, axes))
   states.check_kept(state, after, _CALLER)
@@ -242,12 +243,12 @@ def _kept(state, mean_square, axes):
 
 
 def _compensate(update, moved, square, lam):
-  """Returns the update of a leaf, corrected where its parameter has moved."""
+  """Corrects the update of a leaf where its parameter has moved."""
   if update is None or moved is None:
     return update
   factor = (jnp.asarray(lam, square.dtype) * square).astype(moved.dtype)
   nearer = leaves_lib.as_accumulator(update) + factor * moved
   nearer = nearer.astype(leaves_lib.dtype_of(update))
-  # A correction of zero may change the sign of a zero, and gives NaN for
-  # infinity.
+  # A correction of zero could change the sign of a zero, and would turn
+  # infinity into NaN.
   return jnp.where(moved == 0, update, nearer)

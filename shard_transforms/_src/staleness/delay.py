@@ -1,4 +1,4 @@
-"""`delay_updates`: applies updates some steps later."""
+"""`delay_updates`: updates that are applied some steps later."""
 
 import functools
 from typing import NamedTuple
@@ -18,13 +18,13 @@ _CALLER = 'delay_updates'
 
 
 def _pending_rule(_, reduction):
-  """Returns how pending updates keep their reduction over the shards."""
+  """Returns the resize rule that preserves the reduction of pending updates."""
   if reduction in ('mean', 'sum'):
     return states.Rule(resize=reduction)
   reason = (
-      f"`reduction` must be 'mean' or 'sum', got {reduction!r}: the updates"
-      ' that are pending on each shard, at {name}, give the same result only if'
-      ' it is known how shards are reduced. Give it to `place_state` or'
+      f"`reduction` must be 'mean' or 'sum', got {reduction!r}: the pending"
+      ' updates of each shard, at {name}, can be resized only if it is known'
+      ' how shards are reduced. Pass `reduction` to `place_state` or'
       ' `resize_state`.'
   )
   return states.Rule(resize='refuse', reason=reason)
@@ -37,8 +37,8 @@ class DelayUpdatesState(NamedTuple):
   inside the mapped function and of the number of shards outside.
 
   Attributes:
-    slot: Which of the pending updates is replaced next, int32 [].
-    pending: The updates that are still to come, and the last one that came, a
+    slot: The position of the pending update that is replaced next, int32 [].
+    pending: The updates that are not applied yet, and the last applied one, a
       tree like the parameters, each leaf [steps + 1, ...]; `()` without delay.
 
   Examples:
@@ -62,8 +62,8 @@ def delay_updates(
 
   .. math:: u_t \leftarrow u_{t - \text{steps}}
 
-  and the first `steps` calls give zeros. Use it to simulate the staleness of an
-  asynchronous run reproducibly; or to overlap a reduction with the computation
+  The first `steps` calls return zeros. Use it to simulate the staleness of an
+  asynchronous run reproducibly, or to overlap a reduction with the computation
   of the next gradient::
 
     optax.chain(cross_shard_mean('data'), delay_updates(2), adam)  # Simulation.
@@ -71,19 +71,18 @@ def delay_updates(
         delay_updates(1, axis_name='data'), cross_shard_mean('data'), adam)
 
   Before a reduction, that is, with `axis_name`, the extra argument `weight` is
-  refused: the reduction would combine it with the update of another step. After
-  the reduction, it has been used.
+  refused, because the reduction would combine it with the update of another
+  step. After the reduction, the weight has already been used.
 
-  Updates are kept in the dtypes of the parameters. A leaf without a gradient in
-  a call (`None` in its place) has none in the result of that call, and counts
-  as zero later.
+  Updates are stored in the dtypes of the parameters. If the gradient of a leaf
+  is `None` in a call, so is its result in that call, and the stored update is
+  zero.
 
   Args:
-    steps: By how many calls updates are late, at least 0. With 0, they pass
-      unchanged.
-    axis_name: The mapped axis, or a sequence of them, between whose shards the
-      updates differ; those pending are then kept per shard (see `init_state`).
-      `None` if updates are already the same on all shards.
+    steps: The delay in calls, at least 0. With 0, updates pass unchanged.
+    axis_name: The mapped axis, or a sequence of axes, between whose shards the
+      updates differ; pending updates are then kept per shard (see
+      `init_state`). `None` if updates are already the same on all shards.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `DelayUpdatesState`.
@@ -91,11 +90,11 @@ def delay_updates(
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
     TypeError: If `steps` is not an integer; in `update`, if a leaf is an
-      integer or boolean, or the state is of another transformation.
-    ValueError: If `steps` is negative; in `update`, if the tree is not the one
-      that the state was made for, updates are already reduced although
-      `axis_name` is given, or differ between shards although it is not, or
-      `weight` comes before the reduction.
+      integer or boolean, or the state is from another transformation.
+    ValueError: If `steps` is negative; in `update`, if the state was created
+      for another tree, updates are already reduced although `axis_name` is
+      given, or differ between shards although it is not, or `weight` is given
+      before the reduction.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -120,8 +119,8 @@ def delay_updates(
 
   def init_fn(params):
     axes_lib.size(axes, _CALLER)
-    start = functools.partial(_start, steps=steps, axes=axes)
-    pending = jax.tree.map(start, params) if steps else ()
+    init_pending = functools.partial(_init_pending, steps=steps, axes=axes)
+    pending = jax.tree.map(init_pending, params) if steps else ()
     return DelayUpdatesState(states.counter(), pending)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
@@ -134,10 +133,10 @@ def delay_updates(
     if axes:
       _check_unweighted(weight)
     _check_like(updates, pending)
-    put = functools.partial(_put, state.slot)
-    pending = leaves_lib.tree_map(put, pending, updates)
+    write = functools.partial(_write, state.slot)
+    pending = leaves_lib.tree_map(write, pending, updates)
     slot = (state.slot + 1) % (steps + 1)
-    oldest = jax.tree.map(functools.partial(_take, slot), pending)
+    oldest = jax.tree.map(functools.partial(_read, slot), pending)
     after = DelayUpdatesState(slot, states.store(pending, axes))
     states.check_kept(state, after, _CALLER)
     return leaves_lib.tree_map(_like, updates, oldest), after
@@ -145,25 +144,25 @@ def delay_updates(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _start(param, steps, axes):
-  """Returns zeros for each step; `None` where there is no gradient."""
+def _init_pending(param, steps, axes):
+  """Returns zeros for each step, or `None` if the leaf has no gradient."""
   dtype = leaves_lib.dtype_of(param)
   if not jnp.issubdtype(dtype, jnp.inexact):
     return None
-  # Unlike `jnp.zeros`, these vary over the axes over which the parameter does.
+  # Unlike `jnp.zeros`, these vary over the same axes as the parameter.
   zeros = jnp.zeros_like(param, dtype=dtype)
-  # With one slot more than steps, XLA writes in place: it reads another slot
-  # than it writes, and after the write.
+  # With one more slot than steps, XLA updates the buffer in place, because the
+  # slot that is read is not the slot that is written before.
   return states.store(lax.broadcast(zeros, (steps + 1,)), axes)
 
 
-def _take(slot, pending):
-  """Returns one of the pending updates of a leaf."""
+def _read(slot, pending):
+  """Returns the pending update of a leaf in a slot."""
   return lax.dynamic_index_in_dim(pending, slot, keepdims=False)
 
 
-def _put(slot, pending, update):
-  """Returns the pending updates of a leaf with one of them replaced."""
+def _write(slot, pending, update):
+  """Replaces the pending update of a leaf in a slot."""
   if pending is None:
     return None
   if update is None:
@@ -180,41 +179,41 @@ def _like(update, oldest):
 
 
 def _check_steps(pending, steps):
-  """Checks that a state was made for this number of steps.
+  """Checks that a state was created for this number of steps.
 
   Raises:
     ValueError: If it was not.
   """
-  found = {leaf.shape[0] - 1 for leaf in jax.tree.leaves(pending)}
-  if found - {steps}:
+  state_steps = {leaf.shape[0] - 1 for leaf in jax.tree.leaves(pending)}
+  if state_steps - {steps}:
     raise ValueError(
-        f'State of `{_CALLER}` must be made for {steps} steps, got one for'
-        f' {min(found)}. Make it with `init`.'
+        f'`{_CALLER}` with {steps} steps got a state for {min(state_steps)}'
+        ' steps. Create the state with `init` of this transformation.'
     )
 
 
 def _check_like(updates, pending):
-  """Checks that updates fit those that are pending.
+  """Checks that updates match the pending updates.
 
   Raises:
     TypeError: If a leaf is complex where the parameter is real.
-    ValueError: If a tree or a shape differs, or a leaf is already reduced.
+    ValueError: If the tree or a shape differs, or a leaf is already reduced.
   """
-  some = jax.tree.map(functools.partial(_take, 0), pending)
-  arguments.check_like(updates, some, _CALLER)
-  arguments.check_varies_with(updates, some, _CALLER)
+  example = jax.tree.map(functools.partial(_read, 0), pending)
+  arguments.check_like(updates, example, _CALLER)
+  arguments.check_varies_with(updates, example, _CALLER)
 
 
 def _check_unweighted(weight: chex.Numeric | None):
-  """Checks that no weight meets the update of another step.
+  """Checks that there is no weight before the reduction.
 
   Raises:
-    ValueError: If one would.
+    ValueError: If there is one.
   """
   if weight is not None:
     raise ValueError(
-        '`weight` of `delay_updates` must come after the reduction, got one'
-        ' before it, where it would meet the update of another step. Write'
-        " `optax.chain(cross_shard_mean('data'), delay_updates(steps), ...)`:"
-        ' the mean is delayed as its terms would be.'
+        '`delay_updates` before a reduction got a `weight`, which the'
+        ' reduction would combine with the update of another step. Delay the'
+        " mean instead: `optax.chain(cross_shard_mean('data'),"
+        ' delay_updates(steps), ...)`.'
     )

@@ -1,4 +1,4 @@
-"""Warnings that a compiled program reduces each micro-batch; no false ones."""
+"""Tests of the warning that a program reduces each micro-batch separately."""
 
 from absl.testing import parameterized
 import jax
@@ -28,7 +28,7 @@ def gradient(w, x):
 
 
 def stacked(layers, x):
-  """Returns the gradient of layers that a loop runs."""
+  """Returns the gradient of layers in a loop."""
 
   def loss(layers):
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0].sum()
@@ -58,7 +58,7 @@ def add(total, grad):
 
 
 def warnings_of(fn, *args, num_collectives=None):
-  """Returns the warnings; there must be something that is sent."""
+  """Returns the warnings of a program, which must communicate."""
   report = wire_report(fn, *args, compiled=True)
   assert report.num_collectives > 0
   if num_collectives is not None:
@@ -67,7 +67,7 @@ def warnings_of(fn, *args, num_collectives=None):
 
 
 def unmapped(fn, num_args=1):
-  """Maps a function of what is the same on all shards, without types."""
+  """Maps a function of replicated arguments, without tracking types."""
   specs = (P(),) * num_args
   return jax.shard_map(
       fn, mesh=modes.mesh(), in_specs=specs, out_specs=P(), check_vma=False
@@ -112,21 +112,21 @@ def of_scalars(w, xs):
   return lax.scan(turn, w, xs)[0]
 
 
-IN_LOOP = 'float32[4,16] in each of 4 turns of a loop that only adds'
+IN_LOOP = 'float32[4,16] in each of 4 iterations of a loop that only adds'
 ONE_BY_ONE = 'reduces 4 float32[4,16] one by one, and only adds up the results'
-# A step, what it is given, and what the warning says.
+# A step, its arguments, and words of the warning.
 COULD_WAIT = {
     'a difference': (*total_of(lambda t, g: t - 0.5 * g), [IN_LOOP]),
     'moved': (*total_of(lambda t, g: (t.T + g.T / 3).T), [IN_LOOP]),
     'turns that are not known': (
         *(of_unknown_length, (W, X, array(dtype=jnp.int32))),
-        ['in each turn of a loop'],
+        ['in each iteration of a loop'],
     ),
     'layers in a loop': (
         *(accumulate(add, stacked), (array(5, 16, 16), XS)),
-        ['float32[16,16] in each of 4 turns of a loop that', 'sends 35,840 by'],
+        ['float32[16,16] in each of 4 iterations of a loop', 'sends 35,840 by'],
     ),
-    'scalars': (of_scalars, (array(), XS), ['in each of 4 turns']),
+    'scalars': (of_scalars, (array(), XS), ['in each of 4 iterations']),
     'in Python, moved': (
         in_python(lambda x: (x[0] - x[1] / 3) - (x[2] + x[3]).T.T),
         *(MICRO_BATCHES, [ONE_BY_ONE]),
@@ -137,7 +137,7 @@ COULD_WAIT = {
     ),
     'unrolled in part': (
         *(unrolled, MICRO_BATCHES),
-        ['reduces 2 float32[4,16] in each of 2 turns'],
+        ['reduces 2 float32[4,16] in each of 2 iterations'],
     ),
 }
 
@@ -187,7 +187,7 @@ def maxima(x):
 
 
 def different_terms(w, xs):
-  # Of two lines.
+  # Two lines of the program.
   first = gradient(w, xs[0])
   second = gradient(w, xs[1])
   return first + second
@@ -195,13 +195,13 @@ def different_terms(w, xs):
 
 LAYERS = array(5, 16, 16), XS
 CANNOT_WAIT = {
-    # What is not linear in the gradient.
+    # Results that are not linear in the gradient.
     'a square': total_of(lambda t, g: t + g**2),
     'a maximum of both': total_of(jnp.maximum),
-    # What the next turn reads.
+    # Values that the next iteration reads.
     'a factor': total_of(lambda t, g: t + g * t),
     'a part': total_of(lambda t, g: 0.9 * t.at[0].set(t[0] ** 2) + g),
-    # What an inner loop adds up, but the outer one does not.
+    # Values that an inner loop adds up, but the outer loop does not.
     'an inner loop': total_of(
         lambda t, g: jnp.maximum(
             t, lax.fori_loop(0, 9, lambda _, x: x / 2 - g, jnp.ones_like(g))
@@ -251,7 +251,7 @@ def multi_steps(inner, **options):
 
 
 def collecting(collect):
-  """Returns a transformation whose state is a total, a counter, and Adam's."""
+  """Returns a transformation with a total, a counter, and the state of Adam."""
 
   def init(params):
     return jnp.zeros_like(params), jnp.int32(0), ADAM.init(params)
@@ -384,7 +384,7 @@ READING = {
     'clip': optax.chain(optax.clip_by_global_norm(1.0), ADAM),
     'apply_if_finite': optax.apply_if_finite(ADAM, 3),
     'MultiSteps of one': optax.MultiSteps(ADAM, 1).gradient_transformation(),
-    # It looks at each gradient, so none can wait.
+    # The transformation reads each gradient, so no reduction can wait.
     'MultiSteps, skip': multi_steps(
         ADAM, should_skip_update_fn=optax.skip_not_finite
     ),
@@ -457,13 +457,13 @@ true_computation=%empty, false_computation=%wait
 
 class AccumulationTest(parameterized.TestCase):
 
-  def test_says_what_to_do_in_a_loop(self):
+  def test_recommends_a_cure_for_a_loop(self):
     report = wire_report(accumulate(add), *MICRO_BATCHES, compiled=True)
 
     (warning,) = report.warnings
     self.assertContainsInOrder(
         [
-            # XLA has the gradient transposed.
+            # The gradient is transposed in XLA.
             '`psum`',
             f'reduces {IN_LOOP}',
             'which sends 1,792 bytes: accumulate on each shard and reduce once',
@@ -475,7 +475,7 @@ class AccumulationTest(parameterized.TestCase):
     self.assertEqual(report.total_bytes, 1792)
 
   @cases.parameters(*COULD_WAIT)
-  def test_warns_of_a_reduction_that_could_wait(self, name):
+  def test_warns_about_a_reduction_that_could_wait(self, name):
     step, given, words = COULD_WAIT[name]
 
     (warning,) = warnings_of(step, *given)
@@ -483,14 +483,14 @@ class AccumulationTest(parameterized.TestCase):
     self.assertContainsInOrder(words, warning)
 
   @cases.parameters(*CANNOT_WAIT)
-  def test_does_not_warn_of_one_that_cannot(self, name):
+  def test_does_not_warn_about_a_reduction_that_cannot_wait(self, name):
     step, given = CANNOT_WAIT[name]
 
     self.assertEmpty(warnings_of(step, *given))
 
   @cases.product(widths=((4, 5), (5, 4)))
-  def test_counts_the_arrays_that_can_wait_alone(self, widths):
-    # One operation reduces both; which of them comes first must not matter.
+  def test_counts_only_arrays_that_can_wait(self, widths):
+    # One operation reduces both arrays, in either order.
     def step(xs):
       def turn(carry, x):
         grads = [gradient(jnp.ones_like(w), x) for w in carry]
@@ -508,7 +508,7 @@ class AccumulationTest(parameterized.TestCase):
     self.assertEqual(report.merged.num_collectives, 4)
 
   @cases.parameters(*COLLECTING)
-  def test_warns_of_calls_that_add_up(self, name):
+  def test_warns_about_calls_that_add_up(self, name):
     tx = COLLECTING[name]
 
     (warning,) = warnings_of(call(tx), W, state_of(tx), X)
@@ -523,28 +523,30 @@ class AccumulationTest(parameterized.TestCase):
     )
 
   @cases.parameters('MultiSteps', 'by the first')
-  def test_warns_of_a_scan_of_such_calls(self, name):
+  def test_warns_about_a_scan_of_such_calls(self, name):
     tx = COLLECTING[name]
 
     (warning,) = warnings_of(scanned(tx), W, state_of(tx), XS)
 
-    self.assertIn('in each of 4 turns of a loop that only adds up', warning)
+    self.assertIn(
+        'in each of 4 iterations of a loop that only adds up', warning
+    )
 
   @cases.parameters(*READING)
-  def test_does_not_warn_of_a_step_that_reads_the_gradient(self, name):
+  def test_does_not_warn_about_a_step_that_reads_the_gradient(self, name):
     tx = READING[name]
 
     found = warnings_of(call(tx), W, state_of(tx), X, num_collectives=1)
 
     self.assertEmpty(found)
 
-  def test_a_branch_may_take_nothing(self):
+  def test_a_branch_may_have_no_operands(self):
     (warning,) = hlo_wire_report(ADD + EMPTIED_FROM_NOTHING).warnings
 
     self.assertIn('reduces float32[3] in each call, and only adds', warning)
 
-  def test_does_not_warn_of_results_that_only_a_tuple_holds(self):
-    # As where XLA leaves the tuple of an operation as that of the body.
+  def test_does_not_warn_about_results_in_a_tuple(self):
+    # XLA may use the tuple of an operation as the tuple of the body.
     report = hlo_wire_report(ADD + TUPLE_OF_SUMS)
 
     self.assertLen(report.collectives, 2)

@@ -1,4 +1,4 @@
-"""Texts of compiled programs, in the spellings of versions and backends."""
+"""Tests of the parser of compiled programs."""
 
 from absl.testing import parameterized
 import jax
@@ -8,8 +8,8 @@ from shard_transforms.monitoring import hlo_wire_report
 
 MESH = jax.sharding.AbstractMesh((4, 2), ('data', 'model'))
 DATA = "mesh['data'=4,'model'=2] {'data'}"
-# What may stand around an instruction: `LINE` is one of the entry, which is
-# called `%n`, and takes `%c`, and `BODY` one of the body of a loop of `%x`.
+# The text around an instruction: `LINE` is an instruction `%n` of the entry
+# with the operand `%c`, and `BODY` is in the body of a loop over `%x`.
 TEXT = r"""HloModule jit_f, is_scheduled=true, replica_count=2, num_partitions=4
 
 FileNames
@@ -76,7 +76,7 @@ def report_on(line, body='%next = pred[] copy(%due)'):
 
 
 def sent(line):
-  """Returns the one collective of an instruction."""
+  """Returns the collective of an instruction."""
   (collective,) = report_on(f'%n = {line}').collectives
   return collective
 
@@ -91,7 +91,7 @@ class InstructionTest(parameterized.TestCase):
       ('c64', 'complex64', 24),
       ('f8e4m3fn', 'float8_e4m3fn', 3),
   )
-  def test_knows_dtypes(self, xla_dtype, dtype, num_bytes):
+  def test_supports_dtypes(self, xla_dtype, dtype, num_bytes):
     found = report_on(
         f'%p = {xla_dtype}[3]{{0:T(8)}} parameter(2)\n'
         f'%n = {xla_dtype}[12] all-gather({xla_dtype}[3] %p),'
@@ -101,7 +101,7 @@ class InstructionTest(parameterized.TestCase):
     self.assertEqual(found.dtype, dtype)
     self.assertEqual(found.payload_bytes, num_bytes)
 
-  # What is taken on from it is its result alone.
+  # Only the result of the start is used.
   @cases.parameters(
       ('f32[8]{0} all-gather(%c)', 32),
       ('(f32[2]{0}, f32[8]{0}) all-gather-start(%c)', 32),
@@ -109,9 +109,7 @@ class InstructionTest(parameterized.TestCase):
       ('((f32[2]), f32[1], u32[]) reduce-scatter-start(%c), to_apply=%add', 4),
       ('((f32[2]), f32[4]) all-reduce-start(%c), to_apply=%add', 16),
   )
-  def test_tells_what_is_given_from_what_is_carried_along(
-      self, text, num_bytes
-  ):
+  def test_distinguishes_operands_from_results(self, text, num_bytes):
     groups = f'replica_groups={DATA}'
     if 'permute' in text:
       groups = 'source_target_pairs={{0,2},{2,4},{4,6},{6,0}}'
@@ -134,7 +132,7 @@ class InstructionTest(parameterized.TestCase):
       ('jit(f)/x, y={z}/psum', 'x, y={z}'),
       ('', ''),
   )
-  def test_leaves_the_scopes_that_the_user_named(self, op_name, scope):
+  def test_scope_contains_only_named_scopes(self, op_name, scope):
     found = sent(
         f'f32[2] {SUM}, metadata={{op_name="{op_name}" stack_frame_id=2}}'
     )
@@ -142,7 +140,7 @@ class InstructionTest(parameterized.TestCase):
     self.assertEqual((found.scope, found.source), (scope, '/home/a {b}.py:20'))
 
 
-# Of 8 devices in 4 rows along 'data' of 2 along 'model'.
+# 8 devices in 4 rows along 'data' with 2 along 'model'.
 GROUPS = (
     ('{{0,1},{2,3},{4,5},{6,7}}', ('model',), 2),
     ('{{0, 2, 4, 6}, {1, 3, 5, 7}}', ('data',), 4),
@@ -157,7 +155,7 @@ GROUPS = (
     (DATA, ('data',), 4),
     ("mesh['data'=4,'model'=2] {'model'}", ('model',), 2),
     ("mesh['data'=4,'model'=2] {'data','model'}", ('data', 'model'), 8),
-    # The major two of the four along an axis, and the minor two.
+    # The major and the minor two of four along an axis.
     ("mesh['i'=4,'j'=2] {'i':(1)2}", ('data',), 2),
     ("mesh['i'=2,'j'=4] {'j':(1)2}", ('data',), 2),
     ("mesh['i'=2,'j'=4] {'j':(2)2}", ('model',), 2),
@@ -169,18 +167,18 @@ GROUPS = (
 class GroupsTest(parameterized.TestCase):
 
   @cases.parameters(*GROUPS)
-  def test_reads_every_spelling(self, groups, axes, num_shards):
+  def test_parses_every_notation_of_groups(self, groups, axes, num_shards):
     found = sent(SUM.replace(DATA, groups).replace('all-', 'f32[2] all-'))
 
     self.assertEqual((found.axes, found.num_shards), (axes, num_shards))
 
   @cases.parameters(
-      # A ring along an axis, some of it in one group of devices each.
+      # A ring along an axis, in several groups of devices.
       ('{{0,2},{2,4},{4,6},{6,0}}', ('data',), 4),
       ('{{0,1},{1,0}}', ('model',), 2),
       ('{{0,0},{1,1}}', (), 1),
   )
-  def test_reads_pairs(self, pairs, axes, num_shards):
+  def test_parses_pairs(self, pairs, axes, num_shards):
     found = sent(f'f32[2] collective-permute(%c), source_target_pairs={pairs}')
 
     self.assertEqual((found.axes, found.num_shards), (axes, num_shards))
@@ -193,7 +191,7 @@ class LoopTest(parameterized.TestCase):
       (r'backend_config="{\"known_trip_count\":{\"n\":\"12\"}}"', 12, False),
       ('metadata={op_name="jit(f)/while" stack_frame_id=1}', 1, True),
   )
-  def test_reads_its_turns(self, attribute, times, in_while):
+  def test_parses_trip_counts(self, attribute, times, in_while):
     found = self.of_loop('%next = pred[] copy(%not)', attribute)
 
     self.assertEqual((found.times, found.in_while), (times, in_while))
@@ -206,7 +204,7 @@ class LoopTest(parameterized.TestCase):
       ('fusion(%due), kind=kLoop, calls=%moved', False),
       ('copy(%not)', False),
   )
-  def test_turns_at_most_once_if_the_next_decision_is_false(self, text, once):
+  def test_runs_at_most_once_if_the_body_ends_it(self, text, once):
     found = self.of_loop(f'%next = pred[] {text}')
 
     self.assertEqual((found.conditional, found.in_while), (once, not once))
@@ -224,23 +222,26 @@ class LoopTest(parameterized.TestCase):
 
 NOTHING = '%n = f32[2] sine(%c)'
 ERRORS = (
-    # It may send something.
-    ('%n = f32[2] collective-reduce(%c), dimensions={0}', 'spell what it send'),
-    ('%n = f32[2] told(%c), replica_groups={{0,1}}', 'spell what it sends'),
-    ('%n := f32[2] all-reduce(%c)', 'spell what it sends in a way that is'),
-    # What it refers to is not there.
-    (f'%n = f32[2] {SUM}'.replace('%c', '%d'), "define what it uses, got 'd'"),
+    # The line may communicate.
+    (
+        '%n = f32[2] collective-reduce(%c), dimensions={0}',
+        'has a line that may',
+    ),
+    ('%n = f32[2] unknown(%c), replica_groups={{0,1}}', 'cannot be parsed'),
+    ('%n := f32[2] all-reduce(%c)', 'may communicate and cannot be parsed'),
+    # The operand is not defined.
+    (f'%n = f32[2] {SUM}'.replace('%c', '%d'), "uses 'd' without a definition"),
     # Groups.
-    (f'%n = f32[2] {SUM}'.replace(DATA, 'none'), 'spell groups of devices in'),
-    (f'%n = f32[2] {SUM}'.replace(DATA, '[2,4]<=8'), 'spell groups of devices'),
-    (f'%n = f32[2] {SUM}'.replace(DATA, '{{0,8}}'), 'devices of the 8 of its'),
-    (f'%n = f32[2] {SUM}'.replace(DATA, '[2,8]<=[16]'), 'devices of the 8 of'),
+    (f'%n = f32[2] {SUM}'.replace(DATA, 'none'), 'groups in an unknown not'),
+    (f'%n = f32[2] {SUM}'.replace(DATA, '[2,4]<=8'), 'groups in an unknown n'),
+    (f'%n = f32[2] {SUM}'.replace(DATA, '{{0,8}}'), 'has 8 devices'),
+    (f'%n = f32[2] {SUM}'.replace(DATA, '[2,8]<=[16]'), 'has 8 devices'),
 )
 TEXT_ERRORS = (
-    ('', r'must hold an `HloModule`, got .*\.compile\(\)\.as_text'),
-    ('module @jit_f {\n}', 'must hold an `HloModule`, got'),
-    (TEXT[: TEXT.index('ENTRY')], 'must hold an `ENTRY`'),
-    (TEXT.replace('is_scheduled=true, ', ''), 'must be of an optimized progra'),
+    ('', r'does not contain an `HloModule`: .*\.compile\(\)\.as_text'),
+    ('module @jit_f {\n}', 'does not contain an `HloModule`'),
+    (TEXT[: TEXT.index('ENTRY')], 'does not contain an `ENTRY`'),
+    (TEXT.replace('is_scheduled=true, ', ''), 'is not an optimized program'),
 )
 
 
@@ -248,7 +249,7 @@ class ErrorTest(parameterized.TestCase):
 
   @cases.parameters(*ERRORS)
   def test_refuses_a_line(self, line, words):
-    with self.assertRaisesRegex(ValueError, f'`text` must .*{words}'):
+    with self.assertRaisesRegex(ValueError, f'`text` .*{words}'):
       report_on(line)
 
   @cases.parameters(*TEXT_ERRORS)
@@ -257,5 +258,5 @@ class ErrorTest(parameterized.TestCase):
       hlo_wire_report(text, MESH)
 
   @cases.parameters(NOTHING, '!!! of later days')
-  def test_passes_over_what_sends_nothing(self, line):
+  def test_ignores_lines_without_communication(self, line):
     self.assertEmpty(report_on(line).collectives)

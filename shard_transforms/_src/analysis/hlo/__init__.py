@@ -1,1 +1,1 @@
-"""The text of compiled programs (HLO), parsed and followed."""
+"""Parsing and dataflow analysis of the text of compiled programs (HLO)."""

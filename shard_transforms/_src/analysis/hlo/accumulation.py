@@ -1,145 +1,152 @@
 """Accumulation in a compiled program: reduced values that are added up.
 
 The sum of reductions is the reduction of the sum. Values are followed forward
-through steps that are linear in each of their inputs; any other step ends the
-search.
+through instructions that are linear in each of their inputs; any other
+instruction ends the search.
 """
 
 import collections
 from collections.abc import Iterator
 from collections.abc import Sequence
 
-from shard_transforms._src.analysis.hlo import flow
+from shard_transforms._src.analysis.hlo import dataflow
 from shard_transforms._src.analysis.hlo import program as hlo_program
 
 _REDUCTIONS = ('all-reduce', 'reduce-scatter')
 _ADDITIONS = 'add', 'subtract'
 _LINEAR = *_ADDITIONS, *_REDUCTIONS, 'get-tuple-element', 'slice'
-# Mark values that are summed on their way, because a sum of sums cannot wait,
-# and those that become a part of a larger array.
+# Marks of values that are summed on the way, because a sum of sums cannot wait,
+# and of values that become a part of a larger array.
 _SUMMED, _STACKED = 'summed', 'stacked'
 
 
-def carried(graph: flow.Graph) -> Iterator[tuple[flow.Node, flow.Loop]]:
-  """Yields reductions that are only added up in what a loop carries.
+def carried(
+    graph: dataflow.Graph,
+) -> Iterator[tuple[dataflow.Node, dataflow.Loop]]:
+  """Yields reductions that are only added up in the carry of a loop.
 
-  Each result comes with the outermost loop behind which it could be reduced;
-  the program itself is one, which each call repeats. A turn may add up what an
-  inner loop adds up or stacks, such as the gradients of layers.
+  Each result comes with the outermost loop after which it could be reduced; the
+  program itself counts as a loop, which each call repeats. An iteration may add
+  up values that an inner loop adds up or stacks, such as the gradients of
+  layers.
 
   Args:
     graph: The values of a program.
   """
-  totals = dict(_emptied_totals(graph))
+  totals = dict(_reset_totals(graph))
   ends = _ends(graph, totals)
-  kept = _kept(graph, totals, ends)
+  accumulated = _accumulated_carries(graph, totals, ends)
   for node in _reduced(graph):
-    if loop := _last_loop(node, ends, kept):
+    if loop := _last_loop(node, ends, accumulated):
       yield node, loop
 
 
-def _kept(graph, totals, ends):
-  """Returns the places of loops that are only added to, with marks."""
+def _accumulated_carries(graph, totals, ends):
+  """Returns the carries of loops that are only added to, with marks."""
   program, *loops = graph.loops
-  # Any argument of the program may be the state of the call before.
+  # Any argument of the program may be the state of the previous call.
   arguments = [ends[node] for node in program.carry.values()]
-  kept = {place: set() for place in totals.values() if {place} in arguments}
+  accumulated = {
+      place: set() for place in totals.values() if {place} in arguments
+  }
   for loop in loops:
     for i, node in loop.carry.items():
       marks = ends[node] - {(loop, i)}
       if marks <= {_STACKED}:
-        kept[loop, i] = marks
-  return kept
+        accumulated[loop, i] = marks
+  return accumulated
 
 
-def _last_loop(node, ends, kept):
-  """Returns the outermost loop that only adds up a value, if there is one."""
-  found, loop, values = None, node.loop, [node]
+def _last_loop(node, ends, accumulated):
+  """Returns the outermost loop that only adds up a value, if any."""
+  outermost, loop, values = None, node.loop, [node]
   while loop is not None and not any(value.is_chosen for value in values):
     marked = set().union(*map(ends.get, values)) - {_SUMMED}
-    places = marked - {_STACKED}
-    if not places or any(x not in kept or x[0] is not loop for x in places):
+    carries = marked - {_STACKED}
+    if not carries or any(
+        x not in accumulated or x[0] is not loop for x in carries
+    ):
       break
-    if _STACKED not in marked.union(*map(kept.get, places)):
-      found = loop
-    numbers = {i for _, i in places}
-    values = loop.node and flow.results(loop.node)
-    values = [x for x in values or () if (x.index or 0) in numbers]
+    if _STACKED not in marked.union(*map(accumulated.get, carries)):
+      outermost = loop
+    indices = {i for _, i in carries}
+    values = loop.node and dataflow.results(loop.node)
+    values = [x for x in values or () if (x.index or 0) in indices]
     loop = loop.outer
-  return found
+  return outermost
 
 
 def joined(
-    module: hlo_program.Module, graph: flow.Graph
-) -> Iterator[Sequence[flow.Node]]:
-  """Yields results of several reductions that are only added to each other.
+    module: hlo_program.Module, graph: dataflow.Graph
+) -> Iterator[Sequence[dataflow.Node]]:
+  """Yields groups of reductions that are only added to each other.
 
-  Those of one group come from the same lines of the program, as where a loop in
-  Python computes them.
+  The reductions of a group come from the same lines of the program, for example
+  from a loop in Python.
 
   Args:
     module: The program.
-    graph: Its values.
+    graph: The values of the program.
   """
   groups = collections.defaultdict(list)
   for node in _reduced(graph):
     reduction = sender(node)
-    given = reduction.inputs[node.index or 0]
-    if lines := module.sources(given.instruction):
+    operand = reduction.inputs[node.index or 0]
+    if lines := module.sources(operand.instruction):
       devices = reduction.instruction.attributes.get('replica_groups')
       groups[_total(graph, node), lines, devices].append(node)
   yield from (group for group in groups.values() if len(group) > 1)
 
 
-def sender(result: flow.Node) -> flow.Node:
+def sender(result: dataflow.Node) -> dataflow.Node:
   """Returns the collective that a value is a result of."""
   return result if result.index is None else result.inputs[0]
 
 
 def _reduced(graph):
-  """Yields the results of reductions, one for each array."""
+  """Yields the results of reductions, one per array."""
   for node in graph.nodes:
     if node.collective in _REDUCTIONS:
-      yield from flow.results(node)
+      yield from dataflow.results(node)
 
 
 def _ends(graph, totals):
-  """Returns, by value, the places to which it is only added.
+  """Returns the carries to which each value is only added.
 
-  They include `None` for any other use, and marks of what is on the way.
+  They include `None` for any other use, and marks of instructions on the way.
 
   Args:
     graph: The values of a program.
-    totals: The places to which some values are known to belong.
+    totals: The carries to which some values are known to belong.
   """
   ends = collections.defaultdict(set)
   ends.update((node, set(places)) for node, places in graph.places.items())
   for node in reversed(graph.nodes):
     if node in totals:
       ends[node] = {totals[node]}
-    found = ends[node]
+    marks = ends[node]
     if node.collective in _REDUCTIONS:
-      found = found | {_SUMMED}
+      marks = marks | {_SUMMED}
     elif node.opcode == 'dynamic-update-slice':
-      found = found | {_STACKED}
-    for given in node.inputs:
-      ends[given] |= found if _is_linear(node, given) else {None}
+      marks = marks | {_STACKED}
+    for operand in node.inputs:
+      ends[operand] |= marks if _is_linear(node, operand) else {None}
   return ends
 
 
-def _is_linear(node, given):
+def _is_linear(node, operand):
   if node.opcode == 'select':
-    return given is not node.inputs[0]
+    return operand is not node.inputs[0]
   if node.opcode == 'dynamic-slice':
-    return given is node.inputs[0]
+    return operand is node.inputs[0]
   if node.opcode == 'dynamic-update-slice':
-    return given in node.inputs[:2]
-  is_sum = node.opcode in _LINEAR and flow.is_inexact(node)
-  return is_sum or flow.is_multiple(node, given)
+    return operand in node.inputs[:2]
+  is_sum = node.opcode in _LINEAR and dataflow.is_inexact(node)
+  return is_sum or dataflow.is_multiple(node, operand)
 
 
 def _total(graph, node):
-  """Returns the last sum in which a value ends that has no other use."""
+  """Returns the last sum to which a value without other uses contributes."""
   while node not in graph.places and len(node.users) == 1:
     (user,) = node.users
     is_choice = user.opcode == 'select' or user.collective
@@ -149,47 +156,49 @@ def _total(graph, node):
   return node
 
 
-def _emptied_totals(graph):
-  """Yields totals that some turns read and empty, each with its place."""
+def _reset_totals(graph):
+  """Yields totals that some iterations read and reset, with their carries."""
   fixed = _fixed(graph)
   for loop in graph.loops:
     arguments = {*loop.carry.values()}
     for i, output in loop.outputs.items():
       last = _origin(output)
-      total = _unless_emptied(last, fixed)
+      total = _total_unless_reset(last, fixed)
       if total is None and last.opcode in _ADDITIONS:
-        # It may be emptied by the first turn of a window.
-        given = [_unless_emptied(_origin(n), fixed) for n in last.inputs]
-        total = last if arguments.intersection(given) else None
+        # The first iteration of a window may reset it.
+        candidates = [
+            _total_unless_reset(_origin(n), fixed) for n in last.inputs
+        ]
+        total = last if arguments.intersection(candidates) else None
       if total is not None and _is_read_at_times(graph, total, (loop, i)):
         yield total, (loop, i)
 
 
 def _fixed(graph):
-  """Returns the values that do not change after the first turn.
+  """Returns the values that do not change after the first iteration.
 
-  The counter of a window of one step is always 0: it empties a total each time.
+  The counter of a window of one step is always 0, and resets a total each time.
   """
   fixed = set()
   for loop in graph.loops:
     ends = {i for i, x in loop.outputs.items() if x.opcode == 'constant'}
     fixed |= {node for i, node in loop.carry.items() if i in ends}
   for node in graph.nodes:
-    known = node.inputs and fixed.issuperset(node.inputs)
-    if known or node.opcode == 'constant':
+    is_fixed = node.inputs and fixed.issuperset(node.inputs)
+    if is_fixed or node.opcode == 'constant':
       fixed.add(node)
   return fixed
 
 
-def _unless_emptied(node, fixed):
-  """Returns the total if a value is in some turns a copy of it, else zero."""
+def _total_unless_reset(node, fixed):
+  """Returns the total of which a value is a copy unless it is reset to zero."""
   totals = set()
   if node.opcode == 'multiply':
     for switch, other in (node.inputs, node.inputs[::-1]):
       is_switch = switch not in fixed and _is_switch(switch)
       totals |= {other} if is_switch else set()
   elif node.opcode == 'select' and (
-      node.inputs[0] not in fixed and flow.is_repeated(node.inputs[0])
+      node.inputs[0] not in fixed and dataflow.is_repeated(node.inputs[0])
   ):
     arms = {*map(_origin, node.inputs[1:])}
     totals = {arm for arm in arms if not _is_number(arm, '0')}
@@ -198,29 +207,29 @@ def _unless_emptied(node, fixed):
 
 
 def _is_read_at_times(graph, total, place):
-  """Whether nothing but one place sees a total in each turn."""
+  """Whether a total is used only by its carry in every iteration."""
   seen = {total}
   for node in graph.nodes:
-    if node.opcode == 'select' and flow.is_repeated(node.inputs[0]):
+    if node.opcode == 'select' and dataflow.is_repeated(node.inputs[0]):
       decision, *arms = node.inputs
       is_seen = decision in seen or all(arm in seen for arm in arms)
     elif node.opcode == 'multiply' and any(map(_is_switch, node.inputs)):
       is_seen = False
     else:
-      is_seen = any(given in seen for given in node.inputs)
+      is_seen = any(operand in seen for operand in node.inputs)
     if is_seen:
       seen.add(node)
   return all(graph.places.get(node, {place}) == {place} for node in seen)
 
 
 def _is_switch(node):
-  """Whether it is a number, repeated, that a condition makes zero."""
+  """Whether it is a repeated scalar that a condition sets to zero."""
   if node.array.xla_dtype == 'pred':
     return node.array.size == 1
   if node.opcode == 'select':
     zeros = [n for n in node.inputs[1:] if _is_number(n, '0')]
-    return bool(zeros) and flow.is_repeated(node.inputs[0])
-  if node.opcode == 'broadcast' or node.opcode in flow.MOVES:
+    return bool(zeros) and dataflow.is_repeated(node.inputs[0])
+  if node.opcode == 'broadcast' or node.opcode in dataflow.MOVES:
     return _is_switch(node.inputs[0])
   if node.array.size > 1:
     return False
@@ -230,7 +239,7 @@ def _is_switch(node):
 
 
 def _is_number(node, text):
-  origins = flow.sources(node, ('broadcast', *flow.MOVES))
+  origins = dataflow.sources(node, ('broadcast', *dataflow.MOVES))
   return all(
       origin.opcode == 'constant' and origin.instruction.operand_text == text
       for origin in origins
@@ -239,6 +248,6 @@ def _is_number(node, text):
 
 def _origin(node):
   """Returns the value that was moved."""
-  while node.opcode in flow.MOVES:
+  while node.opcode in dataflow.MOVES:
     (node,) = node.inputs[:1]
   return node

@@ -1,7 +1,7 @@
 """Compiled programs: computations of instructions, each from a line of text.
 
-Only the name and opcode of an instruction are read at once. The rest of a line
-is read when it is asked for, because few instructions send anything.
+Only the name and opcode of an instruction are parsed immediately. The rest of a
+line is parsed on demand, because few instructions communicate.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ import re
 _ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=?]*)\]')
 _SIZE = re.compile(r'\d+|\?')
 _DTYPES = {'pred': 'bool', 'bf16': 'bfloat16'}
-_KINDS = {'f': 'float', 's': 'int', 'u': 'uint', 'c': 'complex'}
-# A collective that starts early ends in `-start`.
+_PREFIXES = {'f': 'float', 's': 'int', 'u': 'uint', 'c': 'complex'}
+# An asynchronous collective ends in `-start`.
 _COLLECTIVE = re.compile(
     r'(all-(?:gather|reduce|to-all)|collective-(?:broadcast|permute)'
     r'|ragged-all-to-all|reduce-scatter)(?:-start)?'
@@ -26,7 +26,7 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'known_trip_count\\*":\{\\*"n\\*":\\*"(\d+)')
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(\[{)\]},/]')
 _FIELD = re.compile(r'(\w+)=(?:"((?:[^"\\]|\\.)*)"|(\w+))')
-# Names that JAX adds to operations besides scopes.
+# Names that JAX adds to operations, which are not scopes.
 _NOT_SCOPES = re.compile(
     r'while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|shard_map|checkpoint'
     r'|rematted_computation|custom_[jv][jv]p_call|custom_lin|p?jit(\(.*)?|pmap'
@@ -39,8 +39,8 @@ class Array:
   """An array type, such as `f32[8,16]{1,0}`.
 
   Attributes:
-    xla_dtype: Its dtype as XLA calls it.
-    shape: Its shape, on one device.
+    xla_dtype: The name of the dtype in XLA.
+    shape: The shape on one device.
   """
 
   xla_dtype: str
@@ -48,13 +48,13 @@ class Array:
 
   @property
   def dtype(self) -> str:
-    """The name of its dtype in JAX."""
+    """The name of the dtype in JAX."""
     name = self.xla_dtype
     if name in _DTYPES:
       return _DTYPES[name]
-    kind = _KINDS.get(name[0], name[0])
-    # Such as `f8e4m3fn`: JAX puts an underscore after the bits.
-    return kind + re.sub(r'^(\d+)(?=e)', r'\1_', name[1:])
+    prefix = _PREFIXES.get(name[0], name[0])
+    # For `f8e4m3fn` and similar dtypes, JAX adds an underscore after the bits.
+    return prefix + re.sub(r'^(\d+)(?=e)', r'\1_', name[1:])
 
   @property
   def bits(self) -> int:
@@ -71,7 +71,7 @@ class Array:
 
   @property
   def num_bytes(self) -> int:
-    """Its bytes on one device."""
+    """The number of bytes on one device."""
     return -(-self.size * self.bits // 8)
 
   def __str__(self) -> str:
@@ -83,12 +83,12 @@ class Instruction:
   """An instruction of a computation.
 
   Attributes:
-    name: Its name.
-    opcode: What it does.
-    result_text: The type of its result.
-    operand_text: The text in the parentheses behind the opcode.
-    attribute_text: The text behind these.
-    is_root: Whether its result is that of its computation.
+    name: The name.
+    opcode: The operation.
+    result_text: The type of the result.
+    operand_text: The text in the parentheses after the opcode.
+    attribute_text: The text after the parentheses.
+    is_root: Whether it is the result of its computation.
   """
 
   name: str
@@ -100,34 +100,34 @@ class Instruction:
 
   @functools.cached_property
   def arrays(self) -> tuple[Array, ...]:
-    """Its results; the leaves of a tuple."""
+    """The arrays of the result; the leaves of a tuple."""
     return read_arrays(self.result_text)
 
   @functools.cached_property
   def operands(self) -> tuple[str, ...]:
-    """The names of its operands."""
+    """The names of the operands."""
     if self.opcode in ('constant', 'parameter', 'iota'):
       return ()
-    # A type may stand before the name.
+    # A type may precede the name.
     parts = split(self.operand_text)
     return tuple(part.split()[-1].lstrip('%') for part in parts)
 
   @functools.cached_property
   def attributes(self) -> Mapping[str, str]:
-    """Its attributes as text, by name."""
+    """The attributes as text, by name."""
     return read_attributes(self.attribute_text)
 
   @property
   def collective(self) -> str | None:
-    """The opcode of the collective that it is or starts."""
-    found = _COLLECTIVE.fullmatch(self.opcode)
-    return found[1] if found else None
+    """The opcode of the collective, if it is one or starts one."""
+    match = _COLLECTIVE.fullmatch(self.opcode)
+    return match[1] if match else None
 
   @property
   def results(self) -> tuple[Array, ...]:
-    """Its results once it is done."""
-    # Asynchronous starts return their operands, their results, and numbers of
-    # their own; those of an all-reduce, in some versions, the results alone.
+    """The results when it is done."""
+    # Asynchronous starts return their operands, their results, and internal
+    # values; an all-reduce, in some versions, only the results.
     if self.opcode.endswith('-start'):
       count = len(self.operands)
       return self.arrays[count : 2 * count] or self.arrays
@@ -135,7 +135,7 @@ class Instruction:
 
   @functools.cached_property
   def called(self) -> tuple[str, ...]:
-    """The names of the computations that it calls, in the order of the text."""
+    """The names of the called computations, in the order of the text."""
     if self.opcode in ('async-update', 'async-done') or (
         _CALLED.search(self.attribute_text) is None
     ):
@@ -145,25 +145,25 @@ class Instruction:
     return tuple(re.findall(r'%?([\w.\-]+)', ' '.join(texts)))
 
   @property
-  def num_turns(self) -> int | None:
-    """The trip count of a loop, if the compiler knows it."""
-    found = _TRIPS.search(self.attribute_text.replace(' ', ''))
-    return int(found[1]) if found else None
+  def num_iterations(self) -> int | None:
+    """The trip count of a loop, if it is known."""
+    match = _TRIPS.search(self.attribute_text.replace(' ', ''))
+    return int(match[1]) if match else None
 
   @functools.cached_property
   def metadata(self) -> Mapping[str, str]:
-    """The metadata of its source."""
+    """The metadata of the source."""
     return read_fields(self.attributes.get('metadata', ''))
 
   @property
   def op_name(self) -> str:
-    """The calls, scopes and primitive of its source."""
-    # The first of several merged sources stands for all.
+    """The calls, scopes and primitive of the source."""
+    # The first of several merged sources.
     return self.metadata.get('op_name', '').split(';')[0]
 
   @property
   def scope(self) -> str:
-    """The `jax.named_scope`s of its source, outermost first."""
+    """The `jax.named_scope`s of the source, outermost first."""
     names = []
     for part in split(self.op_name, '/')[:-1]:
       while around := _AROUND_SCOPES.match(part):
@@ -178,8 +178,8 @@ class Computation:
   """A function of the program.
 
   Attributes:
-    name: Its name.
-    instructions: Its instructions by name, in order.
+    name: The name.
+    instructions: The instructions by name, in order.
   """
 
   name: str
@@ -187,12 +187,12 @@ class Computation:
 
   @property
   def root(self) -> Instruction:
-    """The instruction that gives its results."""
+    """The instruction that computes the results."""
     roots = [i for i in self.instructions.values() if i.is_root]
     return roots[0] if roots else list(self.instructions.values())[-1]
 
   def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
-    """Returns the operands of one of its instructions."""
+    """Returns the operands of an instruction of this computation."""
     return tuple(
         _defined(name, self.instructions) for name in instruction.operands
     )
@@ -203,11 +203,11 @@ class Module:
   """A compiled program.
 
   Attributes:
-    computations: Its functions by name.
-    entry: The one that is run.
-    num_devices: How many devices run it.
-    frames: The files and lines around each instruction, innermost first, by
-      the number in its metadata.
+    computations: The functions by name.
+    entry: The function that is run.
+    num_devices: The number of devices.
+    frames: The files and lines around each instruction, innermost first, by the
+      number in its metadata.
   """
 
   computations: Mapping[str, Computation]
@@ -222,7 +222,7 @@ class Module:
     )
 
   def sources(self, instruction: Instruction) -> tuple[tuple[str, int], ...]:
-    """Returns the files and lines that asked for it, innermost first."""
+    """Returns the files and lines of an instruction, innermost first."""
     metadata = instruction.metadata
     if 'source_file' in metadata:
       line = int(metadata.get('source_line', 0))
@@ -233,15 +233,14 @@ class Module:
 def _defined(name, things):
   if name not in things:
     raise ValueError(
-        f'`text` must define what it uses, got {name!r} that it does not. Give'
-        ' the whole text.'
+        f'`text` uses {name!r} without a definition. Pass the whole text.'
     )
   return things[name]
 
 
 def read_arrays(text: str) -> tuple[Array, ...]:
-  """Returns the arrays of a type; the leaves, if that is of a tuple."""
-  # A size may be known only as a bound, such as `<=8`, or not at all: `?`.
+  """Returns the arrays of a type; the leaves of a tuple."""
+  # A size may be only a bound, such as `<=8`, or unknown: `?`.
   return tuple(
       Array(dtype, tuple(int(n.strip('?') or 0) for n in _SIZE.findall(sizes)))
       for dtype, sizes in _ARRAY.findall(text)
@@ -256,8 +255,8 @@ def read_attributes(text: str) -> Mapping[str, str]:
 
 def read_fields(text: str) -> Mapping[str, str]:
   """Returns the values of `{a=1 b="..."}`, without quotes, by name."""
-  found = _FIELD.findall(text)
-  return {name: quoted or plain for name, quoted, plain in found}
+  fields = _FIELD.findall(text)
+  return {name: quoted or plain for name, quoted, plain in fields}
 
 
 def split(text: str, separator: str = ',') -> list[str]:
@@ -268,7 +267,7 @@ def split(text: str, separator: str = ',') -> list[str]:
       depth += 1
     elif token[0] in ')]}':
       depth -= 1
-    # The numbers of devices belong to the mesh before them.
+    # The device ids belong to the preceding mesh.
     elif (
         token[0] == separator
         and depth == 0

@@ -1,7 +1,7 @@
-"""Replica groups: the devices that exchange arrays, and over which axes.
+"""Replica groups: the devices that exchange arrays, and their mesh axes.
 
-XLA numbers the devices as `jax.sharding.Mesh.devices.flat` does, and has
-several notations for the groups of devices that exchange arrays.
+XLA numbers devices in the order of `jax.sharding.Mesh.devices.flat`, and has
+several notations for groups of devices.
 """
 
 from collections.abc import Hashable
@@ -13,7 +13,7 @@ import re
 
 import numpy as np
 
-Groups = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 _IOTA = re.compile(
     r'\[(?P<shape>[\d,]+)\](?:<=\[(?P<source>[\d,]+)\])?'
     r'(?:T\((?P<order>[\d,]+)\))?'
@@ -24,7 +24,7 @@ _MESH = re.compile(
 _AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
-def parse(text: str, num_devices: int) -> Groups:
+def parse(text: str, num_devices: int) -> ReplicaGroups:
   """Reads groups of devices.
 
   Args:
@@ -33,13 +33,13 @@ def parse(text: str, num_devices: int) -> Groups:
       that are reshaped, transposed and cut into rows; or
       `mesh['a'=2,'b'=2] {'a'}`, for groups along axes of a mesh or parts of
       them.
-    num_devices: How many devices there are.
+    num_devices: The number of devices.
 
   Returns:
     The groups.
 
   Raises:
-    ValueError: If the text is none of these, or names a device that does not
+    ValueError: If the text has another form, or names a device that does not
       exist.
   """
   if text.replace(' ', '') in ('{}', '{{}}'):
@@ -53,14 +53,14 @@ def parse(text: str, num_devices: int) -> Groups:
     groups = _along_axes(mesh)
   else:
     raise ValueError(
-        '`text` must spell groups of devices in a way that is known, got'
-        f' {text!r}.'
+        f'`text` has replica groups in an unknown notation: {text!r}. It may'
+        ' come from a newer version of XLA.'
     )
   largest = max((max(group, default=0) for group in groups), default=0)
   if largest >= num_devices:
     raise ValueError(
-        f'`text` must name devices of the {num_devices} of its program, got'
-        f' {largest} in {text!r}.'
+        f'`text` has replica groups with device {largest}, but the program has'
+        f' {num_devices} devices: {text!r}.'
     )
   return groups
 
@@ -81,7 +81,7 @@ def axes(
     shape: The sizes of the axes of the mesh, by name, in order.
 
   Returns:
-    The names, in the order of the mesh.
+    The names of the axes, in the order of the mesh.
   """
   differ = np.zeros(len(shape), bool)
   for group in groups:
@@ -101,7 +101,7 @@ def _rows(array):
 
 
 def _iota(match):
-  """Returns consecutive numbers, reshaped, transposed, and reshaped again."""
+  """Returns consecutive ids, reshaped, transposed, and reshaped again."""
   shape = _numbers(match['shape'])
   source = _numbers(match['source']) if match['source'] else shape
   array = np.arange(math.prod(source)).reshape(source)
@@ -123,7 +123,7 @@ def _along_axes(mesh):
     if name not in over:
       shape.append(size)
       continue
-    # A part is spelt `(parts before it)size`.
+    # A part is written as `(parts before it)size`.
     major, minor = (
         (int(n) for n in over[name]) if any(over[name]) else (1, size)
     )

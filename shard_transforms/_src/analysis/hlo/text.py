@@ -1,8 +1,8 @@
-"""Compiled programs, parsed from the text that XLA prints.
+"""The parser of the text that XLA prints for compiled programs.
 
 Text is the only public interface to the instructions of a compiled program. It
-has one instruction a line, in computations in braces, behind tables of the
-lines of the user's program that instructions come from.
+has tables of source lines, followed by computations in braces with one
+instruction per line.
 """
 
 from collections.abc import Iterator
@@ -32,28 +32,28 @@ def parse(text: str) -> hlo_program.Module:
     The program.
 
   Raises:
-    ValueError: If there is no compiled program, or a line that may send
-      something is not understood.
+    ValueError: If the text is not a compiled program, or a line that may
+      communicate cannot be parsed.
   """
   lines = iter(text.splitlines())
   header = next((x for x in lines if x.startswith('HloModule ')), None)
   if header is None:
     raise ValueError(
-        f'`text` must hold an `HloModule`, got {text[:60]!r}. Give what'
-        ' `jax.jit(fn).lower(...).compile().as_text()` returns.'
+        f'`text` does not contain an `HloModule`: {text[:60]!r}. Pass the'
+        ' result of `jax.jit(fn).lower(...).compile().as_text()`.'
     )
   attributes = hlo_program.read_attributes(header)
   if attributes.get('is_scheduled') != 'true':
     raise ValueError(
-        '`text` must be of an optimized program, got one without'
-        ' `is_scheduled=true`. Before the compiler has divided a program among'
-        ' devices, what it sends is not in it.'
+        '`text` is not an optimized program, because it lacks'
+        ' `is_scheduled=true`. Communication is added when the program is'
+        ' compiled: pass the result of `compile().as_text()`.'
     )
   tables, computations, entry = _read(lines)
   if entry is None:
     raise ValueError(
-        f'`text` must hold an `ENTRY` computation, got {header[:60]!r} without'
-        ' one. Give the whole text.'
+        f'`text` does not contain an `ENTRY` computation after {header[:60]!r}.'
+        ' Pass the whole text.'
     )
   counts = (attributes.get(n, 1) for n in ('replica_count', 'num_partitions'))
   return hlo_program.Module(
@@ -82,7 +82,7 @@ def _read(lines: Iterator[str]):
     elif line.isidentifier():
       table = tables[line] = {}
     elif _SENDS.search(line):
-      raise _not_understood(line)
+      raise _parse_error(line)
   return tables, computations, entry
 
 
@@ -90,13 +90,13 @@ def _add(computation, line):
   parsed = _instruction(line)
   if parsed:
     computation.instructions[parsed.name] = parsed
-  # Only lines that send something must be understood.
+  # Only lines that communicate must be parsed.
   if _SENDS.search(line) and (parsed is None or _is_unknown(parsed)):
-    raise _not_understood(line)
+    raise _parse_error(line)
 
 
 def _instruction(line):
-  """Returns the instruction of a line; `None` if it is not understood."""
+  """Returns the instruction of a line; `None` if it cannot be parsed."""
   match = _INSTRUCTION.match(_COMMENT.sub('', line))
   if match is None:
     return None
@@ -116,7 +116,7 @@ def _instruction(line):
 
 
 def _cut(text):
-  """Returns a type or a list in parentheses, and the rest of the text."""
+  """Splits a type or a list in parentheses from the rest of the text."""
   text = text.lstrip()
   if not text.startswith('('):
     first, _, rest = text.partition(' ')
@@ -133,22 +133,24 @@ def _cut(text):
 
 
 def _is_unknown(instruction):
-  """Whether it seems to be an unknown collective."""
+  """Whether an instruction may be an unknown collective."""
   opcode = instruction.opcode
   if opcode.endswith(('-done', '-update')) or instruction.collective:
     return False
-  known_names = opcode.startswith(('all-', 'collective-', 'reduce-scatter'))
+  has_collective_name = opcode.startswith(
+      ('all-', 'collective-', 'reduce-scatter')
+  )
   attributes = instruction.attributes
   groups = 'replica_groups' in attributes or 'source_target_pairs' in attributes
-  # A fusion or a call may be named after a collective in it; that one is found
-  # in the computation it calls.
-  return known_names or (groups and not instruction.called)
+  # A fusion or a call may be named after a collective, which is then in the
+  # called computation.
+  return has_collective_name or (groups and not instruction.called)
 
 
-def _not_understood(line):
+def _parse_error(line):
   return ValueError(
-      '`text` must spell what it sends in a way that is known, got'
-      f' {line[:200]!r}.'
+      '`text` has a line that may communicate and cannot be parsed:'
+      f' {line[:200]!r}. It may come from a newer version of XLA.'
   )
 
 
@@ -160,12 +162,12 @@ def _frames(tables):
       for number, place in tables.get('FileLocations', {}).items()
   }
   frames = tables.get('StackFrames', {})
-  # The parent of the first frame stands for none: where that is 1 rather than
-  # 0, all parents are numbered from one more.
+  # The parent of the first frame means that there is none. If it is 1 instead
+  # of 0, the numbers of all parents are shifted by one.
   shift = int(frames.get('1', {}).get('parent_frame_id', 0))
-  found = {}
+  frames_by_number = {}
   for number, frame in frames.items():
     parent = str(int(frame.get('parent_frame_id', 0)) - shift)
     place = places[frame['file_location_id']]
-    found[number] = (place, *found.get(parent, ()))
-  return found
+    frames_by_number[number] = (place, *frames_by_number.get(parent, ()))
+  return frames_by_number

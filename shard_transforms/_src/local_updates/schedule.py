@@ -1,4 +1,4 @@
-"""Rounds: in which steps the shards meet, and which part of the parameters."""
+"""The schedule of a round, and the division of leaves into fragments."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -17,12 +17,12 @@ from shard_transforms._src.base import leaves as leaves_lib
 _FRAGMENTS = '`fragments` of `local_updates`'
 
 
-class Due(NamedTuple):
-  """What happens in a step, the same on all shards.
+class Actions(NamedTuple):
+  """The actions of a step, the same on all shards.
 
   Attributes:
-    sends: For each fragment, whether shards send it, bool [].
-    mixes: For each fragment, whether shards take it over, bool [].
+    sends: Whether each fragment is sent, bool [].
+    mixes: Whether each fragment is mixed into local parameters, bool [].
     is_last: Whether the round ends, bool [].
   """
 
@@ -32,13 +32,13 @@ class Due(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounds:
-  """When fragments meet; checked when it is made.
+class Schedule:
+  """The schedule of the fragments in a round, with checked arguments.
 
   Attributes:
-    every: The number of steps of a round.
-    delay: How many steps a fragment is sent before shards take it over.
-    num_fragments: How many fragments there are.
+    every: The number of steps per round.
+    delay: The number of steps between sending and mixing a fragment.
+    num_fragments: The number of fragments.
   """
 
   every: int
@@ -48,42 +48,42 @@ class Rounds:
   def __post_init__(self):
     delay = arguments.as_at_least('delay', self.delay, 0)
     arguments.as_at_least('every', self.every, 1)
-    apart = self._ends()[0]
-    if delay >= apart:
+    first_end = self._ends()[0]
+    if delay >= first_end:
       raise ValueError(
-          '`delay` of `local_updates` must be less than the steps to the first'
-          f' meeting of a round, {apart}, got {delay!r}: a fragment is taken'
-          ' over before the next is.'
+          f'`delay` of `local_updates` must be less than {first_end}, the'
+          f' number of steps to the first fragment of a round, got {delay!r}: a'
+          ' fragment is mixed before the next one is sent.'
       )
 
-  def at(self, step: jax.Array) -> Due:
-    """Returns what happens in a step.
+  def at(self, step: jax.Array) -> Actions:
+    """Returns the actions of a step.
 
     Args:
-      step: The number of steps of this round before it, int32 [].
+      step: The number of previous steps in this round, int32 [].
     """
-    # A round may become shorter after it began: the number stays within it.
+    # The length of a round may be reduced during a round.
     number = lax.rem(step, jnp.int32(self.every)) + 1
-    return Due(
+    return Actions(
         sends=[number == end - self.delay for end in self._ends()],
         mixes=[number == end for end in self._ends()],
         is_last=number == self.every,
     )
 
   def _ends(self):
-    """Returns in which step each fragment is taken over, counted from 1."""
+    """Returns the step in which each fragment is mixed, counted from 1."""
     num = self.num_fragments
     return [-(-(i + 1) * self.every // num) for i in range(num)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fragments:
-  """Fragments: which leaves of the parameters are sent together.
+  """The division of the leaves of the parameters into fragments.
 
   Attributes:
-    labels: The label of each leaf, a tree or prefix tree; `None` where leaves
-      are spread evenly.
-    names: The labels in the order in which fragments meet.
+    labels: The label of each leaf, a tree or prefix tree; `None` if leaves are
+      distributed evenly.
+    names: The labels in the order in which fragments are sent.
   """
 
   labels: Any
@@ -94,55 +94,57 @@ class Fragments:
     """The number of fragments."""
     return len(self.names)
 
-  def of_leaves(self, tree: Any) -> tuple[int, ...]:
-    """Returns the number of the fragment of each leaf.
+  def indices(self, tree: Any) -> tuple[int, ...]:
+    """Returns the index of the fragment of each leaf.
 
     Raises:
       ValueError: If there are fewer leaves than fragments, or the labels do not
-        fit the tree.
+        match the tree.
     """
     leaves = jax.tree.leaves(tree)
-    # `optax.tree_utils.tree_map_params` calls `init` with no leaves.
+    # `optax.tree_utils.tree_map_params` calls `init` without leaves.
     if not leaves:
       return ()
     if self.labels is None:
-      return _spread([_num_bytes(leaf) for leaf in leaves], self.num)
+      return _distribute([_num_bytes(leaf) for leaf in leaves], self.num)
     return tuple(map(self.names.index, _broadcast(self.labels, tree)))
 
   def split(self, tree: Any) -> list[Any]:
-    """Returns the tree for each fragment, with all other leaves masked."""
+    """Returns one tree per fragment, with all other leaves masked."""
     if self.num == 1:
       return [tree]
-    numbers = self.of_leaves(tree)
+    fragment_of = self.indices(tree)
     leaves, treedef = jax.tree.flatten(tree)
     return [
         treedef.unflatten(
             [
-                leaf if number == of_leaf else optax.MaskedNode()
-                for leaf, of_leaf in zip(leaves, numbers, strict=True)
+                leaf if fragment == leaf_fragment else optax.MaskedNode()
+                for leaf, leaf_fragment in zip(leaves, fragment_of, strict=True)
             ]
         )
-        for number in range(self.num)
+        for fragment in range(self.num)
     ]
 
   def join(self, parts: Sequence[Any], like: Any) -> Any:
-    """Returns the tree that `split` has divided into `parts`."""
+    """Joins the trees of fragments; the inverse of `split`."""
     leaves = [iter(jax.tree.leaves(part)) for part in parts]
-    numbers = self.of_leaves(like)
+    fragment_of = self.indices(like)
     return jax.tree.structure(like).unflatten(
-        [next(leaves[number]) for number in numbers]
+        [next(leaves[fragment]) for fragment in fragment_of]
     )
 
 
 def as_fragments(fragments: Any) -> Fragments:
-  """Returns the `fragments` argument of users, checked.
+  """Checks and converts the `fragments` argument.
 
   Raises:
     TypeError: If it is neither an integer nor a tree of labels.
     ValueError: If it is less than 1.
   """
-  kinds = jax.Array | np.ndarray | np.generic | bool | float | int | str | None
-  if isinstance(fragments, kinds):
+  scalar_types = (
+      jax.Array | np.ndarray | np.generic | bool | float | int | str | None
+  )
+  if isinstance(fragments, scalar_types):
     num = arguments.as_at_least('fragments', fragments, 1)
     return Fragments(None, tuple(range(num)))
   labels = jax.tree.leaves(fragments)
@@ -163,8 +165,8 @@ def _num_bytes(leaf):
   return math.prod(jnp.shape(leaf)) * leaves_lib.dtype_of(leaf).itemsize
 
 
-def _spread(sizes, num):
-  """Returns the fragment of each leaf, so that fragments have similar sizes.
+def _distribute(sizes, num):
+  """Distributes leaves over fragments of similar sizes.
 
   Raises:
     ValueError: If there are fewer leaves than fragments.
@@ -172,39 +174,39 @@ def _spread(sizes, num):
   if num > len(sizes):
     raise ValueError(
         f'{_FRAGMENTS} must be at most the number of leaves, {len(sizes)}, got'
-        f' {num!r}. A leaf is in one fragment.'
+        f' {num!r}, because leaves are not split.'
     )
-  # Largest first, each to the smallest fragment so far.
+  # In descending order, each leaf goes to the smallest fragment.
   loads = [(0, 0)] * num
-  found = [0] * len(sizes)
+  fragment_of = [0] * len(sizes)
   for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-    least = loads.index(min(loads))
-    found[i] = least
-    num_bytes, num_leaves = loads[least]
-    loads[least] = num_bytes + sizes[i], num_leaves + 1
-  return tuple(found)
+    smallest = loads.index(min(loads))
+    fragment_of[i] = smallest
+    num_bytes, num_leaves = loads[smallest]
+    loads[smallest] = num_bytes + sizes[i], num_leaves + 1
+  return tuple(fragment_of)
 
 
 def _broadcast(labels, tree):
   """Returns the label of each leaf of a tree.
 
   Raises:
-    ValueError: If the labels do not fit the tree, or leave out a leaf.
+    ValueError: If the labels do not match the tree, or a leaf has no label.
   """
   is_none = leaves_lib.is_none
   try:
     spread = jax.tree.broadcast(labels, tree, is_leaf=is_none)
   except ValueError as error:
     raise ValueError(
-        f'{_FRAGMENTS} must have the tree of the parameters, or the head of it,'
+        f'{_FRAGMENTS} must be a tree like the parameters or a prefix of it,'
         f' got {jax.tree.structure(labels)} for {jax.tree.structure(tree)}.'
     ) from error
-  found = dict(jax.tree.leaves_with_path(spread, is_leaf=is_none))
+  label_of = dict(jax.tree.leaves_with_path(spread, is_leaf=is_none))
   paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
   for path in paths:
-    if found[path] is None:
+    if label_of[path] is None:
       name = leaves_lib.name_of(path)
       raise ValueError(
           f'{_FRAGMENTS} must have a label for each leaf, got None at {name}.'
       )
-  return [found[path] for path in paths]
+  return [label_of[path] for path in paths]

@@ -1,4 +1,4 @@
-"""Whether a sum uses the weight; whole transformations are in gating_test."""
+"""Tests of the analysis of weights; gating_test has whole transformations."""
 
 from absl.testing import parameterized
 import jax
@@ -6,7 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 
 import cases
-from shard_transforms._src.analysis import weight_flow
+from shard_transforms._src.analysis import weight_analysis
 from shard_transforms._src.gates import gating
 
 AXIS = 'data'
@@ -68,7 +68,7 @@ def total(x):
   return lax.psum(x, AXIS)
 
 
-class WeightFlowTest(parameterized.TestCase):
+class WeightAnalysisTest(parameterized.TestCase):
 
   @cases.parameters(
       (by_weight, False, False),
@@ -109,11 +109,11 @@ class WeightFlowTest(parameterized.TestCase):
       (lambda u, w: lax.all_to_all(u, AXIS, 0, 0), True, True),
       (lambda u, w: lax.psum((u, w), AXIS)[0], True, True),
   )
-  def test_follows_updates_and_weight(self, fn, sums, alone):
+  def test_detects_unweighted_sums(self, fn, sums, unweighted):
     axis_env = [(AXIS, 8), ('model', 2)]
     jaxpr = jax.make_jaxpr(fn, axis_env=axis_env)(jnp.ones(8), 1.0).jaxpr
-    given = [weight_flow.UPDATES, weight_flow.WEIGHT]
+    given = [weight_analysis.UPDATES, weight_analysis.WEIGHT]
 
-    found = weight_flow.sums_without(jaxpr, given, (AXIS,))
+    found = weight_analysis.unweighted_sums(jaxpr, given, (AXIS,))
 
-    self.assertEqual(found, (sums, [alone]))
+    self.assertEqual(found, (sums, [unweighted]))

@@ -1,9 +1,9 @@
-"""Data flow through a compiled program, as one graph.
+"""The dataflow of a compiled program, as one graph.
 
-Fusions, calls and branches are inlined, and a value is one object wherever it
-goes, also into and out of tuples. A conditional becomes a `select` of what its
-branches return; so does a loop of at most one turn. Any other loop is in the
-graph once, as one of its turns.
+Fusions, calls and branches are inlined, and a value is one object everywhere,
+including inside tuples. A conditional becomes a `select` of the results of its
+branches; so does a loop of at most one iteration. Any other loop is in the
+graph once, as a single iteration.
 """
 
 import collections
@@ -17,12 +17,12 @@ from typing import NamedTuple
 from shard_transforms._src.analysis.hlo import program as hlo_program
 
 _COPIES = 'bitcast', 'copy', 'copy-done', 'copy-start'
-# Opcodes that move elements, and change no more than their dtype.
+# Opcodes that move elements, and change at most their dtype.
 MOVES = *_COPIES, 'convert', 'reshape', 'transpose'
 _CALLS = ('async-start', 'call', 'fusion')
 _PASSES_ON = ('optimization-barrier', 'opt-barrier')
-# Opcodes whose results their operands do not determine; so are collectives and
-# what calls computations.
+# Opcodes whose results are not determined by their operands; collectives and
+# calls are not shared either.
 _NOT_SHARED = (
     'custom-call',
     'infeed',
@@ -38,16 +38,16 @@ _UNKNOWN = hlo_program.Instruction('', 'unknown', '', '', '', False)
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Node:
-  """A value; equal to itself alone.
+  """A value; equal only to itself.
 
   Attributes:
-    opcode: What computes it; `get-tuple-element` for a part of a tuple.
-    arrays: Its type; several arrays only where there is a node for each part.
-    inputs: Its operands.
+    opcode: The operation; `get-tuple-element` for a part of a tuple.
+    arrays: The type; several arrays only if there is a node for each part.
+    inputs: The operands.
     loop: The innermost loop that repeats it.
-    is_chosen: Whether not each turn of the loop computes it.
-    instruction: The line of the program that it comes from.
-    index: The number of the part, if it is a part of a tuple.
+    is_chosen: Whether it is conditional in an iteration of the loop.
+    instruction: The instruction of the program.
+    index: The index of the part, if it is a part of a tuple.
     users: The values that use it.
   """
 
@@ -78,7 +78,7 @@ class Loop:
 
   Attributes:
     node: The loop as a value; `None` for the program.
-    carry: The values that a turn takes from the turn before, by number.
+    carry: The values from the previous iteration, by index.
     outputs: The values that replace them.
   """
 
@@ -97,8 +97,8 @@ class Graph:
   """The values of a program.
 
   Attributes:
-    nodes: All of them, each behind its inputs.
-    loops: The program, and the loops in it.
+    nodes: All values, in topological order.
+    loops: The program, and its loops.
   """
 
   nodes: Sequence[Node]
@@ -106,38 +106,39 @@ class Graph:
 
   @functools.cached_property
   def places(self) -> Mapping[Node, set[tuple[Loop, int]]]:
-    """The outputs of loops that a value is."""
-    found = collections.defaultdict(set)
+    """The outputs of loops, by value."""
+    carries = collections.defaultdict(set)
     for loop in self.loops:
       for i, output in loop.outputs.items():
-        found[output].add((loop, i))
-    return dict(found)
+        carries[output].add((loop, i))
+    return dict(carries)
 
 
 def graph(module: hlo_program.Module) -> Graph:
   """Returns the values of a program."""
   builder, loop = _Builder(module), Loop()
-  around = _Around(loop, False)
+  context = _Context(loop, False)
   builder.loops.append(loop)
-  arguments, outputs = builder.run(module.entry, around)
+  arguments, outputs = builder.run(module.entry, context)
   loop.carry.update(enumerate(_leaves(tuple(arguments))))
   loop.outputs.update(enumerate(_leaves(outputs)))
   return Graph(builder.nodes, builder.loops)
 
 
-def single_turn(
+def single_iteration(
     module: hlo_program.Module,
     computation: hlo_program.Computation,
     loop: hlo_program.Instruction,
 ) -> tuple[int, bool] | None:
-  """Returns which of its carry decides whether a loop has its only turn.
+  """Returns the index of the carry that makes a loop run at most once.
 
-  It comes with whether it is known to be true at first. A loop that may turn
-  again has none: only a body that makes its condition false ends it for sure.
+  The second result is whether this value is known to be true at first. `None`
+  for any other loop: only a body that sets the condition to false certainly
+  ends it.
 
   Args:
     module: The program.
-    computation: What runs the loop.
+    computation: The computation that runs the loop.
     loop: The loop.
   """
   condition, body = module.called(loop)
@@ -153,13 +154,13 @@ def single_turn(
 
 
 def _parts(computation, name):
-  """Returns the names of what is in a tuple."""
+  """Returns the names of the parts of a tuple."""
   instruction = computation.instructions.get(name, _UNKNOWN)
   return instruction.operands if instruction.opcode == 'tuple' else (name,)
 
 
 def _place(computation, instruction):
-  """Returns which part of the argument it is; -1 if it is none."""
+  """Returns the index of the part of the argument; -1 for other values."""
   if instruction.opcode == 'get-tuple-element':
     (name,) = instruction.operands
     if computation.instructions.get(name, _UNKNOWN).opcode == 'parameter':
@@ -168,7 +169,7 @@ def _place(computation, instruction):
 
 
 def _origin(module, computation, name):
-  """Returns the instruction whose result others pass on."""
+  """Returns the instruction that computed a value, before copies and calls."""
   instruction = computation.instructions.get(name, _UNKNOWN)
   if instruction.opcode in _COPIES:
     return _origin(module, computation, instruction.operands[0])
@@ -187,132 +188,135 @@ def _is(instruction, value):
   return is_constant and instruction.operand_text == value
 
 
-class _Around(NamedTuple):
-  """What runs a computation."""
+class _Context(NamedTuple):
+  """The context in which a computation runs."""
 
   loop: Loop
   is_chosen: bool
 
 
 class _Builder:
-  """Collects values; a result that is a tuple is one of Python."""
+  """Collects values; a result that is a tuple becomes a Python tuple."""
 
   def __init__(self, module):
     self.nodes, self.loops = [], []
     self._module = module
     self._shared = {}
 
-  def run(self, computation, around, given=None):
+  def run(self, computation, context, operands=None):
     """Adds the values of a computation; returns its arguments and results."""
-    values, arguments = {}, given or []
+    values, arguments = {}, operands or []
     for instruction in computation.instructions.values():
-      if instruction.opcode == 'parameter' and given is None:
-        arguments.append(self._each(instruction, 'parameter', None, around))
+      if instruction.opcode == 'parameter' and operands is None:
+        arguments.append(self._each(instruction, 'parameter', None, context))
         value = arguments[-1]
       elif instruction.opcode == 'parameter':
         value = arguments[int(instruction.operand_text)]
       else:
-        # An instruction that sends nothing is missing if its text is unknown.
-        taken = [values[n] for n in instruction.operands if n in values]
-        value = self._value(computation, instruction, taken, around)
+        # Instructions without communication are missing if they cannot be
+        # parsed.
+        inputs = [values[n] for n in instruction.operands if n in values]
+        value = self._value(computation, instruction, inputs, context)
       values[instruction.name] = value
     return arguments, values[computation.root.name]
 
-  def _value(self, computation, instruction, given, around):
+  def _value(self, computation, instruction, operands, context):
     opcode = instruction.opcode
     if opcode == 'tuple':
-      return tuple(given)
-    if opcode == 'get-tuple-element' and isinstance(given[0], tuple):
-      return given[0][int(instruction.attributes['index'])]
-    # A `-done` returns what its `-start` computes.
+      return tuple(operands)
+    if opcode == 'get-tuple-element' and isinstance(operands[0], tuple):
+      return operands[0][int(instruction.attributes['index'])]
+    # A `-done` returns the result of its `-start`.
     if opcode.endswith(('-done', '-update')) or opcode in _PASSES_ON:
-      return given[0] if len(given) == 1 else tuple(given)
-    if len(given) == len(instruction.operands):
-      if opcode == 'select' and given[1] is given[2]:
-        return given[1]
+      return operands[0] if len(operands) == 1 else tuple(operands)
+    if len(operands) == len(instruction.operands):
+      if opcode == 'select' and operands[1] is operands[2]:
+        return operands[1]
       called = self._module.called(instruction)
       if opcode in _CALLS:
-        return self.run(called[0], around, given)[1]
+        return self.run(called[0], context, operands)[1]
       if opcode == 'conditional':
-        pairs = zip(called, given[1:], strict=True)
-        arms = [self._branch(branch, x, around) for branch, x in pairs]
-        return self._select(instruction, given[0], arms, around)
+        pairs = zip(called, operands[1:], strict=True)
+        arms = [self._branch(branch, x, context) for branch, x in pairs]
+        return self._select(instruction, operands[0], arms, context)
       if opcode == 'while':
-        return self._while(computation, instruction, given[0], around)
-    whole = self._node(instruction, given, around)
-    return self._each(instruction, 'get-tuple-element', whole, around)
+        return self._while(computation, instruction, operands[0], context)
+    node = self._node(instruction, operands, context)
+    return self._each(instruction, 'get-tuple-element', node, context)
 
-  def _branch(self, branch, given, around):
-    return self.run(branch, around._replace(is_chosen=True), [given])[1]
+  def _branch(self, branch, operand, context):
+    return self.run(branch, context._replace(is_chosen=True), [operand])[1]
 
-  def _while(self, computation, instruction, start, around):
+  def _while(self, computation, instruction, start, context):
     condition, body = self._module.called(instruction)
-    turn = single_turn(self._module, computation, instruction)
-    if instruction.num_turns == 1 or (turn and turn[1]):
-      return self.run(body, around, [start])[1]
-    if turn:
-      decision = start[turn[0]] if isinstance(start, tuple) else start
-      arms = [self._branch(body, start, around), start]
-      return self._select(instruction, decision, arms, around)
-    whole = self._node(instruction, [start], around)
-    loop = Loop(whole)
+    iteration = single_iteration(self._module, computation, instruction)
+    if instruction.num_iterations == 1 or (iteration and iteration[1]):
+      return self.run(body, context, [start])[1]
+    if iteration:
+      decision = start[iteration[0]] if isinstance(start, tuple) else start
+      arms = [self._branch(body, start, context), start]
+      return self._select(instruction, decision, arms, context)
+    loop_node = self._node(instruction, [start], context)
+    loop = Loop(loop_node)
     self.loops.append(loop)
-    inside = _Around(loop, False)
-    passed = self._each(instruction, 'parameter', None, inside)
-    _, ended = self.run(body, inside, [passed])
-    self.run(condition, inside, [passed])
-    results = self._each(instruction, 'get-tuple-element', whole, around)
+    body_context = _Context(loop, False)
+    passed = self._each(instruction, 'parameter', None, body_context)
+    _, ended = self.run(body, body_context, [passed])
+    self.run(condition, body_context, [passed])
+    results = self._each(instruction, 'get-tuple-element', loop_node, context)
     parts = map(_leaves, (start, passed, ended, results))
-    taken = []
+    inputs = []
     for i, (first, before, after, last) in enumerate(zip(*parts, strict=False)):
       if next(sources(after, _COPIES)) is before:
-        # What the body passes on is what it was before the loop.
+        # The body passes this value on unchanged.
         for node in before, last:
           node.opcode, node.inputs = 'copy', (first,)
           first.users.append(node)
-        first.users.remove(whole)
+        first.users.remove(loop_node)
       else:
-        taken.append(first)
+        inputs.append(first)
         loop.carry[i], loop.outputs[i] = before, after
-    whole.inputs = tuple(taken)
+    loop_node.inputs = tuple(inputs)
     return results
 
-  def _select(self, instruction, decision, arms, around):
-    """Returns for each result one of those of the branches."""
+  def _select(self, instruction, decision, arms, context):
+    """Returns a `select` for each result of the branches."""
     if not isinstance(arms[0], tuple):
-      given = [decision, *arms]
-      return self._node(instruction, given, around, 'select', arms[0].arrays)
+      operands = [decision, *arms]
+      return self._node(
+          instruction, operands, context, 'select', arms[0].arrays
+      )
     return tuple(
-        self._select(instruction, decision, parts, around)
+        self._select(instruction, decision, parts, context)
         for parts in zip(*arms, strict=False)
     )
 
-  def _each(self, instruction, opcode, whole, around):
-    """Returns a value for each array of a result, or the whole of one."""
+  def _each(self, instruction, opcode, node, context):
+    """Returns a value for each array of a result."""
     arrays = instruction.results
     is_tuple = instruction.result_text.startswith('(')
     is_start = instruction.opcode.endswith('-start')
-    if whole and (not is_tuple or (is_start and len(arrays) == 1)):
-      return whole
-    given = [whole] if whole else []
+    if node and (not is_tuple or (is_start and len(arrays) == 1)):
+      return node
+    operands = [node] if node else []
     parts = tuple(
-        self._node(instruction, given, around, opcode, (array,), i)
+        self._node(instruction, operands, context, opcode, (array,), i)
         for i, array in enumerate(arrays)
     )
     return parts if is_tuple else parts[0]
 
   def _node(
-      self, instruction, given, around, opcode='', arrays=None, index=None
+      self, instruction, operands, context, opcode='', arrays=None, index=None
   ):
-    inputs = tuple(_leaves(tuple(given)))
+    inputs = tuple(_leaves(tuple(operands)))
     opcode, arrays = opcode or instruction.opcode, arrays or instruction.results
-    loop, is_chosen = around
+    loop, is_chosen = context
     node = Node(opcode, arrays, inputs, loop, is_chosen, instruction, index)
-    key = _key(node, given)
+    key = _key(node, operands)
     if key in self._shared:
       return self._shared[key]
-    for taken in inputs:
-      taken.users.append(node)
+    for operand in inputs:
+      operand.users.append(node)
     self.nodes.append(node)
     if key is not None:
       self._shared[key] = node
@@ -325,19 +329,19 @@ def _leaves(value):
   return [value]
 
 
-def _key(node, given):
-  """Returns what determines a value; `None` if that is not known."""
+def _key(node, operands):
+  """Returns a key that determines a value; `None` if it is unknown."""
   instruction = node.instruction
   is_unknown = (
       node.opcode in _NOT_SHARED
       or instruction.collective
       or instruction.called
-      or len(given) < len(instruction.operands)
+      or len(operands) < len(instruction.operands)
   )
   # The elements of a constant array are not in the text.
   if is_unknown or (node.opcode == 'constant' and node.array.size > 1):
     return None
-  # Behind them stands where it comes from.
+  # The source metadata follows the attributes.
   attributes, *_ = instruction.attribute_text.partition('metadata=')
   determined_by = tuple(map(id, node.inputs)) or instruction.operand_text
   attributes = attributes.rstrip(', ')
@@ -345,12 +349,12 @@ def _key(node, given):
 
 
 def results(node: Node) -> Sequence[Node]:
-  """Returns the results of a collective or a loop, one for each array."""
+  """Returns the results of a collective or a loop, one per array."""
   return [n for n in node.users if n.opcode == 'get-tuple-element'] or [node]
 
 
 def sources(node: Node, opcodes: Sequence[str]) -> Iterator[Node]:
-  """Yields the values from which one is computed by such opcodes alone."""
+  """Yields the values from which a value is computed only by these opcodes."""
   pending, seen = [node], {node}
   while pending:
     node = pending.pop()
@@ -361,24 +365,24 @@ def sources(node: Node, opcodes: Sequence[str]) -> Iterator[Node]:
     seen.update(node.inputs)
 
 
-def is_multiple(node: Node, given: Node) -> bool:
-  """Whether a value is another one, moved or times a number."""
+def is_multiple(node: Node, operand: Node) -> bool:
+  """Whether a value is another one, moved or multiplied by a scalar."""
   if node.opcode in ('multiply', 'divide'):
-    others = [n for n in node.inputs if n is not given]
-    is_numerator = node.opcode == 'multiply' or node.inputs[0] is given
+    others = [n for n in node.inputs if n is not operand]
+    is_numerator = node.opcode == 'multiply' or node.inputs[0] is operand
     return is_numerator and len(others) == 1 and is_repeated(others[0])
   return node.opcode in ('negate', *MOVES) and is_inexact(node)
 
 
 def is_inexact(node: Node) -> bool:
-  """Whether it is of floating point; rounding to integers is not linear."""
+  """Whether it is floating-point; rounding to integers is not linear."""
   return all(a.xla_dtype.startswith(('bf', 'f', 'c')) for a in node.arrays)
 
 
 def is_repeated(node: Node) -> bool:
-  """Whether it is one number, repeated; of a scalar, if no arithmetic made it.
+  """Whether it is one repeated scalar.
 
-  A scalar may be of the kind that it scales: it must be a constant or counter.
+  A scalar may itself be a reduced value: it must be a constant or a counter.
   """
   origins = [*sources(node, ('broadcast', *MOVES))]
   if node.array.size > 1:

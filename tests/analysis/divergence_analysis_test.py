@@ -1,4 +1,4 @@
-"""Warnings of a deadlock before the program runs; no false ones."""
+"""Tests of the warning about deadlocks."""
 
 import functools
 
@@ -19,14 +19,14 @@ from shard_transforms import tower_reduce
 from shard_transforms.monitoring import track_divergence
 
 AXIS = modes.AXIS
-# Where types do not refuse most of what hangs.
+# Modes in which types do not prevent most deadlocks.
 UNCHECKED = 'shard_map_unchecked'
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
-# Pairs of which each has a shard of either half.
+# Pairs of shards from the two halves.
 PAIRS = [[i, i + 4] for i in range(4)]
 QUARTERS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 RING = [(i, (i + 1) % 8) for i in range(8)]
-# Of eight shards with five examples of three features each.
+# Eight shards with five examples of three features each.
 OWN = jax.ShapeDtypeStruct((8, 5, 3), jnp.float32)
 PARAMS = jax.ShapeDtypeStruct((3,), jnp.float32)
 
@@ -43,7 +43,7 @@ def mean_of(inner, **kwargs):
 
 
 def warnings(fn, *shared, mode=UNCHECKED):
-  """Returns the warnings on `fn(*shared, x)` of a shard with examples `x`."""
+  """Returns the warnings for `fn(*shared, x)` of a shard with examples `x`."""
   mapped = modes.map_shards(mode, lambda shared, x: fn(*shared, x))
   return st.monitoring.wire_report(mapped, shared, OWN).warnings
 
@@ -62,7 +62,7 @@ def step(tx, **extra_args):
 
 
 def report_on_step(mode, tx, **extra_args):
-  """Reports on a step with parameters and state placed as documented."""
+  """Reports on a step with documented placement of parameters and state."""
   fn = step(tx, **extra_args)
   if mode.startswith('pmap'):
     copies = jax.ShapeDtypeStruct((8, *PARAMS.shape), PARAMS.dtype)
@@ -86,12 +86,12 @@ def report_on_step(mode, tx, **extra_args):
 
 
 def if_positive(send, other=lambda x: x):
-  """Returns a function that sends where what a shard has sums up to more."""
+  """Returns a function that communicates if the local sum is positive."""
   return lambda x: lax.cond(jnp.sum(x) > 0, send, other, x)
 
 
 def decided(by, send):
-  """Returns a function that sends if `by` is true."""
+  """Returns a function that communicates if `by` is true."""
   return lambda x: lax.cond(by(x), send, lambda x: x, x)
 
 
@@ -122,7 +122,7 @@ def until_small(x, send):
 
 
 def second_turn(x):
-  """Decides in the second turn by what was a number of its own in the first."""
+  """Decides in the second iteration by a per-shard value of the first."""
 
   def turn(carry, x):
     kept, _ = carry
@@ -132,7 +132,7 @@ def second_turn(x):
   return lax.scan(turn, (ones, ones), x)[0]
 
 
-# Also with types that JAX tracks.
+# Deadlocks that tracked types do not prevent.
 HANGS = {
     'cond': if_positive(first),
     'both_send_but_one': lambda x: lax.switch(
@@ -186,7 +186,7 @@ HANGS = {
     ),
 }
 
-# What decides alike, or sends nothing, or nothing that is waited for.
+# Equal decisions, and branches in which no shard waits.
 FINE = {
     'reduced': lambda x: lax.cond(psum(jnp.sum(x)) > 0, psum, pmean, x),
     'smallest': decided(
@@ -195,7 +195,7 @@ FINE = {
     'gathered': decided(lambda x: jnp.sum(gather(x)) > 0, first),
     'sends_nothing': if_positive(jnp.sin),
     'loop_sends_nothing': lambda x: until_small(x, jnp.sin) + psum(x),
-    # They meet, and mix what they send.
+    # The collectives match, with mixed operands.
     'each_branch_sends': if_positive(first, permute),
     'condition_reduces': lambda x: lax.while_loop(
         lambda x: psum(jnp.sum(x)) > 1, permute, x
@@ -209,7 +209,7 @@ FINE = {
     'no_numbers_of_its_own': decided(
         lambda x: jnp.sum(jnp.zeros_like(x)) > 0, first
     ),
-    # The halves decide each for itself.
+    # Each half decides separately.
     'group': decided(
         lambda x: index() < 4, lambda x: gather(x, axis_index_groups=HALVES)[0]
     ),
@@ -238,7 +238,7 @@ FINE = {
 class ProgramTest(parameterized.TestCase):
 
   @cases.parameters(*HANGS)
-  def test_is_found(self, name):
+  def test_warns(self, name):
     found = warnings(HANGS[name], mode='shard_map')
 
     self.assertNotEmpty(found)
@@ -247,10 +247,10 @@ class ProgramTest(parameterized.TestCase):
       self.assertIn('deadlocks', warning)
 
   @cases.parameters(*FINE)
-  def test_is_not_found_in_what_is_right(self, name):
+  def test_does_not_warn_about_correct_programs(self, name):
     self.assertEmpty(warnings(FINE[name]))
 
-  def test_says_where_and_what_to_do(self):
+  def test_reports_the_scope_and_a_cure(self):
     def fn(x):
       with jax.named_scope('outer'):
         x = jax.named_scope('inner')(if_positive(psum))(x)
@@ -266,14 +266,14 @@ class ProgramTest(parameterized.TestCase):
     )
     self.assertStartsWith(loop, "`while` in 'outer' runs `psum` over 'data'")
 
-  def test_what_all_are_handed_is_alike(self):
+  def test_replicated_arguments_do_not_differ(self):
     def fn(shared, x):
       return lax.cond(shared[0] > 0, psum, lambda x: x, x)
 
     for mode in 'pmap', UNCHECKED:
       self.assertEmpty(warnings(fn, PARAMS, mode=mode))
 
-  def test_one_number_for_each_shard_may_be_a_copy(self):
+  def test_a_scalar_per_shard_may_be_a_copy(self):
     def fn(_, own):
       return lax.cond(own[0] > 0, psum, lambda x: x, own[1])
 
@@ -286,7 +286,7 @@ class ProgramTest(parameterized.TestCase):
       self.assertNotEmpty(report.collectives)
       self.assertEmpty(report.warnings)
 
-  def test_one_shard_waits_for_none(self):
+  def test_one_shard_does_not_deadlock(self):
     mapped = modes.map_shards('pmap', lambda _, x: if_positive(psum)(x), 1)
     x = jax.ShapeDtypeStruct((1, 5), jnp.float32)
 
@@ -316,7 +316,7 @@ class AxesTest(parameterized.TestCase):
       (P('core', 'host'), 'core', "'core'"),
       (P(), ('host', 'core'), None),
   )
-  def test_names_those_over_which_shards_decide(self, spec, axes, named):
+  def test_reports_the_axes_of_the_decision(self, spec, axes, named):
     fn = if_positive(lambda x: lax.psum(x, axes))
 
     found = self.found(_on_mesh(fn, spec, out_specs=spec))
@@ -327,7 +327,7 @@ class AxesTest(parameterized.TestCase):
       (warning,) = found
       self.assertIn(f'runs `psum` over {named} under', warning)
 
-  def test_a_sum_over_one_leaves_the_other(self):
+  def test_a_sum_over_one_axis_does_not_affect_the_other(self):
     def fn(x):
       decision = jnp.sum(lax.psum(x, 'core')) > 0
       return lax.cond(
@@ -338,7 +338,7 @@ class AxesTest(parameterized.TestCase):
 
     self.assertIn("over 'host' under", warning)
 
-  def test_what_is_done_with_all_slices_is_alike(self):
+  def test_functions_of_all_slices_do_not_differ(self):
     choose = _on_mesh(
         lambda flag, x: lax.cond(
             flag[0, 0] > 0, lambda x: lax.psum(x, 'host'), lambda x: x, x
@@ -358,7 +358,7 @@ class AxesTest(parameterized.TestCase):
         )
     )
 
-  def test_slices_of_what_is_alike_differ(self):
+  def test_slices_of_replicated_arrays_differ(self):
     mean = _on_mesh(lambda x: lax.pmean(x, 'host'), P('host'))
     choose = _on_mesh(if_positive(lambda x: lax.psum(x, 'host')), P('host'))
 
@@ -372,7 +372,7 @@ AROUND = {
     ).gradient_transformation(),
 }
 
-# Reductions, with the extra arguments that they need.
+# Reductions with their required extra arguments.
 REDUCTIONS = {
     'cross_shard_mean': (mean_of(sgd), {}),
     'groups': (mean_of(sgd, groups=HALVES), {}),
@@ -394,7 +394,7 @@ ALIKE = (
     (guard(mean_of(sgd), AXIS, on_bad='exclude'), {'weight': 2.0}),
     (mean_of(guard(sgd)), {}),
     (mean_of(track_divergence(AXIS, every=3)), {}),
-    # Types refuse these.
+    # Tracked types prevent these.
     (optax.MultiSteps(mean_of(sgd), 3).gradient_transformation(), {}),
     (
         optax.transforms.conditionally_mask(
@@ -411,11 +411,11 @@ class TransformationTest(parameterized.TestCase):
       *(('apply_if_finite', name) for name in REDUCTIONS),
       ('skip_not_finite', 'cross_shard_mean'),
   )
-  def test_deciding_around_a_reduction_is_found(self, wrap, name):
+  def test_warns_about_decisions_around_a_reduction(self, wrap, name):
     tx, extra_args = REDUCTIONS[name]
     tx = AROUND[wrap](tx)
 
-    # Under `jax.pmap`, parameters may be one for all or copies.
+    # Under `jax.pmap`, parameters may be replicated or copies.
     for mode in UNCHECKED, 'pmap', 'pmap_of_copies':
       found = report_on_step(mode, tx, **extra_args).warnings
 
@@ -437,22 +437,23 @@ class TransformationTest(parameterized.TestCase):
 
     return warnings(fn, PARAMS, mode=mode)
 
-  def test_line_search_by_own_gradients_is_found(self):
-    # It takes those of `value_fn`, of which JAX sums only those that it tracks.
+  def test_warns_about_a_line_search_with_local_gradients(self):
+    # The search uses gradients of `value_fn`, which JAX sums only if it tracks
+    # them.
     (warning,) = self.line_search_warnings(UNCHECKED)
 
     self.assertStartsWith(warning, '`while` ')
     self.assertEmpty(self.line_search_warnings('shard_map'))
 
   @cases.parameters(*ALIKE)
-  def test_deciding_alike_is_right(self, tx, extra_args):
+  def test_equal_decisions_are_correct(self, tx, extra_args):
     for mode in UNCHECKED, 'pmap_of_copies':
       report = report_on_step(mode, tx, **extra_args)
 
       self.assertNotEmpty(report.collectives)
       self.assertEmpty(report.warnings)
 
-  def test_gradient_through_a_mapped_branch_is_right(self):
+  def test_gradient_through_a_mapped_branch_is_correct(self):
     def loss(params, x):
       own = jnp.mean((x @ params) ** 2)
       return lax.cond(pmean(own) > 1, pmean, lambda x: x, own)

@@ -1,4 +1,4 @@
-"""Which optimizers count as element-wise, and do the same on slices."""
+"""Tests of the element-wise check on all optimizers of Optax."""
 
 import functools
 
@@ -47,7 +47,7 @@ def is_even(step):
   return step % 2 == 0
 
 
-# They treat each element alone.
+# Element-wise optimizers.
 ACCEPTED = {
     'adadelta': optax.adadelta(0.1),
     'adagrad': optax.adagrad(0.1),
@@ -102,7 +102,7 @@ ACCEPTED = {
     'trace': optax.trace(0.9, accumulator_dtype='bfloat16'),
     'yogi': optax.yogi(0.1),
 }
-# They look across elements, or draw a number for each.
+# Optimizers that combine elements, or draw a random value for each.
 REFUSED = {
     'adafactor': optax.adafactor(0.1),
     'add_noise': optax.add_noise(0.1, 0.5, jax.random.key(0)),
@@ -145,7 +145,7 @@ def problem_of(inner, **extra_args):
 
 
 def trained(inners, params, grads):
-  """Returns all updates, and the last states."""
+  """Returns all updates and the final states."""
   found = []
   for inner in inners:
     state = inner.init(params)
@@ -166,7 +166,7 @@ def cut(tree):
 
 
 def assert_alike(whole, slices):
-  """Checks that the slices of all shards, joined, are the whole."""
+  """Checks that the joined slices of all shards are equal to the whole."""
   for x, rows in zip(*map(jax.tree.leaves, (whole, slices)), strict=True):
     if rows.shape[1:] == x.shape and x.size != 1:
       rows = rows[0]
@@ -192,7 +192,7 @@ class OptimizersTest(parameterized.TestCase):
     self.assertIsNotNone(problem)
 
   @pytest.mark.slow
-  def test_those_that_are_accepted_do_the_same_on_slices(self):
+  def test_accepted_optimizers_are_equal_on_slices(self):
     params, *grads = trees(1 + STEPS)
     train = functools.partial(trained, ACCEPTED.values())
 

@@ -1,4 +1,4 @@
-"""The window of towers on a shard, and how it ends."""
+"""Accumulation of towers on a shard, and the step at the end of a window."""
 
 from collections.abc import Callable
 import functools
@@ -20,29 +20,29 @@ from shard_transforms._src.reproducible import tree_reduction
 
 
 def _total_rule(state, _):
-  """Returns how partial sums are resized: between steps, none counts."""
-  return _refused(state) or states.Rule(resize='begin_anew')
+  """Returns the resize rule of partial sums, which are empty between steps."""
+  return _unfinished_window_rule(state) or states.Rule(resize='begin_anew')
 
 
 def _total_weight_rule(state, _):
-  """Returns how their weights are resized.
+  """Returns the resize rule of the weights of partial sums.
 
-  Rows of another number would be of a step of another number of towers, and are
-  refused.
+  A different number of rows belongs to a step with a different number of
+  towers, and is refused.
   """
-  return _refused(state) or states.Rule(resize='sum')
+  return _unfinished_window_rule(state) or states.Rule(resize='sum')
 
 
-def _refused(state):
-  """Returns the rule of sums of an unfinished window; `None` between steps."""
+def _unfinished_window_rule(state):
+  """Returns the rule for an unfinished window, or `None` between steps."""
   if not np.any(state.tower):
     return None
   return states.Rule(
       resize='refuse',
       reason=(
-          '`state` must have no tower in its window, got'
-          f' {state.tower} at {{name}}: its partial sums fit one number of'
-          ' shards alone. Finish the window first; or convert'
+          f'`state` has {state.tower} towers in an unfinished window at'
+          ' {name}, whose partial sums fit only the old number of shards.'
+          ' Finish the window first; or convert'
           ' `optax.tree_utils.tree_set(state, tower=np.int32(0))`, and repeat'
           ' the window from its first tower.'
       ),
@@ -54,16 +54,16 @@ class TowersState(NamedTuple):
 
   Partial sums differ between shards: they have a leading axis, of length 1
   inside the mapped function and of the number of shards outside. Row l is the
-  sum of 2**l towers, and counts if bit l of `tower` is 1.
+  sum of 2**l towers, and is in use if bit l of `tower` is 1.
 
   Attributes:
     tower: Number of towers collected since the last update, int32 [].
-    total: Partial sums of their (weighted) updates, a tree like the parameters
-      with a further axis of log2 `num_towers`, at least 1, in float32 for
-      leaves of fewer bits.
-    total_weight: Partial sums of their weights, with a row for each level of
-      the tree over all towers of all shards; float32, or float64 if a parameter
-      is.
+    total: Partial sums of the (weighted) updates of the towers, a tree like the
+      parameters with an additional axis of log2 `num_towers`, at least 1, in
+      float32 for leaves of fewer bits.
+    total_weight: Partial sums of the weights of the towers, with one row per
+      level of the tree over all towers of all shards; float32, or float64 if a
+      parameter is.
     inner_state: State of the inner transformation; for `sharded_towers`, a
       `ShardUpdateState`.
 
@@ -101,16 +101,17 @@ def transformation(
   """Returns a transformation that collects towers.
 
   Args:
-    num_towers: The towers of a shard.
+    num_towers: The number of towers of a shard.
     reduction: The reduction over shards.
-    init: Returns the inner state.
-    finish: Returns the updates of a full window, and the next inner state: a
-      function of the inner state, parameters, the sums of a shard, the total
-      weight of all shards, updates of the wanted dtypes, and extra arguments.
+    init: The function that returns the inner state.
+    finish: The function that returns the updates of a full window, and the next
+      inner state. Its arguments are the inner state, the parameters, the sums
+      of a shard, the total weight of all shards, updates with the dtypes of the
+      result, and the extra arguments.
 
   Raises:
-    TypeError: If `num_towers` is no integer.
-    ValueError: If it is no power of two.
+    TypeError: If `num_towers` is not an integer.
+    ValueError: If it is not a power of two.
   """
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   tree_reduction.check_power_of_two('`num_towers`', num_towers)
@@ -131,7 +132,7 @@ def transformation(
     window = _collect(updates, state, weight, reduction)
     is_weighted = weight is not None
 
-    # It must not close over arrays: `jax.checking_leaks` would find them.
+    # `end` must not close over arrays: `jax.checking_leaks` would report them.
     def end(window, updates, params, /, **extra_args):
       total, total_weight = states.own(
           (window.total, window.total_weight), reduction.axes, reduction.caller
@@ -142,11 +143,13 @@ def transformation(
       )
       total = reduction.total(row(total_weight) if is_weighted else num_towers)
       before = window.inner_state
-      given = before, params, sums, total, like, extra_args
+      updates, inner_state = finish(
+          before, params, sums, total, like, extra_args
+      )
       accept = total > 0 if is_weighted else None
-      made, inner_state = gating.select(accept, *finish(*given), before)
+      updates, inner_state = gating.select(accept, updates, inner_state, before)
       tower = jnp.zeros_like(window.tower)
-      return made, window._replace(tower=tower, inner_state=inner_state)
+      return updates, window._replace(tower=tower, inner_state=inner_state)
 
     is_last = collectives.agreed(window.tower >= num_towers)
     return gating.run_when_due(
@@ -157,24 +160,27 @@ def transformation(
 
 
 def _check(updates, state, num_levels, reduction):
-  """Checks what `update` is given, before any arithmetic.
+  """Checks the arguments of `update`, before any arithmetic.
 
   Raises:
-    TypeError: If a leaf is an integer, or the state of another transformation.
-    ValueError: If updates are reduced, or the state is of another step.
+    TypeError: If a leaf is an integer, or the state is from another
+      transformation.
+    ValueError: If updates are reduced, or the state is for a step with another
+      number of towers.
   """
   caller = reduction.caller
   arguments.check_state(state, TowersState, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, reduction.axes, caller)
   leaves_lib.check_not_explicit(updates, caller)
-  found = jnp.shape(state.total_weight)[-1]
-  if found != num_levels:
+  state_levels = jnp.shape(state.total_weight)[-1]
+  if state_levels != num_levels:
     raise ValueError(
-        f'State of `{caller}` must be made for as many towers of all shards,'
-        f' got {1 << (found - 1)} instead of {1 << (num_levels - 1)}. Convert'
-        ' it by `shard_transforms.resize_state`, and keep the number of shards'
-        ' times `num_towers`.'
+        f'State of `{caller}` was created for steps of'
+        f' {1 << (state_levels - 1)} towers on all shards together, but this'
+        f' step has {1 << (num_levels - 1)}. Convert it with'
+        ' `shard_transforms.resize_state`, and keep the number of shards times'
+        ' `num_towers` the same.'
     )
 
 
@@ -182,9 +188,9 @@ def _collect(updates, state, weight, reduction):
   """Returns the window with one more tower.
 
   Raises:
-    TypeError: If the weight is no real number.
-    ValueError: If it has a wrong value, updates do not fit the window, or
-      differ between shards where the window does not.
+    TypeError: If the weight is not a real number.
+    ValueError: If the weight has a wrong value, updates do not fit the window,
+      or updates differ between shards where the window does not.
   """
   axes, caller = reduction.axes, reduction.caller
   total, total_weight = states.own(
@@ -193,10 +199,10 @@ def _collect(updates, state, weight, reduction):
   zeros = jax.tree.map(partial_sums.zero, total)
   arguments.check_like(updates, zeros, caller)
   arguments.check_varies_with(updates, zeros, caller)
-  own_weight = jnp.ones([], total_weight.dtype)
+  tower_weight = jnp.ones([], total_weight.dtype)
   if weight is not None:
     weight = weights.as_weight(weight, (), caller)
-    own_weight = weight.astype(total_weight.dtype)
+    tower_weight = weight.astype(total_weight.dtype)
   weigh = weights.weighing(weight)
 
   def add(rows, zero, update):
@@ -208,7 +214,7 @@ def _collect(updates, state, weight, reduction):
     return partial_sums.add(rows, weigh(update), state.tower)
 
   total = leaves_lib.tree_map(add, total, zeros, updates)
-  total_weight = partial_sums.add(total_weight, own_weight, state.tower)
+  total_weight = partial_sums.add(total_weight, tower_weight, state.tower)
   total, total_weight = states.store((total, total_weight), axes)
   tower = states.count(state.tower, 1)
   window = TowersState(tower, total, total_weight, state.inner_state)
@@ -217,7 +223,7 @@ def _collect(updates, state, weight, reduction):
 
 
 def _like(total, update, param):
-  """Returns a leaf of the dtype that the result of a window gets."""
+  """Returns a leaf with the dtype of the result of a window."""
   if total is None:
     return update
   like = param if update is None else update

@@ -1,4 +1,4 @@
-"""`assert_trains_as_one_device`: what it passes, finds and says."""
+"""Tests of `assert_trains_as_one_device`."""
 
 from absl.testing import parameterized
 import jax
@@ -21,7 +21,7 @@ ADAM = optax.adam(0.1, eps=1e-3)
 
 RNG = np.random.default_rng(0)
 ROWS = 24
-# The rows of the first shard are large, and shards have 1 to 4 real rows in 6.
+# The rows of the first shard are large, and shards have 1 to 4 valid rows of 6.
 SCALE = np.where(np.arange(ROWS) < 6, 9, 1)[:, None]
 BATCH = {
     'x': (RNG.normal(size=(ROWS, 4)) * SCALE).astype(np.float32),
@@ -76,7 +76,7 @@ def masked_loss(params, batch):
 
 
 def noisy(key_of):
-  """Adds noise behind the mean."""
+  """Adds noise after the mean."""
 
   def update(updates, state, params=None, **extra_args):
     del params, extra_args
@@ -151,9 +151,9 @@ SOUND = {
     'sharded': (mean_loss, st.shard_update(ADAM, AXIS)),
     'sum': (summed_loss, st.cross_shard_sum(AXIS)),
 }
-# The first part that differs, and a cause.
+# Loss, transformation, weight, the first part that differs, and a cause.
 WRONG = {
-    'no mean': (mean_loss, optax.chain(CLIP, ADAM), None, 'update', 'at all'),
+    'no mean': (mean_loss, optax.chain(CLIP, ADAM), None, 'update', 'missing'),
     'clip': (mean_loss, optax.chain(CLIP, MEAN), None, 'update', 'clipping'),
     'signs': (
         *(mean_loss, optax.chain(optax.scale_by_sign(), MEAN), None),
@@ -162,7 +162,7 @@ WRONG = {
     'summed loss': (summed_loss, MEAN, None, 'loss', 'is a sum over examples'),
     'own statistics': (own_statistics_loss, MEAN, None, 'loss', 'batch stat'),
     'key of shard': (key_of_shard_loss, MEAN, None, 'loss', 'random keys that'),
-    'no weight': (masked_loss, MEAN, None, 'loss', 'without that number'),
+    'no weight': (masked_loss, MEAN, None, 'loss', 'that are not passed'),
     'noise': (
         mean_loss,
         optax.chain(MEAN, noisy(by_shard)),
@@ -188,7 +188,7 @@ def returning(one, several=None):
 
 ONES = np.ones(3)
 FLAGS = np.array([1, 0, 1]), np.array([1, 1, 1])
-# A part, what one device and several give, and what is said of it.
+# A part, its values on one device and on several, and words of the message.
 DIFFERENT = (
     ('gradient', ONES, 8 * ONES, ['8 times that of one', 'which JAX sums']),
     ('gradient', ONES, ONES / 8, ['0.125 times that of one device']),
@@ -214,16 +214,16 @@ DIFFERENT = (
 
 
 LOSS = ({'loss': 1.0},)
-OTHER_SHAPES = r'got shape \(2,\) for one shard and \(8,\) for several'
+OTHER_SHAPES = r'the shape \(2,\) for one shard and \(8,\) for several'
 ERRORS = (
-    (((),), {}, TypeError, 'must return a mapping, got tuple'),
+    (((),), {}, TypeError, 'must return a mapping .* got tuple'),
     (({'los': 1},), {}, ValueError, r"some of the keys \['loss', .*\['los'\]"),
-    (({'loss': 1.0}, {'update': 1.0}), {}, ValueError, 'same tree for each nu'),
+    (({'loss': 1.0}, {'update': 1.0}), {}, ValueError, 'same tree for any num'),
     (
         *(({'update': np.ones(2)}, {'update': np.ones(8)}), {}),
         *(ValueError, OTHER_SHAPES),
     ),
-    (({'loss': np.nan},), {}, ValueError, 'finite values, got nan at loss'),
+    (({'loss': np.nan},), {}, ValueError, 'not finite: nan at loss'),
     (LOSS, dict(num_shards=2.0), TypeError, '`num_shards` must be an integer'),
     (LOSS, dict(num_shards=1), ValueError, '`num_shards` must be at least 2'),
     (LOSS, dict(rtol=0), ValueError, '`rtol` must be positive'),
@@ -234,7 +234,7 @@ class OneDeviceTest(parameterized.TestCase):
 
   @cases.parameters(*SOUND)
   def test_sound_training_passes(self, name):
-    # A sum of gradients is that of the loss of all rows.
+    # The sum of the gradients is the gradient of the summed loss.
     loss, tx, *weight_of = SOUND[name]
     run = run_of('shard_map', loss, tx, *weight_of)
     if name == 'sum':
@@ -252,7 +252,7 @@ class OneDeviceTest(parameterized.TestCase):
   @cases.parameters(
       'clip', 'signs', 'summed loss', 'own statistics', 'key of shard'
   )
-  def test_finds_what_no_error_tells_under_plain_jit(self, name):
+  def test_detects_silent_mistakes_under_plain_jit(self, name):
     loss, tx, _, part, cause = WRONG[name]
 
     message = message_of(plain_run_of('jit_explicit', loss, tx))
@@ -260,23 +260,27 @@ class OneDeviceTest(parameterized.TestCase):
     self.assertRegex(message, f'(?s){part}.*{cause}')
 
   @cases.parameters(*WRONG)
-  def test_finds_what_no_error_tells(self, name):
+  def test_detects_silent_mistakes(self, name):
     loss, tx, weight_of, part, cause = WRONG[name]
 
     message = message_of(run_of('shard_map', loss, tx, weight_of))
 
-    found, _, causes = message.partition('\nThe usual causes of the first: ')
-    self.assertStartsWith(found, f'{SHARDS} shards must train as one device')
+    found, _, causes = message.partition(
+        '\nUsual causes of the first difference: '
+    )
+    self.assertStartsWith(
+        found, f'{SHARDS} shards do not train like one device'
+    )
     self.assertStartsWith(found.splitlines()[1].strip(), part)
     self.assertIn(cause, causes)
 
   @cases.parameters(*DIFFERENT)
-  def test_says_what_differs(self, part, one, several, words):
+  def test_reports_differences(self, part, one, several, words):
     message = message_of(returning({part: one}, {part: several}), 8)
 
     self.assertContainsInOrder(words, message)
 
-  def test_one_of_the_copies_on_devices_differs(self):
+  def test_detects_a_copy_that_differs(self):
     def run(num_shards):
       mapped = jax.shard_map(
           lambda x: x + (lax.axis_index(AXIS) == 2),
@@ -291,9 +295,9 @@ class OneDeviceTest(parameterized.TestCase):
     self.assertIn(words, message_of(run))
 
   @cases.parameters(*modes.UNTRACKED_MODES)
-  def test_copies_with_other_bits_fail_where_each_is_close(self, mode):
-    # Under Adam, gradients of equal signs give nearly equal first updates.
-    # Nothing reduces them.
+  def test_copies_must_have_equal_bits(self, mode):
+    # Without a reduction, gradients of equal signs give nearly equal first
+    # updates under Adam.
     def step(params, shift):
       grads = jax.tree.map(lambda x: x + 1 + shift.sum(), params)
       return {'update': ADAM.update(grads, ADAM.init(params), params)[0]}
@@ -308,14 +312,14 @@ class OneDeviceTest(parameterized.TestCase):
         [
             "copies of a result differ from each other in\n  update['w']: rel",
             '4 different values in 4 copies\n',
-            'no reduction at all',
+            'a missing reduction',
             'a metric that is not reduced',
             'state that differs',
         ],
         message,
     )
 
-  def test_rounding_of_a_small_leaf_is_none(self):
+  def test_ignores_rounding_of_a_small_leaf(self):
     one = {'gradient': {'large': np.ones(3), 'b': np.array([1e-9, 0])}}
     two = {'gradient': {'large': np.ones(3), 'b': np.array([0, -1e-9])}}
 
