@@ -18,7 +18,6 @@ from shard_transforms._src.compression import residuals
 from shard_transforms._src.reduction import leaf_sums
 
 _CALLER = 'power_sgd'
-_UNWEIGHTED = leaf_sums.Share(None, None)
 # Up to this rank, factors are multiplied as a sum of outer products, which XLA
 # fuses with what follows. On CPU it takes half the time of a product: python
 # benchmarks/compressors.py. For TPUs it is half the code, compiled in half the
@@ -178,7 +177,7 @@ class _Factors(compressed_reduction.CompressedReduction):
     own_rights = [
         _product(p.T, m) for m, p in zip(matrices, lefts, strict=True)
     ]
-    rights = leaf_sums.reduce(own_rights, _UNWEIGHTED, self.options)
+    rights = leaf_sums.reduce(own_rights, leaf_sums.UNWEIGHTED, self.options)
 
     def mean(left, right, value):
       return _of_factors(left, right).reshape(value.shape)
@@ -209,7 +208,7 @@ class _Factors(compressed_reduction.CompressedReduction):
       sums = leaf_sums.reduce([*sketched, *others], share, self.options)
       sketched, plain = sums[: len(sketched)], sums[len(sketched) :]
     else:
-      sketched = leaf_sums.reduce(sketched, _UNWEIGHTED, self.options)
+      sketched = leaf_sums.reduce(sketched, leaf_sums.UNWEIGHTED, self.options)
       plain = leaf_sums.reduce(others, share, self.options)
     return _orthogonal(sketched), plain
 

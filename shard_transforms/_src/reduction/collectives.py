@@ -5,7 +5,6 @@ Values vary over all axes where JAX tracks this.
 
 from collections.abc import Hashable
 from collections.abc import Sequence
-import contextlib
 import math
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 def total(x: jax.Array, axes: Axes) -> jax.Array:
   """Returns the sum of one array over the shards; itself without axes."""
-  return psum(axes_lib.to_varying(x, axes), axes)
+  return psum(axes_lib.to_varying(x, axes), axes) if axes else x
 
 
 def agreed(decision: jax.Array) -> jax.Array:
@@ -64,11 +63,17 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the sum of `x` over the shards; itself without axes."""
+  """Returns the sum of `x` over the shards; itself without axes.
+
+  Raises:
+    NotImplementedError: If JAX has no sum over these axes.
+  """
   if not axes:
     return x
-  with _explaining(x, axes):
+  try:
     return lax.psum(x, axes)
+  except (AssertionError, ValueError) as error:
+    raise NotImplementedError(_no_sum(x, axes)) from error
 
 
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
@@ -125,9 +130,14 @@ def scatter_along(
 
   Parts lie along a dimension, which the result does not have; if they are
   `tiled`, they are slices of it. With `axis_index_groups`, each group sums.
+
+  Raises:
+    NotImplementedError: If JAX has no sum over this axis.
   """
-  with _explaining(x, (axis,)):
+  try:
     return _scatter(x, axis, dimension, tiled, **groups)
+  except (AssertionError, ValueError) as error:
+    raise NotImplementedError(_no_sum(x, (axis,))) from error
 
 
 def exchange_along(
@@ -194,16 +204,12 @@ def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
   return lax.axis_index(axes_lib.in_mesh_order(axes))
 
 
-@contextlib.contextmanager
-def _explaining(x, axes):
-  """Explains what to do where JAX has no sum."""
-  try:
-    yield
-  except (AssertionError, ValueError) as error:
-    raise NotImplementedError(
-        f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis'
-        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
-    ) from error
+def _no_sum(x, axes):
+  """Returns what to do where JAX has no sum."""
+  return (
+      f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis of'
+      ' `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
+  )
 
 
 def _group_index(axis, groups):

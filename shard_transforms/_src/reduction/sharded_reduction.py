@@ -72,7 +72,7 @@ class ShardedReduction(leaf_sums.Reduction):
         rows.append(division.rows(leaf))
       else:
         send = functools.partial(self._scatter_along, division)
-        (slices[i],) = leaf_sums.reduce_by(send, [leaf], share, self)
+        (slices[i],) = leaf_sums.reduce([leaf], share, self, send)
     scattered = leaf_sums.scatter(rows, share, self, self.num_shards())
     reduced = leaf_sums.reduce([leaves[i] for i in whole], share, self)
     own = [*scattered, *jax.tree.leaves(self.own(reduced))]

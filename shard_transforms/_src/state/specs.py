@@ -20,6 +20,7 @@ from shard_transforms._src.base import divisions
 from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import states
 from shard_transforms._src.state import fields
 
 
@@ -102,22 +103,14 @@ def state_types(
     return jax.tree.map(jax.typeof, (params, tx.init(params)))
 
   local_params, state = _traced(init, params, mesh, param_specs)
-  unsharded = {}
-  if _sliced_parts(state):
+  if any(map(_has_slices, jax.tree.leaves(state, is_leaf=_has_slices))):
     if on_one_shard is None:
       on_one_shard = functools.partial(
           types_on_one_shard, tx, local_params, mesh, param_specs
       )
-    unsharded = _sliced_parts(on_one_shard())
-
-  def describe(path, rule, part, _):
-    if rule is not full_rules.DIVIDED:
-      return jax.tree.map(_Leaf, part)
-    fields.check_same_trees(path, part, unsharded[path])
-    of_mesh = functools.partial(_slice, mesh)
-    return jax.tree.map(of_mesh, part, unsharded[path])
-
-  leaves = fields.map_fields(describe, _slice_rules_of, state, state)
+    leaves = _with_divisions(state, on_one_shard(), mesh)
+  else:
+    leaves = jax.tree.map(_Leaf, state)
   likes = leaves
   if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
     # The trace binds the axes that `tx.init` may need.
@@ -181,16 +174,28 @@ def spec_tree(types: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding.spec, types)
 
 
-def _slice_rules_of(node, _):
-  """Returns the rules of those fields of a node that `shard_update` slices."""
-  rules = type(node).rules
+def _slice_rules_of(node, _=None):
+  """Returns the rules of those fields of a node that are in slices."""
+  rules = type(node).rules if states.declares(node) else {}
   return {k: rule for k, rule in rules.items() if rule is full_rules.DIVIDED}
 
 
-def _sliced_parts(state):
-  """Returns the parts of a state that `shard_update` slices, by path."""
-  parts = fields.parts_of(_slice_rules_of, state)
-  return {path: part for path, (_, part) in parts.items()}
+def _has_slices(node):
+  return bool(_slice_rules_of(node))
+
+
+def _with_divisions(state, on_one_shard, mesh):
+  """Returns the leaves of a state, with how those in slices are divided."""
+  unsharded = fields.parts_of(_slice_rules_of, on_one_shard)
+
+  def describe(path, rule, part, _):
+    if rule is not full_rules.DIVIDED:
+      return jax.tree.map(_Leaf, part)
+    _, like = unsharded[path]
+    fields.check_same_trees(path, part, like)
+    return jax.tree.map(functools.partial(_slice, mesh), part, like)
+
+  return fields.map_fields(describe, _slice_rules_of, state, state)
 
 
 def _traced(fn, params, mesh, param_specs):
