@@ -47,6 +47,7 @@ def find(
   found = (
       *_added_up(module, graph, sent),
       *_too_few_bits(sent),
+      *_cut_after_sum(graph, sent),
   )
   return tuple(dict.fromkeys(found))
 
@@ -108,6 +109,65 @@ def _too_few_bits(sent):
             f' with the rounding of {c.dtype}, {_which_sends([c])}: cast to'
             ' float32 before, as `cross_shard_mean` does.'
         )
+
+
+def _cut_after_sum(graph, sent):
+  """Yields warnings of sums of which each shard then takes only a part."""
+  by_place = collections.defaultdict(list)
+  for node, parts in sent.items():
+    # The second step of a reduce-scatter may be too small for another.
+    if any(map(_is_scattered, node.inputs)):
+      continue
+    for c, result in zip(parts, hlo_flow.results(node), strict=False):
+      if c.primitive == 'psum' and _is_cut(graph, result, c.num_shards):
+        by_place[_where([c]), c.axes].append((c, result))
+  for (where, axes), found in by_place.items():
+    sums, nodes = zip(*found, strict=True)
+    over = repr(axes[0] if len(axes) == 1 else axes)
+    yield (
+        f'{where} has {_names(nodes)} summed whole, then cut: each of the'
+        f' {sums[0].num_shards:,} shards over {over} takes only its part of'
+        f' the sum, {_which_sends(sums)}, twice as many as a reduce-scatter.'
+        ' On TPUs, XLA has no reduce-scatter over all shards of some slices:'
+        ' take `shard_update`, which scatters in two steps, or call'
+        ' `lax.psum_scatter` with `axis_index_groups` of every second shard,'
+        ' and then of pairs. For CPUs, XLA makes no reduce-scatter of a program'
+        ' under `jax.jit`.'
+    )
+
+
+def _is_scattered(node):
+  sources = hlo_flow.sources(node, (*hlo_flow.MOVES, 'get-tuple-element'))
+  return any(source.collective == 'reduce-scatter' for source in sources)
+
+
+def _is_cut(graph, result, num_shards):
+  """Whether each shard takes only its own part of a result."""
+  moved, cuts = [result], []
+  for node in moved:
+    # A value that the program returns has no user.
+    if node in graph.places:
+      return False
+    moved += [n for n in node.users if n.opcode in hlo_flow.MOVES]
+    cuts += [n for n in node.users if n.opcode not in hlo_flow.MOVES]
+  return bool(cuts) and all(
+      cut.opcode == 'dynamic-slice'
+      and cut.array.size * num_shards == result.array.size
+      and any(map(_depends_on_shard, cut.inputs[1:]))
+      for cut in cuts
+  )
+
+
+def _depends_on_shard(node):
+  """Whether a value is computed from the number of the shard."""
+  pending, seen = [node], {node}
+  while pending:
+    node = pending.pop()
+    if node.opcode in ('partition-id', 'replica-id'):
+      return True
+    pending += [n for n in node.inputs if n not in seen]
+    seen.update(node.inputs)
+  return False
 
 
 def _where(parts):
