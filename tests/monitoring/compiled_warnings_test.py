@@ -50,6 +50,8 @@ class CutTest(parameterized.TestCase):
       # All of the sum is used, too.
       {'root': 'tuple(%cut, %sum)'},
       {'combine': 'maximum'},
+      # The small second step of a reduce-scatter.
+      {'is_scattered': True},
   )
   def test_does_not_warn_where_the_sum_is_needed(self, **changes):
     self.assertEmpty(hlo_wire_report(_cut_sum(**changes)).warnings)
@@ -67,9 +69,20 @@ class CutTest(parameterized.TestCase):
 
 
 def _cut_sum(
-    start='multiply(%shard, %three)', size=3, root='copy(%cut)', combine='add'
+    start='multiply(%shard, %three)',
+    size=3,
+    root='copy(%cut)',
+    combine='add',
+    is_scattered=False,
 ):
   text = _all_reduce('f32', combine).replace('ROOT %r', '%sum')
+  if is_scattered:
+    scatter = (
+        '%x = f32[48] parameter(0)\n  %p = f32[24] reduce-scatter(%x),'
+        ' channel_id=1, replica_groups={{0,1},{2,3},{4,5},{6,7}},'
+        ' use_global_device_ids=true, dimensions={0}, to_apply=%reducer'
+    )
+    text = text.replace('%p = f32[24] parameter(0)', scatter)
   body = f"""
   %id = u32[] partition-id()
   %shard = s32[] convert(%id)
