@@ -21,6 +21,8 @@ import cases
 
 ROOT = pathlib.Path(__file__).parents[1]
 TPU, GPU, POD = 'v5e:2x4', 'h100:1x8', 'v5e:16x16'
+# Slices on whose only axis XLA has no reduce-scatter of one step.
+SQUARES = 'v5e:4x4', 'v6e:4x4', 'v5p:2x2x4'
 # Float32: eight matrices of 1024 x 1024, two of 8192 x 8192, and GPT-2.
 PARAMS_MB = 8 * 4 * 1024**2 / 1e6
 MEGABYTES = {
@@ -28,7 +30,7 @@ MEGABYTES = {
     'large': 536.9,
     'gpt2': 270.9,
 }
-SHARDS = {TPU: 8, GPU: 8, POD: 256}
+SHARDS = {TPU: 8, GPU: 8, POD: 256, **dict.fromkeys(SQUARES, 16)}
 # A ring of 8 sends 7/8 for the sum and 7/8 for all parts, and the loss.
 SENT = 2 * 7 / 8 * 8 * 4 * 1024**2 + 7
 GATES = 'guard, skip', 'guard, exclude', 'drop_stale', 'drop_stale(guard)'
@@ -80,6 +82,8 @@ MORE = {
 }
 # Over the two axes of the slice.
 OF_POD = 'owned_update(muon)', 'large: shard_update'
+# On one axis.
+OF_SQUARE = 'large: shard_update', 'large: by hand, ZeRO-1'
 # A missing compiler is reported on standard output.
 MEASURE = """
 import collections, json, sys
@@ -136,7 +140,8 @@ def run(code, *arguments):
 
 @functools.cache
 def measured(name):
-  names = OF_POD if name == POD else (*CASES, *MORE[name])
+  names = {POD: OF_POD} | dict.fromkeys(SQUARES, OF_SQUARE)
+  names = names.get(name) or (*CASES, *MORE[name])
   return json.loads(run(MEASURE, name, *names))
 
 
@@ -221,6 +226,7 @@ class HardwareTest(parameterized.TestCase):
       (GPU, 'shard_update'),
       (GPU, 'gpt2: shard_update'),
       (POD, 'large: shard_update'),
+      *((name, OF_SQUARE[0]) for name in SQUARES),
       (TPU, 'owned_update(muon)'),
       (GPU, 'owned_update(muon)'),
       (TPU, 'stacked: by layer, owned_update(muon)'),
@@ -234,6 +240,14 @@ class HardwareTest(parameterized.TestCase):
     self.assertGreater(scattered, 0.99 * megabytes)
     of_ring = 2 * (1 - 1 / SHARDS[name]) * megabytes
     self.assertLess(found['sent'] / 1e6, 1.001 * of_ring)
+
+  @cases.parameters(*SQUARES)
+  def test_report_warns_of_a_sum_that_is_cut(self, name):
+    found, by_hand = (facts(name, case) for case in OF_SQUARE)
+
+    self.assertIn('summed whole, then cut', by_hand['report'])
+    self.assertNotIn('summed whole', found['report'])
+    self.assertLess(found['sent'], 0.7 * by_hand['sent'])
 
   def test_cost_of_owners_does_not_depend_on_the_number_of_chips(self):
     found = facts(POD, 'owned_update(muon)')

@@ -1,5 +1,7 @@
 """Reduce-scatter and all-gather of trees: parts, the whole, and bytes."""
 
+from unittest import mock
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -9,6 +11,8 @@ import cases
 import modes
 import reductions
 import shard_transforms as st
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 
@@ -50,6 +54,37 @@ class ShardedReductionTest(parameterized.TestCase):
       # The sum is in another order.
       chex.assert_trees_all_close(joined, expected, rtol=1e-2, atol=1e-2)
       chex.assert_trees_all_equal_shapes_and_dtypes(joined, expected)
+
+  @cases.parameters(*modes.MAPPED)
+  def test_columns_and_then_rows_of_shards_give_the_same_slices(self, mode):
+    shapes = {'large': (128, 96), 'row': (3, 5), 'small': (9,), 'scalar': ()}
+    params = {name: np.ones(shape, 'f') for name, shape in shapes.items()}
+    # The order of a sum of small integers does not matter.
+    data = {
+        name: (np.arange(8 * x.size, dtype='f') % 7).reshape(8, *x.shape)
+        for name, x in params.items()
+    }
+
+    def slices():
+      _, sharded = whole_and_sharded()
+      return modes.map_shards(
+          mode, lambda params, own: sharded.scatter(grads_of(params, own))
+      )(params, data)
+
+    expected = slices()
+    with (
+        mock.patch.object(axes_lib, 'platform', lambda: 'tpu'),
+        mock.patch.object(collectives, '_LEAST_SHARDS', 8),
+        mock.patch.object(
+            *(collectives, '_scatter_in_two'),
+            wraps=collectives._scatter_in_two,
+        ) as scatter,
+    ):
+      found = slices()
+
+    chex.assert_trees_all_equal(found, expected, strict=True)
+    # JAX has no groups of a `vmap`.
+    self.assertEqual(scatter.called, mode != 'vmap')
 
   @cases.product(groups=(None, reductions.GROUPS))
   def test_each_shard_has_its_part_of_the_elements(self, groups):

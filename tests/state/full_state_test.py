@@ -92,6 +92,39 @@ class FullTest(parameterized.TestCase):
       for leaf in jax.tree.leaves(placed):
         self.assertEqual(leaf.sharding.mesh, after)
 
+  def test_init_and_checkpoints_trace_init_a_few_times_and_no_update(self):
+    traced = []
+
+    def init(params):
+      traced.append('init')
+      return COPY.init(params)
+
+    def update(*_):
+      self.fail('`update` was traced.')
+
+    tx = shard_update(optax.GradientTransformation(init, update), AXIS)
+    params, mesh = jax.eval_shape(params_of), modes.mesh()
+    calls = {
+        'init_state': lambda: init_state(tx, params, mesh),
+        'full_state': lambda: full_state(state, tx, params, mesh),
+        'place_state': lambda: place_state(full, tx, params, mesh),
+        'resize_state': lambda: resize_state(here, tx, params, modes.mesh(3)),
+    }
+    state = init_state(tx, params, mesh)
+    here = init_state(tx, params_of(), mesh)
+    full = full_state(here, tx, params, mesh)
+
+    counts = {}
+    for name, call in calls.items():
+      traced.clear()
+      call()
+      counts[name] = len(traced)
+
+    # On the mesh and on one shard. JAX has kept the types that all shards
+    # together have on this mesh, but not on the other.
+    expected = {'init_state': 2, 'full_state': 2, 'place_state': 2}
+    self.assertEqual(counts, expected | {'resize_state': 5})
+
   def test_no_device_needs_memory_for_all_of_it(self):
     tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()
     params = {str(i): ones((64, 64)) for i in range(16)}
@@ -101,6 +134,20 @@ class FullTest(parameterized.TestCase):
     memory = join.lower(state).compile().memory_analysis()
     num_bytes = sum(x.nbytes for x in params.values())
     self.assertLess(memory.temp_size_in_bytes, num_bytes / 2)
+
+  @cases.parameters(*WRAPPERS)
+  def test_where_the_mesh_is_in_use(self, name):
+    tx, params = WRAPPERS[name](COPY), params_of()
+    mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Explicit,))
+
+    with jax.set_mesh(mesh):
+      state = init_state(tx, params, mesh)
+      full = full_state(state, tx, params, mesh)
+      placed = place_state(full, tx, params, mesh)
+
+    found = jax.device_get((full.inner_state, COPY.init(params)))
+    chex.assert_trees_all_equal(*found, strict=True)
+    assert_same(placed, state)
 
   @cases.parameters(*WRAPPERS)
   def test_over_several_axes(self, name):
@@ -376,6 +423,7 @@ BOTH = (
 RAW = {'change': lambda state: state._asdict()}
 RESIZED = PARTS | {'fn': resize_state}
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+GROUPED = shard_update(optax.trace(0.9), AXIS, groups=HALVES)
 # What one of them refuses.
 EACH = (
     (
@@ -384,8 +432,9 @@ EACH = (
         | {'other': SLICED},
         'got the tree .*TowersState.* instead',
     ),
+    ({'tx': GROUPED}, '`groups` divide has no full form'),
     (
-        {'tx': shard_update(optax.trace(0.9), AXIS, groups=HALVES)},
+        traced((4, 4)) | {'other': GROUPED},
         '`groups` divide has no full form',
     ),
     (

@@ -168,8 +168,13 @@ class ShardUpdateTest(parameterized.TestCase):
   def test_refuses_a_norm_that_it_does_not_know(self, inner):
     tx = st.shard_update(inner(), AXIS)
 
+    def step(params):
+      grads = st.per_shard(params, AXIS)
+      return tx.update(grads, tx.init(params), params)[0]
+
+    mapped = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
     with self.assertRaisesRegex(ValueError, 'several elements|slice of one'):
-      st.init_state(tx, jnp.ones(3), modes.mesh())
+      jax.eval_shape(mapped, jnp.ones(3))
 
   @cases.parameters('psum of leaves', 'pmean', 'psum of sums')
   def test_refuses_a_norm_by_hand(self, kind):

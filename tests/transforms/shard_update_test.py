@@ -92,6 +92,17 @@ INNERS = {
 }
 
 
+def first_step(tx, params):
+  """Traces the first update of gradients that differ between shards."""
+
+  def step(params):
+    grads = st.per_shard(params, AXIS)
+    return tx.update(grads, tx.init(params), params)[0]
+
+  mapped = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
+  return jax.eval_shape(mapped, params)
+
+
 def loss_of(params, data):
   products = jax.tree.map(lambda p, d: jnp.sum(p * d), params, data)
   return sum(jax.tree.leaves(products))
@@ -210,6 +221,20 @@ class StateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'does not go into'):
       st.full_state(state, tx, params, mesh)
 
+  def test_slices_and_rows_of_groups_are_told_apart_in_one_state(self):
+    tx = optax.partition(
+        {'one': shard_update(COPY, AXIS)}
+        | {'groups': shard_update(COPY, AXIS, groups=EVEN)},
+        {'a': 'one', 'b': 'groups'},
+    )
+    params = {'a': jnp.arange(24.0).reshape(3, 8), 'b': jnp.arange(8.0)}
+
+    state = st.init_state(tx, params, modes.mesh()).inner_states
+
+    one, groups = (state[k].inner_state.inner_state for k in ('one', 'groups'))
+    np.testing.assert_array_equal(one['a'], params['a'])
+    self.assertEqual(groups['b'].shape, (8, 4))
+
   @cases.parameters(((1, 8), (8,)), ((5,), (2, 4)))
   def test_rows_of_ones_own_are_no_slices(self, shape, sizes):
     axes = ('host', 'core')[: len(sizes)]
@@ -315,13 +340,24 @@ class RefusalTest(parameterized.TestCase):
       (optax.add_noise(0.1, 0.5, jax.random.key(0)),),
       (optax.apply_if_finite(optax.sgd(0.1), 3),),
   )
-  def test_refuses_at_init_what_looks_across_elements(self, inner):
+  def test_refuses_what_looks_across_elements(self, inner):
     tx = shard_update(inner, AXIS)
     params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
+    st.init_state(tx, params, modes.mesh())
 
     message = 'must treat each element .*`owners.owned_update`, clip by'
     with self.assertRaisesRegex(ValueError, message):
-      st.init_state(tx, params, modes.mesh())
+      first_step(tx, params)
+
+  def test_refuses_at_init_a_state_whose_tree_depends_on_shapes(self):
+    def init(params):
+      return {k: jnp.zeros(p.shape) for k, p in params.items() if p.size > 8}
+
+    inner = optax.GradientTransformation(init, optax.identity().update)
+    tx = shard_update(inner, AXIS)
+
+    with self.assertRaisesRegex(ValueError, 'its state depends on their shap'):
+      st.init_state(tx, {'w': jnp.ones(16)}, modes.mesh())
 
   @cases.parameters(
       # It squeezes dimensions of one element, of which slices have more.
@@ -339,10 +375,10 @@ class RefusalTest(parameterized.TestCase):
   def test_looks_at_each_tree_anew(self):
     summed = by_leaf(lambda u: u / jnp.sum(u) if jnp.ndim(u) > 1 else u)
     tx = shard_update(summed, AXIS)
-    st.init_state(tx, jnp.ones(9), modes.mesh())
+    first_step(tx, jnp.ones(9))
 
     with self.assertRaisesRegex(ValueError, 'must treat each element'):
-      st.init_state(tx, jnp.ones((3, 5)), modes.mesh())
+      first_step(tx, jnp.ones((3, 5)))
 
   def test_runs_what_it_closes_over_in_each_call(self):
     factors = [2.0]

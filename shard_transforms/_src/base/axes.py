@@ -94,7 +94,8 @@ def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
 def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
   """Returns the axes of the mesh of `axes` that are left to the compiler."""
   mesh = jax.sharding.get_abstract_mesh()
-  if not set(axes).issubset(mesh.manual_axes):
+  is_mapped = len(mesh.manual_axes) == len(mesh.axis_names)
+  if is_mapped or not set(axes).issubset(mesh.manual_axes):
     return ()
   # An axis of length 1 shards nothing, but one in types forbids reshapes.
   auto = (axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
@@ -183,10 +184,11 @@ def to_varying(tree: Any, axes: Sequence[Hashable]) -> Any:
   tracked = functools.cache(is_tracked)
 
   def mark(leaf):
-    known = varying_axes(leaf) | unreduced_axes(leaf)
-    return mark_varying(
-        leaf, [a for a in axes if a not in known and tracked(a)]
-    )
+    kind = jax.typeof(leaf).manual_axis_type
+    unknown = filter(tracked, set(axes) - kind.varying - kind.unreduced)
+    # The order of axes is a part of the program.
+    missing = tuple(sorted(unknown, key=axes.index))
+    return lax.pcast(leaf, missing, to='varying') if missing else leaf
 
   return jax.tree.map(mark, tree) if axes else tree
 

@@ -48,6 +48,7 @@ def rule(
         at = name + jax.tree_util.keystr(path)
         raise ValueError(
             f'{made_for_others(got, at)}, which does not go into {like.shape}.'
+            ' State that `groups` divide has no full form.'
         )
       return whole
 

@@ -246,7 +246,9 @@ def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
   """Returns a shard's own values as its state keeps them."""
   if not axes:
     return tree
-  return axes_lib.to_varying(jax.tree.map(_store, _apart(tree)), axes)
+  # Indexing takes several times as long to trace.
+  with_axis = functools.partial(lax.expand_dims, dimensions=(0,))
+  return axes_lib.to_varying(jax.tree.map(with_axis, _apart(tree)), axes)
 
 
 def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
@@ -266,16 +268,8 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
           ' `resize_state`; for `jax.pmap`, make it by'
           ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
       )
-  return _apart(jax.tree.map(_own, tree))
-
-
-# Indexing takes several times as long to trace.
-def _store(leaf):
-  return lax.expand_dims(leaf, (0,))
-
-
-def _own(leaf):
-  return lax.squeeze(leaf, (0,))
+  without_axis = functools.partial(lax.squeeze, dimensions=(0,))
+  return _apart(jax.tree.map(without_axis, tree))
 
 
 def _apart(tree):

@@ -18,7 +18,6 @@ from shard_transforms._src.compression import residuals
 from shard_transforms._src.reduction import leaf_sums
 
 _CALLER = 'power_sgd'
-_UNWEIGHTED = leaf_sums.Share(None, None)
 # Up to this rank, factors are multiplied as a sum of outer products, which XLA
 # fuses with what follows. On CPU it takes half the time of a product: python
 # benchmarks/compressors.py. For TPUs it gives half the code, in half the
@@ -179,7 +178,7 @@ class _Factors(compressed_reduction.CompressedReduction):
     local_rights = [
         _product(p.T, m) for m, p in zip(matrices, lefts, strict=True)
     ]
-    rights = leaf_sums.reduce(local_rights, _UNWEIGHTED, self.options)
+    rights = leaf_sums.reduce(local_rights, leaf_sums.UNWEIGHTED, self.options)
 
     def mean(left, right, value):
       return _multiply_factors(left, right).reshape(value.shape)
@@ -210,7 +209,7 @@ class _Factors(compressed_reduction.CompressedReduction):
       sums = leaf_sums.reduce([*sketched, *plain], share, self.options)
       sketched, plain_means = sums[: len(sketched)], sums[len(sketched) :]
     else:
-      sketched = leaf_sums.reduce(sketched, _UNWEIGHTED, self.options)
+      sketched = leaf_sums.reduce(sketched, leaf_sums.UNWEIGHTED, self.options)
       plain_means = leaf_sums.reduce(plain, share, self.options)
     return _orthonormalize(sketched), plain_means
 

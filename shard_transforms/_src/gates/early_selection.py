@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -58,43 +59,45 @@ def run(
   """
   jaxpr = program.jaxpr
   # By identity: a literal has no hash in JAX 0.10.
-  maker = {
-      id(var): i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars
-  }
+  maker = {}
+  for i, eqn in enumerate(jaxpr.eqns):
+    for var in eqn.outvars:
+      maker[id(var)] = i
   # From here on, the decision is known.
   start = 1 + max([maker[id(var)] for var in decision.values], default=-1)
   after = jaxpr.outvars[len(jaxpr.outvars) - len(before) :]
   times = collections.Counter(map(id, after))
-  is_early = [
-      _has_type_of(old, var)
-      and times[id(var)] == 1
-      and maker.get(id(var), -1) >= start
-      for old, var in zip(before, after, strict=True)
-  ]
-  pairs = zip(before, after, is_early, strict=True)
-  early = [(old, var) for old, var, chosen in pairs if chosen]
-  olds = [old for old, _ in early]
+  is_early, early, olds = [], [], []
+  for old, var in zip(before, after, strict=True):
+    is_made_late = times[id(var)] == 1 and maker.get(id(var), -1) >= start
+    is_early.append(is_made_late and _has_type_of(old, var))
+    if is_early[-1]:
+      early.append(var)
+      olds.append(old)
   choices = _choices(decision.accept, olds)
   accept, *others = choices.invars
-  raw = dict(zip([var for _, var in early], others[len(olds) :], strict=True))
-  choice = dict(zip(raw, choices.eqns, strict=True))
-  eqns = jaxpr.eqns[:start] + _equations_of(decision, accept)
+  old_vars, raw_vars = others[: len(olds)], others[len(olds) :]
+  choice = dict(
+      zip(early, zip(raw_vars, choices.eqns, strict=True), strict=True)
+  )
+  eqns = [*jaxpr.eqns[:start], *_equations_of(decision, accept)]
   for eqn in jaxpr.eqns[start:]:
-    selected = [var for var in eqn.outvars if var in raw]
-    if selected:
-      eqn = eqn.replace(outvars=[raw.get(var, var) for var in eqn.outvars])
-    eqns += [eqn, *(choice[var].replace(outvars=[var]) for var in selected)]
-  known = [] if decision.values else [(accept, decision.accept)]
-  added = [*known, *zip(others, olds, strict=False)]
+    outvars, selections = list(eqn.outvars), []
+    for i, var in enumerate(eqn.outvars):
+      if var in choice:
+        outvars[i], selection = choice[var]
+        selections.append(selection.replace(outvars=[var]))
+    eqns += [eqn.replace(outvars=outvars) if selections else eqn, *selections]
+  known = [] if decision.values else [accept]
   jaxpr = jaxpr.replace(
-      invars=[*jaxpr.invars, *(var for var, _ in added)],
+      invars=[*jaxpr.invars, *known, *old_vars],
       outvars=[accept, *jaxpr.outvars],
       eqns=eqns,
       debug_info=jaxpr.debug_info.with_unknown_names(),
   )
   selecting = _core.ClosedJaxpr(jaxpr, program.consts)
-  given = [*given, *(array for _, array in added)]
-  accept, *results = run_alone(selecting, given)
+  accepted = [] if decision.values else [decision.accept]
+  accept, *results = run_alone(selecting, [*given, *accepted, *olds])
   return accept, results, is_early
 
 
@@ -133,7 +136,7 @@ def _choices(accept, olds):
     return lax.select_n(accept, old, new)
 
   def choose_all(accept, olds, news):
-    return [choose(accept, *pair) for pair in zip(olds, news, strict=True)]
+    return list(map(functools.partial(choose, accept), olds, news))
 
   return jax.make_jaxpr(choose_all)(accept, olds, olds).jaxpr
 

@@ -22,7 +22,6 @@ from jax import core
 from jax import lax
 import jax.extend
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from shard_transforms._src.analysis import plain_sums
@@ -107,7 +106,8 @@ class Gate:
     """
     if checked.weight and isinstance(weight, jax.Array):
       return weight
-    weight = np.float32(1) if weight is None else weight
+    if weight is None:
+      return jnp.float32(1)
     return weights.as_weight(weight, (), self.caller)
 
   def update_or_skip(
@@ -170,7 +170,9 @@ class Gate:
     known = self._known(checked, weight is not None)
 
     def run(state, updates, weight=weight):
-      given = extra_args | weights.given(weight=weight)
+      given = dict(extra_args)
+      if weight is not None:
+        given['weight'] = weight
       return _run_inner(known, self.inner, updates, state, params, given)
 
     is_gate = isinstance(self.inner.update, _GateUpdate)
@@ -279,12 +281,10 @@ def _select_early(accept, sums, of_sums, program, given, types):
       decision, program, given, before
   )
   num_made = len(results) - len(before)
-  after = [
-      new if is_early else _keep_unless(accept, new, old)
-      for new, old, is_early in zip(
-          results[num_made:], before, is_selected, strict=True
-      )
-  ]
+  after = results[num_made:]
+  for i, old in enumerate(before):
+    if not is_selected[i]:
+      after[i] = _keep_unless(accept, after[i], old)
   made = leaves_lib.zero_unless(accept, results[:num_made])
   return accept, *treedef.unflatten([*made, *after])
 

@@ -48,6 +48,7 @@ def find(
   warnings = (
       *_added_up(module, graph, collectives_of),
       *_too_few_bits(collectives_of),
+      *_cut_after_sum(graph, collectives_of),
   )
   return tuple(dict.fromkeys(warnings))
 
@@ -109,6 +110,65 @@ def _too_few_bits(collectives_of):
             f' with the rounding of {c.dtype}, {_sent_bytes([c])}: cast to'
             ' float32 before, as `cross_shard_mean` does.'
         )
+
+
+def _cut_after_sum(graph, collectives_of):
+  """Yields warnings of sums of which each shard then takes only a part."""
+  by_place = collections.defaultdict(list)
+  for node, parts in collectives_of.items():
+    # The second step of a reduce-scatter may be too small for another.
+    if any(map(_is_scattered, node.inputs)):
+      continue
+    for c, result in zip(parts, dataflow.results(node), strict=False):
+      if c.primitive == 'psum' and _is_cut(graph, result, c.num_shards):
+        by_place[_where([c]), c.axes].append((c, result))
+  for (where, axes), found in by_place.items():
+    sums, nodes = zip(*found, strict=True)
+    over = repr(axes[0] if len(axes) == 1 else axes)
+    yield (
+        f'{where} has {_names(nodes)} summed whole, then cut: each of the'
+        f' {sums[0].num_shards:,} shards over {over} takes only its part of'
+        f' the sum, {_sent_bytes(sums)}, twice as many as a reduce-scatter.'
+        ' On TPUs, XLA has no reduce-scatter over all shards of some slices:'
+        ' use `shard_update`, which scatters in two steps, or call'
+        ' `lax.psum_scatter` with `axis_index_groups` of every second shard,'
+        ' and then of pairs. XLA for CPUs does not use reduce-scatters in'
+        ' programs under plain `jax.jit`.'
+    )
+
+
+def _is_scattered(node):
+  sources = dataflow.sources(node, (*dataflow.MOVES, 'get-tuple-element'))
+  return any(source.collective == 'reduce-scatter' for source in sources)
+
+
+def _is_cut(graph, result, num_shards):
+  """Whether each shard takes only its own part of a result."""
+  moved, cuts = [result], []
+  for node in moved:
+    # A value that the program returns has no user.
+    if node in graph.places:
+      return False
+    moved += [n for n in node.users if n.opcode in dataflow.MOVES]
+    cuts += [n for n in node.users if n.opcode not in dataflow.MOVES]
+  return bool(cuts) and all(
+      cut.opcode == 'dynamic-slice'
+      and cut.array.size * num_shards == result.array.size
+      and any(map(_depends_on_shard, cut.inputs[1:]))
+      for cut in cuts
+  )
+
+
+def _depends_on_shard(node):
+  """Whether a value is computed from the number of the shard."""
+  pending, seen = [node], {node}
+  while pending:
+    node = pending.pop()
+    if node.opcode in ('partition-id', 'replica-id'):
+      return True
+    pending += [n for n in node.inputs if n not in seen]
+    seen.update(node.inputs)
+  return False
 
 
 def _where(parts):

@@ -38,19 +38,23 @@ def map_packed(
     num_rows: How many rows each leaf has, along its first axis, or `None`.
     growth: The size of a result divided by the size of its leaf.
   """
-  if not levels:
-    return [fn(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]
-  level, *further = levels
   lead = () if num_rows is None else (num_rows,)
-  shared = buckets(leaves, keys, level, growth)
-  buffers = [_join([leaves[i] for i in bucket], lead) for bucket in shared]
-  bucket_keys = [keys[bucket[0]] for bucket in shared]
-  packed = map_packed(fn, buffers, bucket_keys, further, num_rows, growth)
-  results = {}
-  for bucket, result in zip(shared, packed, strict=True):
-    shapes = [leaves[i].shape[len(lead) :] for i in bucket]
-    results.update(zip(bucket, _split(result, shapes), strict=True))
-  return [results[i] for i in range(len(leaves))]
+  joined = []
+  for level in levels:
+    shared = buckets(leaves, keys, level, growth)
+    joined.append((shared, leaves))
+    buffers, buffer_keys = [], []
+    for bucket in shared:
+      buffers.append(_join(leaves, bucket, lead))
+      buffer_keys.append(keys[bucket[0]])
+    leaves, keys = buffers, buffer_keys
+  results = list(map(fn, leaves, keys))
+  for shared, members in reversed(joined):
+    parts = list(members)
+    for bucket, result in zip(shared, results, strict=True):
+      _split(parts, bucket, result, lead)
+    results = parts
+  return results
 
 
 def buckets(
@@ -63,9 +67,9 @@ def buckets(
 
   The arguments are those of `map_packed`.
   """
-  sizes = [leaf.size * leaf.dtype.itemsize * growth for leaf in leaves]
   found, filled = [], {}
-  for i, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+  for i, (key, leaf) in enumerate(zip(keys, leaves, strict=True)):
+    size = leaf.size * leaf.dtype.itemsize * growth
     bucket, room = filled.get(key, ([], 0))
     if size >= level.leaf_bytes:
       found.append([i])
@@ -78,19 +82,23 @@ def buckets(
   return found
 
 
-def _join(members, lead):
+def _join(leaves, bucket, lead):
   """Returns one leaf as it is, several as one buffer [*lead, elements]."""
-  if len(members) == 1:
-    return members[0]
-  return jnp.concatenate([x.reshape((*lead, -1)) for x in members], axis=-1)
+  if len(bucket) == 1:
+    return leaves[bucket[0]]
+  flat = [leaves[i].reshape((*lead, -1)) for i in bucket]
+  return jnp.concatenate(flat, axis=-1)
 
 
-def _split(buffer, shapes):
-  """Returns the parts of a buffer in their shapes, with its rows, if any."""
-  if len(shapes) == 1:
-    return [buffer]
+def _split(leaves, bucket, buffer, lead):
+  """Puts the parts of a buffer in the places of its leaves, in their shapes.
+
+  A part has the rows of the buffer, if any.
+  """
+  if len(bucket) == 1:
+    leaves[bucket[0]] = buffer
+    return
+  shapes = [leaves[i].shape[len(lead) :] for i in bucket]
   parts = lax.split(buffer, list(map(math.prod, shapes)), buffer.ndim - 1)
-  return [
-      part.reshape(part.shape[:-1] + shape)
-      for part, shape in zip(parts, shapes, strict=True)
-  ]
+  for i, part, shape in zip(bucket, parts, shapes, strict=True):
+    leaves[i] = part.reshape(part.shape[:-1] + shape)

@@ -5,7 +5,6 @@ Values vary over all axes where JAX tracks this.
 
 from collections.abc import Hashable
 from collections.abc import Sequence
-import contextlib
 import math
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 def total(x: jax.Array, axes: Axes) -> jax.Array:
   """Returns the sum of one array over the shards; itself without axes."""
-  return psum(axes_lib.to_varying(x, axes), axes)
+  return psum(axes_lib.to_varying(x, axes), axes) if axes else x
 
 
 def agreed(decision: jax.Array) -> jax.Array:
@@ -74,11 +73,17 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the sum of `x` over the shards; itself without axes."""
+  """Returns the sum of `x` over the shards; itself without axes.
+
+  Raises:
+    NotImplementedError: If JAX has no sum over these axes.
+  """
   if not axes:
     return x
-  with _explaining(x, axes):
+  try:
     return lax.psum(x, axes)
+  except (AssertionError, ValueError) as error:
+    raise NotImplementedError(_no_sum(x, axes)) from error
 
 
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
@@ -135,9 +140,14 @@ def scatter_along(
 
   Parts lie along a dimension, which the result does not have; if they are
   `tiled`, they are slices of it. With `axis_index_groups`, each group sums.
+
+  Raises:
+    NotImplementedError: If JAX has no sum over this axis.
   """
-  with _explaining(x, (axis,)):
+  try:
     return _scatter(x, axis, dimension, tiled, **groups)
+  except (AssertionError, ValueError) as error:
+    raise NotImplementedError(_no_sum(x, (axis,))) from error
 
 
 def exchange_along(
@@ -204,16 +214,12 @@ def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
   return lax.axis_index(axes_lib.in_mesh_order(axes))
 
 
-@contextlib.contextmanager
-def _explaining(x, axes):
-  """Explains what to do where JAX has no sum."""
-  try:
-    yield
-  except (AssertionError, ValueError) as error:
-    raise NotImplementedError(
-        f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis'
-        ' of `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
-    ) from error
+def _no_sum(x, axes):
+  """Returns what to do where JAX has no sum."""
+  return (
+      f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis of'
+      ' `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
+  )
 
 
 def _group_index(axis, groups):
@@ -227,11 +233,51 @@ def _own_entry(entries, axis):
   return jnp.asarray(in_order, jnp.int32)[lax.axis_index(axis)]
 
 
+# Over all chips of many TPU slices, such as 4x4, 8x8, 16x16, 2x2x4 and 4x4x8,
+# XLA has no reduce-scatter: it sums all of an array, and then takes a part. It
+# has one over every second chip, and then over pairs, which send as much as one
+# of a single step; with more columns, more is left for a second step that is
+# too small for a reduce-scatter on v6e: benchmarks/hardware.py
+#   v5e:4x4 --shapes=large shard_update (and v6e:4x4, v5p:2x2x4)
+_LEAST_SHARDS, _COLUMNS = 16, 2
+
+
+def _is_in_two_steps(axis):
+  """Whether a reduce-scatter over an axis takes two steps."""
+  mesh = jax.sharding.get_abstract_mesh()
+  num_shards = lax.axis_size(axis)
+  is_alone = axes_lib.on_mapped_mesh((axis,)) and mesh.size == num_shards
+  is_large = num_shards >= _LEAST_SHARDS and num_shards % _COLUMNS == 0
+  return is_alone and is_large and axes_lib.platform() == 'tpu'
+
+
+def _scatter_in_two(x, axis, dimension):
+  """Returns what a reduce-scatter does, of columns of shards and then rows.
+
+  A shard's part is the same: columns divide an array into one part for each
+  row of shards, in their order, and rows divide that.
+  """
+  shards = range(lax.axis_size(axis))
+  rows = [shards[i : i + _COLUMNS] for i in shards[::_COLUMNS]]
+  for groups in zip(*rows, strict=True), rows:
+    x = lax.psum_scatter(
+        x,
+        axis,
+        scatter_dimension=dimension,
+        axis_index_groups=list(map(list, groups)),
+        tiled=True,
+    )
+  return x
+
+
 def _scatter(x, axis, dimension, tiled=False, **groups):
   if axes_lib.scatters_are_safe():
-    part = lax.psum_scatter(
-        x, axis, scatter_dimension=dimension, tiled=True, **groups
-    )
+    if not groups and _is_in_two_steps(axis):
+      part = _scatter_in_two(x, axis, dimension)
+    else:
+      part = lax.psum_scatter(
+          x, axis, scatter_dimension=dimension, tiled=True, **groups
+      )
     # Without tiles, JAX puts the axis of another `vmap` in the wrong place.
     return part if tiled else lax.squeeze(part, (dimension,))
   if tiled:

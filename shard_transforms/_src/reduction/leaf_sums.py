@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
 import functools
+import operator
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import chex
@@ -50,6 +51,9 @@ class Share(NamedTuple):
 
   weight: jax.Array | None
   total: jax.Array | None
+
+
+UNWEIGHTED = Share(None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +104,8 @@ class Reduction:
     checked = check(tree, weight, self, allow_unreduced=self.sent == 'whole')
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
-      reduced = reduce(leaves, share(checked, self), self)
+      own = UNWEIGHTED if checked is None else share(checked, self)
+      reduced = reduce(leaves, own, self)
     return treedef.unflatten(reduced)
 
   def check_params(self, params: optax.Params | None) -> None:
@@ -153,45 +158,49 @@ def check(
 def share(weight: jax.Array | None, options: Reduction) -> Share:
   """Returns the share of a shard from the weight that `check` has returned."""
   if weight is None:
-    return Share(None, None)
+    return UNWEIGHTED
   return Share(weight, options.sum_over(weight, options.axes))
-
-
-def reduce(
-    leaves: Sequence[chex.Array], own: Share, options: Reduction
-) -> list[jax.Array]:
-  """Returns the sum or mean of each leaf, in its shape and dtype."""
-  return reduce_by(options.sum_over, leaves, own, options)
 
 
 def scatter(
     rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
 ) -> list[jax.Array]:
   """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
-  return reduce_by(options.scatter_over, rows, own, options, num_rows)
+  return reduce(rows, own, options, options.scatter_over, num_rows)
 
 
-def reduce_by(
-    sum_over: Callable[..., jax.Array],
+def reduce(
     leaves: Sequence[chex.Array],
     own: Share,
     options: Reduction,
+    sum_over: Callable[..., jax.Array] | None = None,
     num_rows: int | None = None,
 ) -> list[jax.Array]:
-  """Returns what `sum_over` gives, scaled, in the dtype of each leaf.
+  """Returns the sum or mean of each leaf, in its dtype.
 
-  It takes an array and axes, and gives the sum, or one of `num_rows` rows.
+  Args:
+    leaves: Checked leaves.
+    own: How much this shard counts.
+    options: How leaves are reduced.
+    sum_over: Takes an array and axes, and returns the sum over the shards, or
+      one of `num_rows` rows of it; `options.sum_over` by default.
+    num_rows: The number of rows of each leaf, [num_rows, ...], if it has rows.
   """
+  sum_over = options.sum_over if sum_over is None else sum_over
   axes = options.axes if options.groups is None else ()
-  results = [leaves_lib.without_numbers(leaf, axes) for leaf in leaves]
-  todo = [i for i, result in enumerate(results) if result is None]
-  values = [leaves_lib.as_accumulator(leaves[i]) for i in todo]
+  results, sent, values, keys = [], [], [], []
+  for i, leaf in enumerate(leaves):
+    results.append(leaves_lib.without_numbers(leaf, axes))
+    if results[i] is None:
+      x = jnp.asarray(leaf)
+      sent.append((i, x.dtype))
+      dtype = leaves_lib.accumulator_dtype(x.dtype)
+      values.append(leaves_lib.as_dtype(x, dtype))
   if own.weight is not None:
     values = list(map(weights.weighing(own.weight), values))
-  keys = [
-      Key(sent_over(x, options), x.dtype, axes_lib.varying_axes(x))
-      for x in values
-  ]
+  for x in values:
+    varying = axes_lib.varying_axes(x)
+    keys.append(Key(sent_over(x, options), x.dtype, varying))
   reciprocal = functools.cache(functools.partial(_reciprocal, own.total))
 
   def send(buffer, key):
@@ -211,11 +220,11 @@ def reduce_by(
   levels = ()
   # JAX cannot join arrays that are unreduced.
   is_joined = not any(map(axes_lib.unreduced_axes, values))
-  if is_joined and any(key.axes for key in keys):
+  if is_joined and any(map(operator.attrgetter('axes'), keys)):
     levels = thresholds.levels(options.axes, options.sent)
   reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
-  for i, x in zip(todo, reduced, strict=True):
-    results[i] = leaves_lib.as_dtype(x, leaves_lib.dtype_of(leaves[i]))
+  for (i, dtype), x in zip(sent, reduced, strict=True):
+    results[i] = leaves_lib.as_dtype(x, dtype)
   return results
 
 

@@ -97,8 +97,12 @@ def are_finite(
     tree: optax.Updates, sliced_over: tuple[Hashable, ...]
 ) -> jax.Array:
   """Returns whether all elements of all slices are finite, bool []."""
-  leaves = filter(_has_numbers, jax.tree.leaves(tree))
-  return _are_zero(list(map(_sum_of_zeros, leaves)), sliced_over)
+  zeros = [
+      _sum_of_zeros(leaf)
+      for leaf in jax.tree.leaves(tree)
+      if not leaves_lib.is_float0(leaf)
+  ]
+  return _are_zero(zeros, sliced_over)
 
 
 def read_first(
@@ -113,7 +117,7 @@ def read_first(
   leaves, treedef = jax.tree.flatten(tree)
   zeros = []
   for i, leaf in enumerate(leaves):
-    if _has_numbers(leaf):
+    if not leaves_lib.is_float0(leaf):
       leaf = lax.optimization_barrier(jnp.asarray(leaf))
       checked = lax.optimization_barrier((leaf, _sum_of_zeros(leaf)))
       leaves[i], total = checked
@@ -126,23 +130,17 @@ def _are_zero(totals, sliced_over):
   return collectives.total(total, sliced_over) == 0
 
 
-def _has_numbers(leaf):
-  return not leaves_lib.is_float0(leaf)
-
-
 def _real_parts(leaf):
   return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
 
 
 def _sum_of_zeros(leaf):
   """Returns 0, float32 [], or NaN if an element of a leaf is not finite."""
-  parts = map(leaves_lib.as_accumulator, _real_parts(jnp.asarray(leaf)))
-  return functools.reduce(lax.add, map(_sum_of_zeros_of_real, parts))
-
-
-def _sum_of_zeros_of_real(part):
-  # 0 times an element is 0, or NaN if the element is not finite. A sum of these
-  # cannot overflow, and takes half the time of a check of each element.
-  zeros = lax.mul(part, lax.full_like(part, 0))
-  total = lax.reduce_sum(zeros, tuple(range(part.ndim)))
-  return leaves_lib.as_dtype(total, jnp.float32)
+  totals = []
+  for part in map(leaves_lib.as_accumulator, _real_parts(jnp.asarray(leaf))):
+    # 0 times an element is 0, or NaN if the element is not finite. A sum of
+    # these cannot overflow, and takes half the time of a check of each element.
+    zeros = lax.mul(part, lax.full_like(part, 0))
+    total = lax.reduce_sum(zeros, tuple(range(part.ndim)))
+    totals.append(leaves_lib.as_dtype(total, jnp.float32))
+  return functools.reduce(lax.add, totals)

@@ -16,7 +16,6 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import slice_marks
 from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
@@ -73,7 +72,7 @@ class ShardedReduction(leaf_sums.Reduction):
         rows.append(division.rows(leaf))
       else:
         send = functools.partial(self._scatter_along, division)
-        (slices[i],) = leaf_sums.reduce_by(send, [leaf], share, self)
+        (slices[i],) = leaf_sums.reduce([leaf], share, self, send)
     scattered = leaf_sums.scatter(rows, share, self, self.num_shards())
     reduced = leaf_sums.reduce([leaves[i] for i in whole], share, self)
     own = [*scattered, *jax.tree.leaves(self.own(reduced))]
@@ -148,14 +147,6 @@ class ShardedReduction(leaf_sums.Reduction):
     if self.groups is not None:
       return (num_shards,)
     return tuple(map(lax.axis_size, self._divided_over()))
-
-  def marked(self, leaf: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array that is a slice of another, and says so."""
-    # Groups hold different states, which are not the parts of one.
-    if self.groups is not None or not math.prod(whole.shape):
-      return leaf
-    division = divisions.divide(whole.shape, self.num_slices())
-    return slice_marks.mark(leaf, division, self._divided_over())
 
   def _divided_over(self):
     return axes_lib.in_mesh_order(self.axes)[::-1]

@@ -56,6 +56,25 @@ def map_fields(
   return jax.tree.map_with_path(of_node, state, like, is_leaf=is_leaf)
 
 
+def parts_of(
+    rules_of: Callable[[Any, Any], Mapping[str, states.Rule]], state: Any
+) -> dict[tuple[Any, ...], tuple[states.Rule, Any]]:
+  """Returns those fields of a state that have a full form, by path.
+
+  Args:
+    rules_of: As for `map_fields`.
+    state: The state.
+  """
+  parts = {}
+
+  def note(path, rule, field, _):
+    if rule.full is not None:
+      parts[path] = rule, field
+
+  map_fields(note, rules_of, state, state)
+  return parts
+
+
 def full_rules_of(node: Any, _: Any) -> dict[str, states.Rule]:
   """Returns the rules of those fields of a node that have a full form."""
   rules = states.rules_of(node)

@@ -18,7 +18,6 @@ from shard_transforms._src.base import states
 from shard_transforms._src.state import copies
 from shard_transforms._src.state import fields
 from shard_transforms._src.state import one_shard as one_shard_lib
-from shard_transforms._src.state import placement
 from shard_transforms._src.state import row_resizing
 from shard_transforms._src.state import shardings
 from shard_transforms._src.state import specs
@@ -173,7 +172,24 @@ def place_state(
   """
   check_reduction(reduction)
   one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs, 'place_state')
-  target = placement.init_state(tx, one_shard.params, mesh, in_specs=in_specs)
+  return place(state, one_shard, reduction)
+
+
+def place(
+    state: optax.OptState,
+    one_shard: one_shard_lib.OneShard,
+    reduction: states.Reduction | None,
+) -> optax.OptState:
+  """Returns a state in its full form, placed on the mesh.
+
+  Args:
+    state: The state.
+    one_shard: The state on one shard, and the mesh where it goes.
+    reduction: As for `resize_state`.
+
+  Raises:
+    ValueError: As `place_state`.
+  """
 
   def rules_of(node, like):
     return {
@@ -184,13 +200,13 @@ def place_state(
   def convert(path, rule, field, like):
     if rule.full is not None:
       one_shard.check(path, field, like)
-      return _sharded(rule, field, like, mesh)
+      return _sharded(rule, field, like, one_shard.mesh)
     fields.check_same_trees(path, field, like)
     carry_over = functools.partial(_carried_over, path, rule)
     return jax.tree.map_with_path(carry_over, field, like)
 
   state = jax.tree.map(copies.on_host, state)
-  return fields.map_fields(convert, rules_of, state, target)
+  return fields.map_fields(convert, rules_of, state, one_shard.state)
 
 
 def check_reduction(reduction: Any) -> None:
@@ -219,7 +235,8 @@ def _joined(join, field, mesh):
   placed = jax.device_put(
       field, _shardings(jax.tree.map(_spec_of, field), compiled)
   )
-  made = jax.jit(join, out_shardings=_shardings(spread, compiled))(placed)
+  with specs.without_mesh():
+    made = jax.jit(join, out_shardings=_shardings(spread, compiled))(placed)
   return jax.device_put(made, _shardings(spread, mesh))
 
 
@@ -237,7 +254,9 @@ def _sharded(rule, full, target, mesh):
       lambda full: rule.place(full, target),
       out_shardings=_shardings(kept, compiled),
   )
-  return jax.device_put(place(placed), _shardings(kept, mesh))
+  with specs.without_mesh():
+    made = place(placed)
+  return jax.device_put(made, _shardings(kept, mesh))
 
 
 def _automatic(mesh):

@@ -13,7 +13,6 @@ from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.state import fields
-from shard_transforms._src.state import placement
 from shard_transforms._src.state import specs
 
 Path = tuple[Any, ...]
@@ -46,55 +45,46 @@ class OneShard:
     """The shapes of the parameters."""
     return jax.eval_shape(lambda params: params, self.given)
 
-  def _state_on(self, mesh):
-    """Returns the types of the state on a mesh."""
-    return placement.init_state(
-        self.tx, self.params, mesh, in_specs=self.in_specs
-    )
+  @functools.cached_property
+  def _param_specs(self):
+    return partition_specs.of_params(self.in_specs, self.params, self.caller)
 
   @functools.cached_property
-  def _state(self):
-    return self._state_on(self.mesh)
-
-  def _parts_of(self, state):
-    """Returns the types of the parts of a state that are sharded, by path."""
-    parts = {}
-
-    def note(path, rule, field, _):
-      if rule.full is not None:
-        parts[path] = rule, field
-
-    fields.map_fields(note, fields.full_rules_of, state, state)
-    return parts
+  def state(self) -> Any:
+    """The types of the state on the mesh, with shardings."""
+    # Its parts of sharded parameters have other shapes than the parameters.
+    is_sharded = any(map(partition_specs.axes_of, self._leaf_specs()))
+    return specs.state_types(
+        self.tx,
+        self.params,
+        self.mesh,
+        self._param_specs,
+        on_one_shard=None if is_sharded else lambda: self._on_one_shard,
+    )
 
   @functools.cached_property
   def parts(self) -> dict[Path, tuple[Any, Any]]:
     """The rules and the types of the parts as they are on the mesh, by path."""
-    return self._parts_of(self._state)
+    return fields.parts_of(fields.full_rules_of, self.state)
+
+  @functools.cached_property
+  def _on_one_shard(self):
+    return specs.types_on_one_shard(
+        self.tx, self.params, self.mesh, self._param_specs
+    )
 
   @functools.cached_property
   def _fields(self):
     """The types of the parts on one shard, as kept and full."""
-    names, found = self.mesh.axis_names, {}
-    mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
-    try:
-      parts = self._parts_of(self._state_on(mesh))
-    except ValueError as error:
-      # What is wrong on its own mesh as well raises in its own words.
-      self._state_on(self.mesh)
-      raise ValueError(
-          '`tx` must have a state on one shard, whose shapes a full state has,'
-          f' got an error: {error} State that `groups` divide has no full form.'
-      ) from error
+    # What is wrong on the mesh as well raises in its own words.
+    if not self.parts:
+      return {}
+    found = {}
+    parts = fields.parts_of(fields.full_rules_of, self._on_one_shard)
     for path, (rule, field) in parts.items():
-      name = leaves_lib.name_of(path)
-      full = jax.eval_shape(
-          lambda part, rule=rule, field=field, name=name: rule.full(
-              part, field, name
-          ),
-          fields.without_shardings(field),
-      )
-      found[path] = field, full
+      types = fields.without_shardings(field)
+      full = _full_types(rule, types, types, leaves_lib.name_of(path))
+      found[path] = types, full
     return found
 
   def check_tree(self, state: Any) -> None:
@@ -104,7 +94,7 @@ class OneShard:
       ValueError: If it has not.
     """
     # A checkpoint may give dictionaries in place of the states of classes.
-    fields.map_fields(lambda *_: None, fields.full_rules_of, state, self._state)
+    fields.map_fields(lambda *_: None, fields.full_rules_of, state, self.state)
 
   def check_made_on_mesh(self, path: Path, field: Any) -> None:
     """Checks that a part was made on this mesh for these `in_specs`.
@@ -163,6 +153,9 @@ class OneShard:
       fields.check_dtype(leaves_lib.name_of((*path, *sub)), leaf, like)
     if fields.types_of(target) != fields.types_of(one_shard):
       self._check_whole_params(path)
+    rule, _ = self.parts[path]
+    # Groups keep states that are not the slices of one, and refuse this.
+    _full_types(rule, target, one_shard, leaves_lib.name_of(path))
 
   def _types_of(self, path):
     if path not in self._fields:
@@ -182,15 +175,25 @@ class OneShard:
             f'{hint}'
         )
 
+  def _leaf_specs(self):
+    return jax.tree.leaves(self.in_specs, is_leaf=partition_specs.is_spec)
+
   def _check_whole_params(self, path):
-    told = jax.tree.leaves(self.in_specs, is_leaf=partition_specs.is_spec)
-    if any(map(partition_specs.axes_of, told)):
+    if any(map(partition_specs.axes_of, self._leaf_specs())):
       raise ValueError(
           '`in_specs` must not shard parameters whose state is sharded further,'
           f' such as by `shard_update`, got {self.in_specs} for'
           f' {leaves_lib.name_of(path)}. Go on with the same mesh, or start'
           ' again with `init_state`.'
       )
+
+
+def _full_types(rule, part, one_shard, name):
+  """Returns the types of a part in its full form."""
+  return jax.eval_shape(
+      lambda part: rule.full(part, one_shard, name),
+      fields.without_shardings(part),
+  )
 
 
 def _axes_of(leaf):

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import optax
 
+from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
@@ -88,10 +89,11 @@ def make_state(
   parameter is sharded like it.
   """
   param_specs = specs.checked_specs(tx, params, in_specs, 'init_state')
-  out_specs = specs.state_specs(
-      tx, params, mesh, in_specs=in_specs, per_shard=per_shard
-  )
+  specs.check_mesh(mesh)
+  arguments.check_bool('per_shard', per_shard)
   lead = specs.free_axes(mesh, in_specs) if per_shard else ()
+  types = specs.state_types(tx, params, mesh, param_specs, lead)
+  out_specs = specs.spec_tree(types)
 
   def init(params):
     state = tx.init(params)
@@ -106,22 +108,20 @@ def make_state(
   beside = jax.tree.map(
       lambda x: specs_lib.restricted(spec_of(x), others), params
   )
-  placed = out_specs
   if any(map(specs_lib.axes_of, jax.tree.leaves(beside))):
-    types = specs.abstract(params, param_specs, mesh)
-    state = specs.abstract(jax.eval_shape(mapped, types), out_specs, mesh)
-    placed = specs.beside(tx, params, mesh, param_specs, state, beside)
+    types = specs.beside(tx, params, mesh, param_specs, types, beside)
     mapped = functools.partial(
-        _partly_mapped, init, mesh, axes, param_specs, out_specs, placed
+        *(_partly_mapped, init, mesh, axes, param_specs, out_specs),
+        specs.spec_tree(types),
     )
     param_specs = jax.tree.map(specs_lib.joined, param_specs, beside)
   # Parameters without leaves are their own shapes.
   is_nowhere = isinstance(mesh, jax.sharding.AbstractMesh)
   if specs.is_abstract(params) or (is_nowhere and not jax.tree.leaves(params)):
-    types = specs.abstract(params, param_specs, mesh)
-    return specs.abstract(jax.eval_shape(mapped, types), placed, mesh)
+    return types
   params = _placed(params, param_specs, mesh)
-  return jax.jit(mapped, out_shardings=_shardings(placed, mesh))(params)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, types)
+  return jax.jit(mapped, out_shardings=shardings)(params)
 
 
 def _partly_mapped(init, mesh, axes, param_specs, out_specs, placed, params):

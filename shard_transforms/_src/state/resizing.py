@@ -89,9 +89,7 @@ def resize_state(
   made = _made_on(_mesh_of(state), after)
   here = jax.tree.map_with_path(_on_this_process, state)
   full = full_state.joined(here, state, after, made)
-  return full_state.place_state(
-      full, tx, params, mesh, in_specs=in_specs, reduction=reduction
-  )
+  return full_state.place(full, after, reduction)
 
 
 def _made_on(mesh, after):

@@ -3,7 +3,6 @@
 from collections.abc import Hashable
 import contextlib
 import math
-import numbers
 from typing import Any, Literal
 import warnings
 
@@ -112,7 +111,7 @@ def state_shardings(
   """
   arguments.as_inner(tx, 'state_shardings', 'tx')
   _check(mesh, shard_over, on_whole)
-  _check_whole_dims(whole_dims)
+  arguments.as_at_least('whole_dims', whole_dims, 0)
   shapes = jax.eval_shape(tx.init, jax.tree.map(_shape, params))
 
   def divide(leaf, param):
@@ -149,15 +148,6 @@ def _check(mesh, shard_over, on_whole):
     raise ValueError(
         f"`on_whole` must be 'warn', 'raise' or 'ignore', got {on_whole!r}."
     )
-
-
-def _check_whole_dims(whole_dims):
-  required = '`whole_dims` must be an integer of at least 0'
-  is_integer = isinstance(whole_dims, numbers.Integral)
-  if not is_integer or isinstance(whole_dims, bool):
-    raise TypeError(f'{required}, got {whole_dims!r}.')
-  if whole_dims < 0:
-    raise ValueError(f'{required}, got {whole_dims!r}.')
 
 
 def _shape(x):

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 from collections.abc import Hashable
+import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 from typing import Any
 
@@ -13,9 +16,12 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import divisions
+from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
-from shard_transforms._src.base import slice_marks
+from shard_transforms._src.base import states
+from shard_transforms._src.state import fields
 
 
 def state_specs(
@@ -67,32 +73,155 @@ def state_specs(
   arguments.check_bool('per_shard', per_shard)
   param_specs = checked_specs(tx, params, in_specs, 'state_specs')
   lead = free_axes(mesh, in_specs) if per_shard else ()
-  found = []
+  return spec_tree(state_types(tx, params, mesh, param_specs, lead))
+
+
+def state_types(
+    tx: optax.GradientTransformation,
+    params: leaves_lib.ParamTree,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    param_specs: Any,
+    lead: tuple[Hashable, ...] = (),
+    on_one_shard: Callable[[], Any] | None = None,
+) -> Any:
+  """Returns the types of the global state, with shardings.
+
+  `tx.init` is traced once on the mesh. If there are slices in the state, it is
+  traced again on one shard, for the shapes of the leaves that are sliced.
+
+  Args:
+    tx: The transformation.
+    params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
+    mesh: The mesh of the step.
+    param_specs: The spec of each parameter.
+    lead: Axes over which each leaf has a further, leading dimension.
+    on_one_shard: Returns what `types_on_one_shard` does for each shard's part
+      of the parameters; called if it is needed.
+  """
+
+  def init(params):
+    return jax.tree.map(jax.typeof, (params, tx.init(params)))
+
+  local_params, state = _traced(init, params, mesh, param_specs)
+  if any(map(_has_slices, jax.tree.leaves(state, is_leaf=_has_slices))):
+    if on_one_shard is None:
+      on_one_shard = functools.partial(
+          types_on_one_shard, tx, local_params, mesh, param_specs
+      )
+    leaves = _with_divisions(state, on_one_shard(), mesh)
+  else:
+    leaves = jax.tree.map(_Leaf, state)
+  likes = leaves
+  if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
+    # The trace binds the axes that `tx.init` may need.
+    likes = _traced(
+        lambda params: map_with_params(
+            tx, _spec_like, leaves, params, param_specs
+        ),
+        params,
+        mesh,
+        param_specs,
+    )
+
+  def global_type(path, leaf, like):
+    spec = _spec(path, leaf, _spec_anywhere(like), mesh, lead)
+    shape = (*(1,) * bool(lead), *leaf.kind.shape)
+    sizes = _num_parts(spec, mesh)
+    return jax.ShapeDtypeStruct(
+        tuple(map(math.prod, itertools.zip_longest(shape, sizes, fillvalue=1))),
+        leaf.kind.dtype,
+        sharding=jax.sharding.NamedSharding(mesh, spec),
+    )
+
+  return jax.tree.map_with_path(global_type, leaves, likes)
+
+
+def types_on_one_shard(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    param_specs: Any,
+) -> Any:
+  """Returns the types of the state if each axis of the mesh had one shard.
+
+  Raises:
+    ValueError: If there is no such state.
+  """
+  names = mesh.axis_names
+  mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
+
+  def init(params):
+    return jax.tree.map(jax.typeof, tx.init(params))
+
+  try:
+    with without_mesh():
+      return _traced(init, params, mesh, param_specs)
+  except ValueError as error:
+    raise ValueError(
+        '`tx` needs a state on one shard, because slices get their shardings,'
+        ' and a checkpoint its shapes, from that state. There, `tx.init`'
+        f' raised: {error}'
+    ) from error
+
+
+def without_mesh() -> contextlib.AbstractContextManager[None]:
+  """Uses no mesh, whether or not one is in use, so that any can be named."""
+  return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def spec_tree(types: Any) -> Any:
+  """Returns the specs of a tree of types with shardings."""
+  return jax.tree.map(lambda leaf: leaf.sharding.spec, types)
+
+
+def _slice_rules_of(node, _=None):
+  """Returns the rules of those fields of a node that are in slices."""
+  rules = type(node).rules if states.declares(node) else {}
+  return {k: rule for k, rule in rules.items() if rule is full_rules.DIVIDED}
+
+
+def _has_slices(node):
+  return bool(_slice_rules_of(node))
+
+
+def _with_divisions(state, on_one_shard, mesh):
+  """Returns the leaves of a state, with how those in slices are divided."""
+  unsharded = fields.parts_of(_slice_rules_of, on_one_shard)
+
+  def describe(path, rule, part, _):
+    if rule is not full_rules.DIVIDED:
+      return jax.tree.map(_Leaf, part)
+    _, like = unsharded[path]
+    fields.check_same_trees(path, part, like)
+    return jax.tree.map(functools.partial(_slice, mesh), part, like)
+
+  return fields.map_fields(describe, _slice_rules_of, state, state)
+
+
+def _traced(fn, params, mesh, param_specs):
+  """Returns the result of a function of each shard's part of the parameters.
+
+  It is traced where the axes of the mesh are bound, and returns no arrays.
+  """
+  results = []
 
   def trace(params):
-    program, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    marks = slice_marks.of_results(program, [None] * len(program.in_avals))
-    state = jax.tree.unflatten(
-        jax.tree.structure(state), map(_Leaf, program.out_avals, marks)
-    )
-    noted = state
-    if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
-      noted = map_with_params(tx, _spec_like, state, params, param_specs)
-    likes = jax.tree.map(_spec_anywhere, noted)
-    found.append(
-        jax.tree.map_with_path(
-            lambda path, leaf, like: _spec(path, leaf, like, mesh, lead),
-            state,
-            likes,
-        )
-    )
+    results.append(fn(params))
     return ()
 
   mapped = jax.shard_map(
       trace, mesh=mesh, in_specs=(param_specs,), out_specs=()
   )
   jax.eval_shape(mapped, abstract(params, param_specs, mesh))
-  return found[0]
+  return results[0]
+
+
+def _num_parts(spec, mesh):
+  """Returns into how many parts a spec divides each dimension."""
+  return [
+      math.prod(mesh.shape[axis] for axis in entry)
+      for entry in specs_lib.entries(spec)
+  ]
 
 
 def beside(
@@ -103,7 +232,7 @@ def beside(
     state: Any,
     others: Any,
 ) -> Any:
-  """Returns the specs of a state that other axes shard like the parameters.
+  """Returns the types of a state that other axes shard like the parameters.
 
   Args:
     tx: The transformation.
@@ -113,7 +242,6 @@ def beside(
     state: The types of the state, sharded over the axes that are mapped.
     others: The spec of each parameter over the other axes.
   """
-  found = []
 
   def join(leaf, param, other):
     spec, shape = leaf.sharding.spec, jnp.shape(param)
@@ -121,22 +249,18 @@ def beside(
     if rank < 0 or leaf.shape[rank:] != shape:
       return leaf
     spec = specs_lib.joined(spec, P(*(None,) * rank, *other))
-    sizes = [
-        math.prod(mesh.shape[axis] for axis in entry)
-        for entry in specs_lib.entries(spec)
-    ]
+    sizes = _num_parts(spec, mesh)
     if any(n % size for n, size in zip(leaf.shape, sizes, strict=False)):
       return leaf
     return leaf.update(sharding=jax.sharding.NamedSharding(mesh, spec))
 
   # The trace binds the axes that `tx.init` may need.
-  def trace(_):
-    found.append(map_with_params(tx, join, state, params, others))
-    return ()
-
-  mapped = jax.shard_map(trace, mesh=mesh, in_specs=(in_specs,), out_specs=())
-  jax.eval_shape(mapped, abstract(params, in_specs, mesh))
-  return jax.tree.map(lambda leaf: leaf.sharding.spec, found[0])
+  return _traced(
+      lambda _: map_with_params(tx, join, state, params, others),
+      params,
+      mesh,
+      in_specs,
+  )
 
 
 def specs_of(tree: Any) -> Any:
@@ -213,13 +337,40 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Leaf:
-  """A leaf of a state: its type, and what it is a slice of, if it is one."""
+  """A leaf of the state on each shard.
 
-  def __init__(self, kind: Any, mark: slice_marks.Mark | None):
-    self.shape = kind.shape
-    self.varying = axes_lib.varying_axes(kind)
-    self.mark = mark
+  Attributes:
+    kind: Its type.
+    division: How the leaf of which it is a slice is divided, or `None`.
+    axes: The axes of the division.
+  """
+
+  kind: Any
+  division: divisions.Division | None = None
+  axes: tuple[Hashable, ...] = ()
+
+  @property
+  def varying(self) -> frozenset[Hashable]:
+    """The axes over which it differs between shards."""
+    return axes_lib.varying_axes(self.kind)
+
+
+def _slice(mesh, kind, unsharded):
+  """Returns a leaf that is a slice, or differs between shards otherwise."""
+  varying, of_unsharded = map(axes_lib.varying_axes, (kind, unsharded))
+  axes = tuple(
+      axis
+      for axis in reversed(mesh.axis_names)
+      if axis in varying - of_unsharded
+  )
+  shape = unsharded.shape
+  if not axes or len(kind.shape) != len(shape) or not all((shape, *shape)):
+    return _Leaf(kind)
+  division = divisions.divide(shape, [mesh.shape[axis] for axis in axes])
+  is_slice = division.of_slice == kind.shape
+  return _Leaf(kind, division, axes) if is_slice else _Leaf(kind)
 
 
 def _spec_anywhere(leaf):
@@ -230,8 +381,8 @@ def _spec_anywhere(leaf):
   """
   if specs_lib.is_spec(leaf):
     return leaf
-  mark = leaf.mark
-  return P() if mark is None else mark.division.spec(mark.axes)
+  division = leaf.division
+  return P() if division is None else division.spec(leaf.axes)
 
 
 def _spec_like(leaf, param, spec):
@@ -244,16 +395,16 @@ def _spec_like(leaf, param, spec):
     param: The parameter on one shard.
     spec: Its spec.
   """
-  shape, mark = jnp.shape(param), leaf.mark
-  axes = specs_lib.axes_of(spec)
-  if mark is not None:
-    is_like = mark.division.shape == shape and axes <= leaf.varying
-    return mark.division.spec(mark.axes, spec) if is_like else P()
-  rank = len(leaf.shape) - len(shape)
-  if rank < 0 or leaf.shape[rank:] != shape or not axes:
+  shape, of_leaf = jnp.shape(param), leaf.kind.shape
+  axes, division = specs_lib.axes_of(spec), leaf.division
+  if division is not None:
+    is_like = division.shape == shape and axes <= leaf.varying
+    return division.spec(leaf.axes, spec) if is_like else P()
+  rank = len(of_leaf) - len(shape)
+  if rank < 0 or of_leaf[rank:] != shape or not axes:
     return P()
   # A leaf of the same shape on all shards may look like a stack by chance.
-  is_row = leaf.shape[:rank] in ((), (1,))
+  is_row = of_leaf[:rank] in ((), (1,))
   if not is_row and not axes <= leaf.varying:
     return P()
   return P(*(None,) * (rank - bool(leaf.varying - axes)), *spec)
@@ -262,11 +413,12 @@ def _spec_like(leaf, param, spec):
 def _spec(path, leaf, like, mesh, lead):
   """Returns the spec of a leaf of the state, with the axes `lead` in front."""
   own = leaf.varying - specs_lib.axes_of(like)
-  if own and (leaf.mark is not None or leaf.shape[:1] != (1,)):
+  shape = leaf.kind.shape
+  if own and (leaf.division is not None or shape[:1] != (1,)):
     raise ValueError(
         'Each leaf of the state that differs between shards must have a leading'
         ' dimension of length 1, or the shape of a parameter that `in_specs`'
-        f' shards the same way, got the shape {leaf.shape} at'
+        f' shards the same way, got the shape {shape} at'
         f' {leaves_lib.name_of(path)}, which varies over'
         f' {sorted(own, key=str)}.'
     )

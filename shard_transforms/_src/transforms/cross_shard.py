@@ -183,7 +183,8 @@ def _cross_shard(kind, axis_name, groups, on_invariant):
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del extra_args
     reduced = reduction(updates, weight)
-    reduction.check_params(params)
+    if params is not None:
+      reduction.check_params(params)
     return reduced, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

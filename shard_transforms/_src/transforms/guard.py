@@ -217,14 +217,15 @@ def guard(
 
   def init_fn(params):
     # `full_state` reads the shapes of the state on one shard, of any `guard`.
-    if axes_lib.size(axes, _CALLER) > 1:
+    if axes_lib.size(axes, _CALLER) > 1 and num_enough is not None:
       _check_enough_shards(axes, num_enough)
     known = () if spikes is None else spikes_lib.start(spikes, axes)
     return _start(inner.init(params), known, most, axes)
 
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, GuardState, axes, _CALLER)
-    _check_enough_shards(axes, num_enough)
+    if num_enough is not None:
+      _check_enough_shards(axes, num_enough)
     spikes_lib.check_fits(spikes, state.spikes)
     sliced = _sliced_over(updates, axes, sharded)
     if is_early:
@@ -311,7 +312,7 @@ def _check_enough_shards(axes, num_enough):
     ValueError: If there are fewer.
   """
   num_shards = axes_lib.size(axes, _CALLER)
-  if num_enough is not None and num_shards < num_enough:
+  if num_shards < num_enough:
     raise ValueError(
         '`min_shards` of `guard` must be at most the number of shards,'
         f' {num_shards}, got {num_enough!r}.'
@@ -373,9 +374,8 @@ def _decide(judgement, given, axes, num_enough):
   is_spike, of_spikes = leaves.zero_unless(
       counts, (judgement.is_spike, judgement.tally)
   )
-  tally = jnp.stack(
-      [jnp.asarray(x, jnp.float32) for x in (good, bad, own_weight)]
-  )
+  as_float = functools.partial(jnp.asarray, dtype=jnp.float32)
+  tally = jnp.stack(list(map(as_float, (good, bad, own_weight))))
   with jax.named_scope(_CALLER):
     totals = collectives.total(jnp.concatenate([tally, of_spikes]), axes)
   num_good, num_bad, total_weight = totals[0], totals[1], totals[2]
@@ -462,7 +462,11 @@ def _count(state, decision, spikes, axes, inner_state):
       bad_shard_count=states.count(state.bad_shard_count, decision.num_bad),
       last_bad_step=states.store(last_bad_step, axes),
       max_consecutive=state.max_consecutive,
-      spikes=spikes_lib.after(spikes, state.spikes, *found, axes),
+      spikes=(
+          ()
+          if spikes is None
+          else spikes_lib.after(spikes, state.spikes, *found, axes)
+      ),
       inner_state=inner_state,
   )
 

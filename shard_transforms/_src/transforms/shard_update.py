@@ -108,10 +108,11 @@ def shard_update(
       integer or boolean, `weight` is not a real number, or the state is of
       another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
-      sizes; in `init` and `update`, if `inner` looks across elements, unless it
-      is assumed not to; in `init`, if types show that the parameters are
-      slices over `axis_name` (FSDP); in `update`, as in `cross_shard_mean`, or
-      if the state was made for other parameters or another number of shards.
+      sizes; in `init`, if the tree of the state of `inner` depends on the
+      shapes of the parameters, or if types show that the parameters are slices
+      over `axis_name` (FSDP); in `update`, if `inner` looks across elements,
+      unless it is assumed not to, as in `cross_shard_mean`, or if the state
+      was made for other parameters or another number of shards.
 
   Examples:
     >>> import jax

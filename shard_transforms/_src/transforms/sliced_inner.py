@@ -6,7 +6,6 @@ shape, it has the leading axis of leaves that differ between shards.
 """
 
 from collections.abc import Mapping
-import contextlib
 import functools
 from typing import Any
 
@@ -39,23 +38,25 @@ class SlicedInner:
   def init(self, params: optax.Params) -> optax.OptState:
     """Returns the initial state, as each shard keeps it.
 
+    Whether the transformation is element-wise is checked by `update`, which
+    gets the extra arguments and the updates that a check needs.
+
     Raises:
-      ValueError: If it looks across elements, parameters differ between
-        shards, or an axis of the mesh is not mapped.
+      ValueError: If parameters differ between shards, an axis of the mesh is
+        not mapped, or the tree of the state depends on the shapes.
     """
-    self._reduction.check_mapped()
-    self._reduction.check_params(params)
-    problem = None
-    # `inner` may need an extra argument, or updates of another tree than the
-    # parameters. Only `update` gets these, so it checks `inner`.
-    with contextlib.suppress(TypeError, KeyError, ValueError):
-      problem = self._problem(params, params, self._inner.update, False)
-    self._refuse(problem)
-    own_state = self._inner.init(self._reduction.own(params))
-    whole_kinds = jax.eval_shape(self._inner.init, params)
-    kept = self._stored(own_state, whole_kinds, params)
-    mark = functools.partial(self._marked, shapes=_shapes(params))
-    return jax.tree.map(mark, kept, whole_kinds)
+    reduction = self._reduction
+    reduction.check_mapped()
+    reduction.check_params(params)
+    # On one shard, groups of any number of shards have the state of `inner`,
+    # whose shapes specs and checkpoints need.
+    if axes_lib.size(reduction.axes, reduction.caller) == 1:
+      return self._inner.init(params)
+    own_state = self._inner.init(reduction.own(params))
+    unsharded = jax.eval_shape(self._inner.init, params)
+    if jax.tree.structure(own_state) != jax.tree.structure(unsharded):
+      self._refuse('its state depends on their shapes')
+    return self._stored(own_state, unsharded, params)
 
   def update(
       self,
@@ -75,7 +76,8 @@ class SlicedInner:
       extra_args: The extra arguments of its `update`.
 
     Raises:
-      ValueError: As `init`, or if the state was made for other parameters.
+      ValueError: As `init`; if the transformation looks across elements; or if
+        the state was made for other parameters.
     """
     reduction = self._reduction
     # JAX keeps the program of a jitted function: what the check has traced on
@@ -116,13 +118,6 @@ class SlicedInner:
       return jnp.shape(own) != whole.shape and not is_known
 
     return is_row
-
-  def _marked(self, leaf, whole, shapes):
-    # A leaf of one element is its own slice, and only types tell it from one.
-    varying, of_whole = map(axes_lib.varying_axes, (leaf, whole))
-    if jnp.ndim(leaf) and varying - of_whole and whole.shape in shapes:
-      return self._reduction.marked(leaf, whole)
-    return leaf
 
   def _taken(self, state, own_kinds, whole_kinds, params):
     """Returns a shard's own state from the state that is kept.
