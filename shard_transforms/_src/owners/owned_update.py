@@ -1,18 +1,20 @@
 """`owned_update`: ZeRO-1, each shard runs the optimizer on whole leaves."""
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+import jax
+from jax.sharding import PartitionSpec as P
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
+from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.base import weights
-from shard_transforms._src.owners import costs
 from shard_transforms._src.owners import owned_inner
 from shard_transforms._src.owners import owned_leaves
-from shard_transforms._src.owners import owner_reduction
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import sharded_reduction
 
 _CALLER = 'owned_update'
 
@@ -33,7 +35,7 @@ class OwnedUpdateState(NamedTuple):
     >>> tx = owners.owned_update(optax.lamb(0.1), 'data')
     >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> print([row.shape for row in state.inner_state.rows.values()])
+    >>> print([row.shape for row in state.inner_state.stacks.values()])
     [(8, 2, 4, 4), (8, 2, 4, 4)]
   """
 
@@ -46,10 +48,12 @@ def owned_update(
     inner: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
     *,
+    param_specs: specs_lib.SpecTree = P(),
+    whole_dims: int | None = None,
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
-    cost: costs.Cost | None = None,
+    on_sliced: owned_inner.OnSliced = 'error',
     assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates the leaves that it owns.
@@ -138,7 +142,7 @@ def owned_update(
     >>> mesh = jax.make_mesh((8,), ('data',))
     >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> print([row.shape for row in state.inner_state.rows.values()])
+    >>> print([row.shape for row in state.inner_state.stacks.values()])
     [(8, 2, 4, 4)]
 
   References:
@@ -147,20 +151,23 @@ def owned_update(
   """
   arguments.check_reduction(reduction)
   arguments.check_bool('assume_leafwise', assume_leafwise)
-  if cost is not None and not callable(cost):
-    raise TypeError(
-        '`cost` must be a function from the tree of the parameters to a tree of'
-        f' numbers, got {cost!r}.'
-    )
-  reduce = owner_reduction.OwnerReduction(
+  specs_lib.check(param_specs, _CALLER, 'param_specs')
+  _check_options(whole_dims, on_sliced, reduction, groups, param_specs)
+  reduce = sharded_reduction.ShardedReduction(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
       None if groups is None else groups_lib.as_groups(groups),
       on_invariant,
   )
-  inner = arguments.as_inner(inner, _CALLER)
-  own = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
+  own = owned_inner.OwnedInner(
+      arguments.as_inner(inner, _CALLER),
+      reduce,
+      param_specs,
+      on_sliced,
+      whole_dims,
+      assume_leafwise,
+  )
 
   def init_fn(params):
     return OwnedUpdateState(own.init(params))
@@ -173,3 +180,36 @@ def owned_update(
     return updates, OwnedUpdateState(inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_options(whole_dims, on_sliced, reduction, groups, param_specs):
+  """Checks how parameters are said to be laid out.
+
+  Raises:
+    TypeError: If an option is of the wrong kind.
+    ValueError: If one has a wrong value.
+  """
+  is_number = isinstance(whole_dims, int) and not isinstance(whole_dims, bool)
+  if whole_dims is not None and not is_number:
+    raise TypeError(
+        f'`whole_dims` must be None or a number of dimensions, got'
+        f' {whole_dims!r}.'
+    )
+  if is_number and whole_dims < 1:
+    raise ValueError(f'`whole_dims` must be at least 1, got {whole_dims}.')
+  if on_sliced not in get_args(owned_inner.OnSliced):
+    raise ValueError(
+        "`on_sliced` must be 'error', 'summed' or 'averaged', got"
+        f' {on_sliced!r}.'
+    )
+  if on_sliced == 'averaged' and reduction == 'sum':
+    raise ValueError(
+        f"`reduction` of `{_CALLER}` must be 'mean' with on_sliced='averaged',"
+        " got 'sum'."
+    )
+  specs = jax.tree.leaves(param_specs, is_leaf=specs_lib.is_spec)
+  if groups is not None and any(map(specs_lib.axes_of, specs)):
+    raise ValueError(
+        f'`param_specs` of `{_CALLER}` must not slice parameters with `groups`,'
+        f' got {param_specs!r}.'
+    )
