@@ -20,14 +20,17 @@ import cases
 
 ROOT = pathlib.Path(__file__).parents[1]
 TPU, GPU, POD = 'v5e:2x4', 'h100:1x8', 'v5e:16x16'
+SQUARE = 'v5e:4x4'
 # Float32: eight matrices of 1024 x 1024, two of 8192 x 8192, and GPT-2.
 PARAMS_MB = 8 * 4 * 1024**2 / 1e6
 MEGABYTES = {
     **dict.fromkeys(['matrices', 'stacked'], PARAMS_MB),
+    'nine': 9 / 8 * PARAMS_MB,
+    'layers': 12 * 4 * 2048**2 / 1e6,
     'large': 536.9,
     'gpt2': 270.9,
 }
-SHARDS = {TPU: 8, GPU: 8, POD: 256}
+SHARDS = {TPU: 8, GPU: 8, POD: 256, SQUARE: 16}
 # A ring of 8 sends 7/8 for the sum and 7/8 for all parts, and the loss.
 SENT = 2 * 7 / 8 * 8 * 4 * 1024**2 + 7
 GATES = 'guard, skip', 'guard, exclude', 'drop_stale', 'drop_stale(guard)'
@@ -58,7 +61,7 @@ CASES = (
     'shard_update',
     'reproducible.mean',
     'owned_update(muon)',
-    'stacked: by layer, owned_update(muon)',
+    'stacked: owned_update(muon, whole_dims=2)',
 )
 OF_TPU = (
     'muon',
@@ -69,13 +72,22 @@ OF_TPU = (
 )
 OF_GPU = ('gpt2: shard_update',)
 OVERLAP = 'layers: by hand', 'layers: guard, skip'
+# Of parameters that are sharded, and numbers of matrices that are not those of
+# the shards.
+OWNED = (
+    'layers: sharded, owned_update(muon)',
+    'gpt2_matrices: sharded, owned_update(muon)',
+    'nine: owned_update(muon)',
+    'layers: owned_update(muon)',
+)
 # The first sixty of a thousand.
 SMALL = 'leaves: adasum', 'leaves: coordinate_median', 'leaves: majority_vote'
 PLAIN = 'leaves: by hand'
 MORE = {
-    TPU: (*OF_TPU, *OVERLAP, PLAIN, *SMALL),
-    GPU: (*OF_GPU, *OVERLAP, PLAIN, *SMALL),
+    TPU: (*OF_TPU, *OVERLAP, PLAIN, *SMALL, *OWNED),
+    GPU: (*OF_GPU, *OVERLAP, PLAIN, *SMALL, *OWNED),
 }
+OF_SQUARE = (OWNED[1],)
 # Over the two axes of the slice.
 OF_POD = 'owned_update(muon)', 'large: shard_update'
 # A compiler that is not installed is told on standard output.
@@ -133,7 +145,8 @@ def run(code, *arguments):
 
 @functools.cache
 def measured(name):
-  names = OF_POD if name == POD else (*CASES, *MORE[name])
+  alone = {POD: OF_POD, SQUARE: OF_SQUARE}
+  names = alone[name] if name in alone else (*CASES, *MORE[name])
   return json.loads(run(MEASURE, name, *names))
 
 
@@ -220,8 +233,8 @@ class HardwareTest(parameterized.TestCase):
       (POD, 'large: shard_update'),
       (TPU, 'owned_update(muon)'),
       (GPU, 'owned_update(muon)'),
-      (TPU, 'stacked: by layer, owned_update(muon)'),
-      (GPU, 'stacked: by layer, owned_update(muon)'),
+      (TPU, 'stacked: owned_update(muon, whole_dims=2)'),
+      (GPU, 'stacked: owned_update(muon, whole_dims=2)'),
   )
   def test_slices_are_summed_by_reduce_scatters(self, name, case):
     found = facts(name, case)
@@ -231,6 +244,32 @@ class HardwareTest(parameterized.TestCase):
     self.assertGreater(scattered, 0.99 * megabytes)
     of_ring = 2 * (1 - 1 / SHARDS[name]) * megabytes
     self.assertLess(found['sent'] / 1e6, 1.001 * of_ring)
+
+  @cases.parameters(
+      # Megabytes of the matrices.
+      (TPU, OWNED[0], 12 * 4 * 2048**2 / 1e6),
+      (GPU, OWNED[0], 12 * 4 * 2048**2 / 1e6),
+      (TPU, OWNED[1], 144 * 4 * 768**2 / 1e6),
+      (GPU, OWNED[1], 144 * 4 * 768**2 / 1e6),
+      (SQUARE, OWNED[1], 144 * 4 * 768**2 / 1e6),
+  )
+  def test_slices_are_exchanged_with_owners(self, name, case, megabytes):
+    found = facts(name, case)
+
+    # Each shard sends what it holds, there and back; 12 matrices of a shape go
+    # to 16 owners.
+    shards = SHARDS[name]
+    self.assertEqual(set(found['times']), {'all_to_all'})
+    of_all = 2 * (1 - 1 / shards) * megabytes / shards
+    self.assertLess(found['sent'] / 1e6, 1.001 * 16 / 12 * of_all)
+    self.assertEqual(found['branches'], 0)
+
+  @cases.product(name=(TPU, GPU), case=OWNED[2:])
+  def test_owners_send_little_padding(self, name, case):
+    found = facts(name, case)
+
+    of_ring = 2 * (1 - 1 / SHARDS[name]) * MEGABYTES[case.split(': ')[0]]
+    self.assertLess(found['sent'] / 1e6, 1.1 * of_ring)
 
   def test_owners_do_not_grow_with_the_slice(self):
     found = facts(POD, 'owned_update(muon)')

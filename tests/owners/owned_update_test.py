@@ -2,7 +2,6 @@
 
 import functools
 from typing import Any, NamedTuple
-import warnings
 
 from absl.testing import parameterized
 import chex
@@ -848,6 +847,8 @@ class StacksTest(parameterized.TestCase):
 
 
 def _places(state):
-  is_place = lambda x: isinstance(x, owners.Place)
+  def is_place(x):
+    return isinstance(x, owners.Place)
+
   leaves = jax.tree.leaves(state.leaves, is_leaf=is_place)
   return list(filter(is_place, leaves))

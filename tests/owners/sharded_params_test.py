@@ -247,7 +247,9 @@ class MappedTest(parameterized.TestCase):
       params, grads = own
       return tx.update(grads, tx.init(params), params)[0]
 
-    rows = lambda tree: jax.tree.map(lambda x: x.reshape(4, 2, 6), tree)
+    def rows(tree):
+      return jax.tree.map(lambda x: x.reshape(4, 2, 6), tree)
+
     found = modes.map_shards(mode, one_shard, 4)((), rows((params, grads)))
 
     inner = case.inner
@@ -267,7 +269,9 @@ class MappedTest(parameterized.TestCase):
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=specs)
     def update(params, x):
-      gather = lambda w: lax.all_gather(w, AXIS, tiled=True)
+      def gather(w):
+        return lax.all_gather(w, AXIS, tiled=True)
+
       grads = jax.grad(loss)(params, x, gather)
       return tx.update(grads, tx.init(params), params)[0]
 
@@ -283,7 +287,8 @@ class MappedTest(parameterized.TestCase):
 class PlainJitTest(parameterized.TestCase):
 
   @cases.product(
-      name=('FSDP, decay', 'tensor parallel', 'layers'), kind=('jit', 'jit_explicit')
+      name=('FSDP, decay', 'tensor parallel', 'layers'),
+      kind=('jit', 'jit_explicit'),
   )
   def test_takes_the_gradient_of_the_whole_batch(self, name, kind):
     case = CASES[name]
@@ -354,7 +359,11 @@ class RefusalTest(parameterized.TestCase):
     self.assertLen(jax.tree.leaves(state.inner_state.stacks), 1)
 
   @cases.parameters(
-      (lambda x: jnp.ones((16, 24)), {}, r'got \[16, 24\] instead of \[2, 24\]'),
+      (
+          lambda x: jnp.ones((16, 24)),
+          {},
+          r'got \[16, 24\] instead of \[2, 24\]',
+      ),
       (lambda x: x, {'weight': 1.0}, "`weight` .* say `reduction='sum'`"),
   )
   def test_refuses_updates(self, change, extra_args, message):

@@ -74,9 +74,7 @@ class Association:
       # parameters. Only `update` gets these, so it checks `inner`.
       if not self.assume_leafwise:
         return self._owned(of)
-      return self._owned(
-          [dependence.MIXED if x is None else x for x in known]
-      )
+      return self._owned([dependence.MIXED if x is None else x for x in known])
     found = self._depend(*traced, of)
     if (associated := found.associated(known)) != of:
       found = self._depend(*trace(associated), associated)

@@ -5,25 +5,25 @@ its slices to the owner, and one takes the slices of the update back. Over an
 axis on whose shards a matrix is the same, gradients are reduce-scattered and
 updates gathered. Layers that lie on different shards stay there.
 
-A stack is reduce-scattered by rows where that needs no padding. Otherwise each
-matrix is, into slices, which are exchanged like those of parameters: a padded
-all-to-all sends 1 / N of what padded rows would.
+A stack is reduce-scattered by rows where that needs little padding. Otherwise
+each matrix is, into slices, which are exchanged like those of parameters: a
+padded all-to-all sends 1 / N of what padded rows would.
 """
 
+from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
 import functools
 import math
+from typing import Any
 
-import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import divisions
-from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.owners import stacks as stacks_lib
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
@@ -60,17 +60,11 @@ class Exchange:
     sizes = map(lax.axis_size, self._layout.reduced[::-1])
     return divisions.divide(self._layout.local_shape, tuple(sizes))
 
-  @property
-  def _sizes(self):
-    return tuple(map(lax.axis_size, self._layout.owned_over))
-
   def owner(self) -> jax.Array:
     """Returns the number of this shard among the owners, int32 []."""
     if not self._layout.owned_over:
       return jnp.int32(0)
-    return collectives.row_index(
-        self._layout.owned_over, self.reduction.groups
-    )
+    return collectives.row_index(self._layout.owned_over, self.reduction.groups)
 
   def reduced(
       self, leaves: Sequence[jax.Array], share: leaf_sums.Share
@@ -84,16 +78,15 @@ class Exchange:
     over = self._over_reduced
     if not any(leaf_sums.sent_over(leaf, over) for leaf in leaves):
       return self._scaled(self.own(leaves))
-    leaves = axes_lib.to_varying(leaves, over.axes)
+    x = jnp.stack(axes_lib.to_varying(leaves, over.axes))
     if self.stack.by_rows:
-      number = self.stack.num_owners
-      rows = _in_lines(self._padded(jnp.stack(leaves)), number)
-      (row,) = leaf_sums.scatter([rows], share, over, number)
-      return self._scaled(row.reshape(self.stack.length, *self._layout.shape))
-    x = jnp.stack(leaves)
-    if over.axes:
-      (x,) = leaf_sums.reduce_by(self._scattered, [x], share, over)
-    return self._scaled(self._joined(self._sent(self._padded(x), ())))
+      x = self._by_owner(self._padded(x))
+      if over.axes:
+        (x,) = leaf_sums.reduce_by(self._scattered_rows, [x], share, over)
+      return self._scaled(self._whole(self._sent(x, self._layout.sliced)))
+    (x,) = leaf_sums.reduce_by(self._scattered, [x], share, over)
+    x = self._sent(self._by_owner(self._padded(x)), self._layout.owned_over)
+    return self._scaled(self._joined(x))
 
   def _scaled(self, x):
     """Returns the mean of slices, whose gradients are summed already."""
@@ -112,10 +105,14 @@ class Exchange:
     """
     if not self._layout.sliced:
       return self.switch(lambda owner: self._rows_of(owner, leaves))
-    x = self._padded(jnp.stack(leaves))
-    return self._whole(self._sent(x, self._layout.reduced))
+    x = self._by_owner(self._padded(jnp.stack(leaves)))
+    for axis in reversed(self._layout.reduced):
+      position = self._layout.owned_over.index(axis)
+      index = lax.axis_index(axis)
+      x = lax.dynamic_index_in_dim(x, index, position, keepdims=False)
+    return self._whole(self._sent(x, self._layout.sliced))
 
-  def switch(self, fn) -> jax.Array:
+  def switch(self, fn: Callable[[int], Any]) -> Any:
     """Returns `fn(owner)` of this shard, which must not communicate."""
 
     def branch(owner):
@@ -134,17 +131,21 @@ class Exchange:
 
   def returned(self, rows: jax.Array) -> list[jax.Array]:
     """Returns this shard's slice of each member, given an owner's rows."""
-    number = len(self.stack.members)
+    layout, number = self._layout, len(self.stack.members)
     if self.stack.by_rows:
-      if self._layout.owned_over:
-        rows = collectives.gather(
-            _in_lines(rows, 1)[0], self._layout.reduced, self.reduction.groups
-        )
-      x = rows.reshape(-1, *self._layout.shape)
-      return [x[i] for i in range(number)]
-    x = self._sent(self._cut(rows), (), back=True)[:number]
-    if reduced := self._layout.reduced:
-      order = list(zip(reduced[::-1], self._division.dims, strict=True))
+      x = self._sent(self._cut(rows), layout.sliced)
+      if layout.reduced:
+        x = collectives.gather(x, layout.reduced, self.reduction.groups)
+      if layout.sliced and layout.reduced:
+        sizes = tuple(map(lax.axis_size, layout.reduced))
+        x = x.reshape(*sizes, *x.shape[1:])
+        at = [layout.owned_over.index(axis) for axis in layout.reduced]
+        x = jnp.moveaxis(x, range(len(at)), at)
+      x = x.reshape(-1, *layout.local_shape)
+    else:
+      x = self._sent(self._cut(rows), layout.owned_over)
+      x = x.reshape(-1, *self._division.of_slice)[:number]
+      order = list(zip(layout.reduced[::-1], self._division.dims, strict=True))
       for axis, dim in reversed(order):
         x = collectives.join_along(x, axis, 1 + dim)
       x = jax.vmap(self._division.crop)(x)
@@ -155,6 +156,24 @@ class Exchange:
     number = self.stack.length * self.stack.num_owners - len(x)
     return jnp.pad(x, [(0, number), *[(0, 0)] * (x.ndim - 1)]) if number else x
 
+  def _by_owner(self, x):
+    """Returns a stack as the rows of each owner, [*owners, rows, ...]."""
+    sizes = tuple(map(lax.axis_size, self._layout.owned_over))
+    if self.reduction.groups is not None:
+      sizes = (self.stack.num_owners,)
+    return x.reshape(*sizes, self.stack.length, *x.shape[1:])
+
+  def _scattered_rows(self, x, axes):
+    """Returns an owner's rows of the sums, without the axes of `reduced`."""
+    if not self._layout.sliced:
+      rows = x.reshape(self.stack.num_owners, -1, *x.shape[-2:])
+      rows = self._over_reduced.scatter_over(rows, axes)
+      return rows.reshape(self.stack.length, *self._layout.local_shape)
+    for axis in reversed(self._layout.reduced):
+      position = self._layout.owned_over.index(axis)
+      x = collectives.scatter_along(x, axis, position)
+    return x
+
   def _scattered(self, x, axes):
     """Returns each shard's slices of the sums of a stack."""
     del axes  # All of them.
@@ -164,42 +183,26 @@ class Exchange:
       x = collectives.scatter_along(x, axis, 1 + dim, tiled=True)
     return x
 
-  def _sent(self, x, same: tuple[Hashable, ...], back: bool = False):
-    """Exchanges slices of all members for all slices of some, or back.
+  def _sent(self, x: jax.Array, axes: Sequence[Hashable]) -> jax.Array:
+    """Exchanges the slices of an owner's rows, [*owners, rows, ...].
 
-    Args:
-      x: The slices of all members, [K, ...], or those of an owner's rows,
-        [*owners, rows, ...].
-      same: The axes on whose shards slices are the same: an owner has its own.
-      back: Whether they go back.
-
-    Returns:
-      The other form; without an axis of shards for each of `same`.
+    Its first axes are those that are given: of the owners that get slices, and
+    then of the shards that have sent them, or the other way round.
     """
-    if not back:
-      x = x.reshape(*self._sizes, self.stack.length, *x.shape[1:])
-    position = 0
-    for axis in self._layout.owned_over:
-      if axis in same:
-        index = lax.axis_index(axis)
-        x = lax.dynamic_index_in_dim(x, index, position, keepdims=False)
-      else:
-        x = collectives.exchange_along(x, axis, position)
-        position += 1
-    return x.reshape(-1, *x.shape[position + 1 :]) if back else x
+    for position, axis in enumerate(axes):
+      x = collectives.exchange_along(x, axis, position)
+    return x
 
   def _joined(self, x):
     """Returns an owner's rows, given all their slices, [*owners, rows, ...]."""
     reduced, order = self._layout.reduced, self._layout.owned_over
-    if reduced:
-      at = [order.index(axis) for axis in reduced]
-      x = jnp.moveaxis(x, at, range(len(order) + 1 - len(at), len(order) + 1))
-      lead = x.shape[: len(order) + 1 - len(at)]
-      parts = x.reshape(-1, math.prod(x.shape[len(lead) : len(order) + 1]),
-                        *self._division.of_slice)
-      x = jax.vmap(self._division.join)(parts)
-      x = x.reshape(*lead, *self._layout.local_shape)
-    return self._whole(x)
+    at, last = [order.index(axis) for axis in reduced], len(order) + 1
+    x = jnp.moveaxis(x, at, range(last - len(at), last))
+    lead, parts = x.shape[: last - len(at)], x.shape[last - len(at) : last]
+    of_slice = self._division.of_slice
+    x = x.reshape(-1, math.prod(parts), *of_slice)
+    x = jax.vmap(self._division.join)(x)
+    return self._whole(x.reshape(*lead, *self._layout.local_shape))
 
   def _whole(self, x):
     """Returns rows, given slices along the dimensions, [*shards, rows, ...]."""
@@ -220,8 +223,10 @@ class Exchange:
     for axes, size in zip(layout.slicing, layout.local_shape, strict=True):
       shape += [*map(lax.axis_size, axes), size]
     order = self._order()
-    x = rows.reshape(shape).transpose([order.index(i) for i in range(len(order))])
-    if not layout.reduced:
+    x = rows.reshape(shape).transpose(
+        [order.index(i) for i in range(len(order))]
+    )
+    if self.stack.by_rows:
       return x
     lead = x.shape[: len(layout.sliced) + 1]
     parts = jax.vmap(self._division.rows)(x.reshape(-1, *layout.local_shape))
@@ -231,7 +236,9 @@ class Exchange:
     return jnp.moveaxis(x, range(len(lead), len(lead) + len(at)), at)
 
 
-def gathered(leaf: jax.Array, slicing: Sequence[tuple[Hashable, ...]]) -> jax.Array:
+def gathered(
+    leaf: jax.Array, slicing: Sequence[tuple[Hashable, ...]]
+) -> jax.Array:
   """Returns a whole array, the same on all shards, from slices of it."""
   for dim, axes in enumerate(slicing):
     for axis in reversed(axes):
@@ -239,7 +246,9 @@ def gathered(leaf: jax.Array, slicing: Sequence[tuple[Hashable, ...]]) -> jax.Ar
   return leaf
 
 
-def sliced(leaf: chex.Array, slicing: Sequence[tuple[Hashable, ...]]) -> jax.Array:
+def sliced(
+    leaf: jax.Array, slicing: Sequence[tuple[Hashable, ...]]
+) -> jax.Array:
   """Returns a shard's slice of an array that all shards have."""
   for dim, axes in enumerate(slicing):
     for axis in axes:
@@ -247,11 +256,3 @@ def sliced(leaf: chex.Array, slicing: Sequence[tuple[Hashable, ...]]) -> jax.Arr
       start = lax.axis_index(axis) * size
       leaf = lax.dynamic_slice_in_dim(leaf, start, size, dim)
   return leaf
-
-
-def _in_lines(x, num_rows):
-  """Returns a stack as rows of whole lines, [num_rows, ...]."""
-  # XLA for TPUs scatters and gathers tiles of 8 lines of 128.
-  width = x.shape[-1] if x.ndim > 2 else 1
-  lines = (width,) if width > 1 else ()
-  return x.reshape(num_rows, -1, *lines)

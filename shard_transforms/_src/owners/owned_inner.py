@@ -284,9 +284,7 @@ class OwnedInner:
     """Yields the updates of what a shard holds, with their numbers."""
     layers = {}
     with jax.named_scope(self.reduction.caller):
-      for s, (stack, way) in enumerate(
-          zip(stacks.stacks, exchanges, strict=True)
-      ):
+      for s, way in enumerate(exchanges):
         for key, x in rows[s].items():
           if key.startswith('update'):
             layers[s, key] = way.returned(x)

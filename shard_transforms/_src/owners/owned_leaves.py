@@ -51,10 +51,10 @@ class OwnedLeaves(NamedTuple):
     leaves: The state as `inner` has it. What belongs to a parameter with owners
       is in `stacks`, and a `Place` says where. All else, such as counters and
       the state of a leaf that all shards update, is here.
-    stacks: What a shard keeps of matrices that stand in a stack, [1, rows, ...].
-      The first dimension has length 1 inside the mapped function and that of
-      the number of shards outside. Names depend on where all leaves are, so
-      that state of other owners is not taken for them.
+    stacks: What a shard keeps of matrices that stand in a stack,
+      [1, rows, ...]. The first dimension has length 1 inside the mapped
+      function and that of the number of shards outside. Names depend on where
+      all leaves are, so that state of other owners is not taken for them.
 
   Examples:
     >>> import jax
@@ -127,11 +127,14 @@ def _place(full, target):
     num_shards, length, *shape = like.shape
     padding = jnp.zeros(shape, like.dtype)
     of_shards = [
-        jnp.stack([
-            rows[at].reshape(shape) if (at := (name, shard, row)) in rows
-            else padding
-            for row in range(length)
-        ])
+        jnp.stack(
+            [
+                rows[at].reshape(shape)
+                if (at := (name, shard, row)) in rows
+                else padding
+                for row in range(length)
+            ]
+        )
         for shard in range(num_shards)
     ]
     return jnp.stack(of_shards)

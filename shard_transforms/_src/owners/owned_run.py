@@ -30,7 +30,7 @@ from shard_transforms._src.reduction import collectives
 
 # An owner's rows of one input or output of the members of a stack, by number
 # or by key.
-Rows = dict[Any, jax.Array]
+Rows = Mapping[Any, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class OwnedRun:
       shared: Mapping[int, jax.Array],
       rows: Sequence[Rows],
       belongs: Callable[[int], set[int]] = lambda _: set(),
-  ) -> tuple[list[Rows], dict[int, jax.Array]]:
+  ) -> tuple[list[Any], dict[int, jax.Array]]:
     """Returns an owner's rows of results, and those that all shards have.
 
     Args:
@@ -145,7 +145,7 @@ class OwnedRun:
     return len(programs) == 1 and self._reads_own(stack)
 
   def _rows_of_params(self, stack, way):
-    """Returns the rows of the parameters of a stack, if its members read them."""
+    """Returns the rows of the parameters of a stack, if they are read."""
     read = {i for param in stack.params for i in self._own_inputs(param)}
     terms = [i for terms in self.program.terms for i in terms]
     read |= self.program.reads(terms)
@@ -173,8 +173,8 @@ class OwnedRun:
         leaf = self.stacks.leaves[number]
         if leaf.shown != leaf.shape:
           raise ValueError(
-              f'`inner` of `{self.stacks.reduction.caller}` must read the layers'
-              ' of no other parameter with `whole_dims`, but reads'
+              f'`inner` of `{self.stacks.reduction.caller}` must read the'
+              ' layers of no other parameter with `whole_dims`, but reads'
               f' {self.stacks.names[number]}.'
           )
         found[i] = exchange_lib.gathered(self.params[number], leaf.slicing)
@@ -182,38 +182,39 @@ class OwnedRun:
 
   def _totals(self, shared, rows, belongs):
     """Returns the sums over all leaves that `inner` asks for, by number."""
-    program, found = self.program, {}
-    for i, terms in enumerate(program.terms, program.num_inputs):
-      kind = program.jaxpr.in_avals[i]
-
-      def added(terms, given, kind=kind):
-        made = program.run(terms, given)
-        zero = jnp.zeros(kind.shape, kind.dtype)
-        return sum((x.astype(kind.dtype) for x in made.values()), start=zero)
-
+    found = {}
+    for i, terms in enumerate(self.program.terms, self.program.num_inputs):
       of = {term: belongs(term) for term in terms}
-      places = self.stacks.places
-      total = added(
-          [x for x in terms if not of[x] or of[x].difference(places)], shared
-      )
-      for stack, way, own in zip(
-          self.stacks.stacks, self.exchanges, rows, strict=True
-      ):
-
-        def sum_of(owner, stack=stack, own=own, terms=terms, of=of, add=added):
-          total = 0
-          for slot, member in enumerate(stack.of_owner(owner)):
-            param, _ = stack.members[member]
-            given = {**shared, **self._row(own, param, slot)}
-            total += add([x for x in terms if param in of[x]], given)
-          return jnp.zeros(kind.shape, kind.dtype) + total
-
-        if any(param in of[x] for x in terms for param in stack.params):
-          axes = stack.layout.axes
-          total += collectives.psum(way.switch(sum_of), axes)
-      found[i] = total
-      shared = {**shared, i: total}
+      found[i] = self._total(i, of, {**shared, **found}, rows)
     return found
+
+  def _total(self, number, of, shared, rows):
+    """Returns the sum of some terms, each of which belongs to parameters."""
+    kind = self.program.jaxpr.in_avals[number]
+    zero = jnp.zeros(kind.shape, kind.dtype)
+
+    def added(terms, given):
+      made = self.program.run(terms, given)
+      return sum((x.astype(kind.dtype) for x in made.values()), start=zero)
+
+    places = self.stacks.places
+    terms = [x for x, own in of.items() if not own or own.difference(places)]
+    total = added(terms, shared)
+    for stack, way, own in zip(
+        self.stacks.stacks, self.exchanges, rows, strict=True
+    ):
+
+      def sum_of(owner, stack=stack, own=own):
+        total = zero
+        for slot, member in enumerate(stack.of_owner(owner)):
+          param, _ = stack.members[member]
+          given = {**shared, **self._row(own, param, slot)}
+          total += added([x for x in of if param in of[x]], given)
+        return total
+
+      if any(not of[x].isdisjoint(stack.params) for x in of):
+        total += collectives.psum(way.switch(sum_of), stack.layout.axes)
+    return total
 
   def _row(self, rows, param, slot):
     """Returns the inputs of one member, given rows of its stack."""

@@ -82,8 +82,8 @@ class Stack:
     members: The number of the parameter of each matrix, and of its layer among
       those that a shard holds.
     num_owners: The number of owners.
-    by_rows: Whether gradients, which are whole, are reduce-scattered by rows;
-      otherwise slices of all matrices are exchanged.
+    by_rows: Whether gradients are reduce-scattered by rows of the stack;
+      otherwise each is by slices, which are exchanged.
   """
 
   layout: Layout
@@ -154,7 +154,7 @@ class Stacks:
 
   @functools.cached_property
   def places(self) -> Mapping[int, list[tuple[int, int]]]:
-    """For each parameter that has owners, the stack and the row of its layers."""
+    """The stack and the row of each layer, for parameters that have owners."""
     found = collections.defaultdict(dict)
     for s, stack in enumerate(self.stacks):
       for row, (param, layer) in enumerate(stack.members):
@@ -360,25 +360,24 @@ def find(
 
 def _split(layout, members, leaves, reduction):
   """Yields the stacks of the matrices of one layout."""
-  num_owners = math.prod(map(lax.axis_size, layout.owned_over))
+  num_reduced = math.prod(map(lax.axis_size, layout.reduced))
+  num_owners = num_reduced * math.prod(map(lax.axis_size, layout.sliced))
   if reduction.groups is not None:
-    num_owners = reduction.num_shards()
-  # A stack that fills all owners is reduce-scattered by rows. The others would
-  # send padding as often as there are shards: their gradients are
-  # reduce-scattered by slices, which then are exchanged.
-  full = 0
-  if not layout.sliced:
-    full = len(members) // num_owners * num_owners
-  if reduction.groups is not None:
-    full = len(members)
-  rest = members[full:]
-  alone = rest or (members if len(members) == 1 else [])
+    num_reduced = num_owners = reduction.num_shards()
+  num_rest = len(members) % num_owners
+  alone = members[-1:] if len(members) == 1 or num_rest == 1 else []
   # All shards update one leaf alone: that sends less than an owner would.
-  if len(alone) == 1 and not leaves[alone[0][0]].local_layers:
-    full, rest = len(members) - 1, []
+  if alone and not leaves[alone[0][0]].local_layers:
+    members, num_rest = members[:-1], 0
+  # Rows of padding are reduce-scattered, too. Slices are not padded until they
+  # are exchanged, and then a shard holds 1 / `num_reduced` of the rows.
+  in_rows = num_owners <= num_rest + num_owners / num_reduced
+  if in_rows or not num_rest or reduction.groups is not None:
+    num_rest = 0
+  full, rest = members[: len(members) - num_rest], members[-num_rest:]
   if full:
-    yield Stack(layout, tuple(members[:full]), num_owners, True)
-  if rest:
+    yield Stack(layout, tuple(full), num_owners, True)
+  if num_rest:
     yield Stack(layout, tuple(rest), num_owners, False)
 
 

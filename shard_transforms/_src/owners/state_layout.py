@@ -1,8 +1,8 @@
 """Which arrays of a state stand in the stacks of the parameters."""
 
+import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
-import collections
 import dataclasses
 import math
 from typing import Any
@@ -12,6 +12,7 @@ import jax
 
 from shard_transforms._src.owners import owned_leaves
 from shard_transforms._src.owners import stacks as stacks_lib
+
 
 def keys_of(
     stacks: stacks_lib.Stacks, of: Sequence[int], kinds: Sequence[Any]
