@@ -2,6 +2,7 @@
 
 import functools
 from typing import Any, NamedTuple
+import warnings
 
 from absl.testing import parameterized
 import chex
@@ -844,6 +845,36 @@ class StacksTest(parameterized.TestCase):
       step[name] = monitoring.wire_report(mapped, params, state).total_bytes
 
     self.assertLessEqual(step['owned'], most * step['whole'])
+
+  @cases.parameters(
+      # All shards update the first; all others are small.
+      ({'huge': (2048, 1024)}, r"no owner to \['huge'\] of 2,097,152 elements"),
+      # Three for eight owners.
+      (
+          {f'huge{i}': (2048, 1024) for i in range(3)},
+          r'sends 16.8 MB of padding a step, beside 50.\d MB .*\(2048, 1024\)',
+      ),
+  )
+  def test_warns_of_what_owners_do_not_divide(self, shapes, message):
+    shapes = {**shapes, **{str(i): (8, 8) for i in range(9)}}
+    params = {
+        k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()
+    }
+    tx = owned(optax.trace(0.9))
+
+    with self.assertWarnsRegex(UserWarning, message):
+      init_state(tx, params, modes.mesh())
+
+  @cases.parameters(8, 12, 16)
+  def test_does_not_warn(self, number):
+    shapes = {str(i): (2048, 1024) for i in range(number)}
+    params = {
+        k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()
+    }
+
+    with warnings.catch_warnings():
+      warnings.simplefilter('error')
+      init_state(owned(optax.trace(0.9)), params, modes.mesh())
 
 
 def _places(state):

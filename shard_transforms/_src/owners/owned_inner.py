@@ -21,6 +21,7 @@ from shard_transforms._src.owners import dependence
 from shard_transforms._src.owners import exchange
 from shard_transforms._src.owners import owned_leaves
 from shard_transforms._src.owners import owned_run
+from shard_transforms._src.owners import padding
 from shard_transforms._src.owners import stacks as stacks_lib
 from shard_transforms._src.owners import state_layout
 from shard_transforms._src.reduction import leaf_sums
@@ -63,6 +64,7 @@ class OwnedInner:
     if not jax.tree.leaves(params):
       return owned_leaves.OwnedLeaves(self.inner.init(params), jnp.zeros(0))
     stacks = self._stacks(params)
+    padding.warn(stacks)
     types = stacks.types(params)
     program = association.trace_init(self.inner, types)
     kinds = program.results
