@@ -106,10 +106,8 @@ class Exchange:
     if not self._layout.sliced:
       return self.switch(lambda owner: self._rows_of(owner, leaves))
     x = self._by_owner(self._padded(jnp.stack(leaves)))
-    for axis in reversed(self._layout.reduced):
-      position = self._layout.owned_over.index(axis)
-      index = lax.axis_index(axis)
-      x = lax.dynamic_index_in_dim(x, index, position, keepdims=False)
+    for axis in self._layout.reduced:
+      x = lax.dynamic_index_in_dim(x, lax.axis_index(axis), keepdims=False)
     return self._whole(self._sent(x, self._layout.sliced))
 
   def switch(self, fn: Callable[[int], Any]) -> Any:
@@ -136,11 +134,6 @@ class Exchange:
       x = self._sent(self._cut(rows), layout.sliced)
       if layout.reduced:
         x = collectives.gather(x, layout.reduced, self.reduction.groups)
-      if layout.sliced and layout.reduced:
-        sizes = tuple(map(lax.axis_size, layout.reduced))
-        x = x.reshape(*sizes, *x.shape[1:])
-        at = [layout.owned_over.index(axis) for axis in layout.reduced]
-        x = jnp.moveaxis(x, range(len(at)), at)
       x = x.reshape(-1, *layout.local_shape)
     else:
       x = self._sent(self._cut(rows), layout.owned_over)
@@ -165,14 +158,10 @@ class Exchange:
 
   def _scattered_rows(self, x, axes):
     """Returns an owner's rows of the sums, without the axes of `reduced`."""
-    if not self._layout.sliced:
-      rows = x.reshape(self.stack.num_owners, -1, *x.shape[-2:])
-      rows = self._over_reduced.scatter_over(rows, axes)
-      return rows.reshape(self.stack.length, *self._layout.local_shape)
-    for axis in reversed(self._layout.reduced):
-      position = self._layout.owned_over.index(axis)
-      x = collectives.scatter_along(x, axis, position)
-    return x
+    number = self._over_reduced.num_shards()
+    rows = x.reshape(number, -1, *x.shape[-2:])
+    rows = self._over_reduced.scatter_over(rows, axes)
+    return rows.reshape(x.shape[len(self._layout.reduced) :])
 
   def _scattered(self, x, axes):
     """Returns each shard's slices of the sums of a stack."""
@@ -195,10 +184,9 @@ class Exchange:
 
   def _joined(self, x):
     """Returns an owner's rows, given all their slices, [*owners, rows, ...]."""
-    reduced, order = self._layout.reduced, self._layout.owned_over
-    at, last = [order.index(axis) for axis in reduced], len(order) + 1
-    x = jnp.moveaxis(x, at, range(last - len(at), last))
-    lead, parts = x.shape[: last - len(at)], x.shape[last - len(at) : last]
+    number, last = len(self._layout.reduced), len(self._layout.owned_over) + 1
+    x = jnp.moveaxis(x, range(number), range(last - number, last))
+    lead, parts = x.shape[: last - number], x.shape[last - number : last]
     of_slice = self._division.of_slice
     x = x.reshape(-1, math.prod(parts), *of_slice)
     x = jax.vmap(self._division.join)(x)
@@ -232,8 +220,8 @@ class Exchange:
     parts = jax.vmap(self._division.rows)(x.reshape(-1, *layout.local_shape))
     sizes = map(lax.axis_size, layout.reduced)
     x = parts.reshape(*lead, *sizes, *self._division.of_slice)
-    at = [layout.owned_over.index(axis) for axis in layout.reduced]
-    return jnp.moveaxis(x, range(len(lead), len(lead) + len(at)), at)
+    number = len(layout.reduced)
+    return jnp.moveaxis(x, range(len(lead), len(lead) + number), range(number))
 
 
 def gathered(

@@ -56,8 +56,8 @@ class Layout:
 
   @property
   def owned_over(self) -> Axes:
-    """The axes among whose shards the matrices are divided, in mesh order."""
-    return axes_lib.in_mesh_order((*self.reduced, *self.sliced))
+    """The axes among whose shards matrices are divided: those reduced first."""
+    return (*self.reduced, *self.sliced)
 
   @property
   def axes(self) -> Axes:
