@@ -178,6 +178,10 @@ class Exchange:
     Its first axes are those that are given: of the owners that get slices, and
     then of the shards that have sent them, or the other way round.
     """
+    if len(axes) > 1 and axes_lib.on_mapped_mesh(axes):
+      rows = x.reshape(-1, *x.shape[len(axes) :])
+      rows = collectives.exchange_along(rows, tuple(axes), 0)
+      return rows.reshape(x.shape)
     for position, axis in enumerate(axes):
       x = collectives.exchange_along(x, axis, position)
     return x
