@@ -160,6 +160,7 @@ class OwnedInner:
     return treedef.unflatten(leaves), _state(kinds, layout, rows, whole, stacks)
 
   def _stacks(self, params, are_params=True):
+    self.reduction.num_shards()  # Says which axis is not bound.
     stacks = stacks_lib.find(
         params, self.param_specs, self.reduction, self.whole_dims, are_params
     )
