@@ -275,7 +275,9 @@ class HardwareTest(parameterized.TestCase):
   def test_owners_do_not_grow_with_the_slice(self):
     found = facts(POD, 'owned_update(muon)')
 
-    self.assertLess(found['sent'], 1.3 * SENT)
+    # A ring of 256 sends 255/256, and eight matrices an eighth more as slices
+    # for 256 owners.
+    self.assertLess(found['sent'], 1.35 * SENT)
     self.assertLess(found['temporary'], 0.1 * PARAMS_MB)
 
   @cases.parameters(
