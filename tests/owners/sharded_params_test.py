@@ -133,6 +133,12 @@ CASES = {
     'tensor parallel, LAMB': Case(TENSOR_PARALLEL, optax.lamb(0.02)),
     'both': Case(BOTH, muon(weight_decay=0.1)),
     'layers': Case(LAYERS, muon_of_layers(), options={'whole_dims': 2}),
+    # Its coefficients are read by this leaf alone, and belong to no layer.
+    'one leaf of layers': Case(
+        {'w': ((8, 16, 24), P(None, AXIS))},
+        muon(muon_weight_dimension_numbers={'w': MATRIX}),
+        options={'whole_dims': 2},
+    ),
     'sum': Case(FSDP, optax.lars(0.1), (8,), {'reduction': 'sum'}),
 }
 

@@ -69,9 +69,14 @@ class OwnedInner:
     program = association.trace_init(self.inner, types)
     kinds = program.results
     of = self._association(stacks).of_state(types, kinds)
-    layout = state_layout.layout_of(
-        stacks, of, *map(jax.tree.leaves, (kinds, self._full(stacks, params)))
-    )
+    one, full = map(jax.tree.leaves, (kinds, self._full(stacks, params)))
+    # What is not a part of a layer, such as coefficients that only one leaf
+    # reads, is the same for all layers; `update` refuses it if it is not.
+    for i, (x, y) in enumerate(zip(one, full, strict=True)):
+      leaf = stacks.leaves[of[i]] if of[i] in stacks.places else None
+      if leaf and leaf.shown != leaf.shape and x.shape == y.shape != ():
+        of[i] = dependence.SHARED
+    layout = state_layout.layout_of(stacks, of, one, full)
     typed = association.typed_params(stacks, types)
     run = owned_run.OwnedRun(
         program,
