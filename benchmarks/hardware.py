@@ -35,7 +35,10 @@ from shard_transforms._src.analysis.hlo import text as hlo_text
 _SHAPES = flags.DEFINE_multi_enum(
     'shapes',
     ['matrices'],
-    ['matrices', 'stacked', 'large', 'layers', 'gpt2', 'gpt2_50304', 'leaves'],
+    [
+        *('matrices', 'stacked', 'large', 'layers', 'nine', 'leaves'),
+        *('gpt2', 'gpt2_50304', 'gpt2_matrices'),
+    ],
     'The models to compile.',
 )
 _DTYPE = flags.DEFINE_enum(
@@ -55,6 +58,7 @@ _OPTIONS = flags.DEFINE_multi_string(
 PLAIN = re.compile(
     r'(?P<kind>Auto|Explicit) jit( of (?P<batches>\d+) batches)?, (?P<case>.*)'
 )
+SHARDED = 'sharded, owned_update(muon)'
 JIT = ('jit', 'jit, accumulated_value_and_grad(4)', 'jit, state_shardings')
 HEADINGS = (
     'step',
@@ -106,27 +110,14 @@ def sliced_by_hand(
   return optax.GradientTransformation(init_fn, update_fn)
 
 
-def by_layer(
-    inner: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-  """Shows `inner` the layers of stacked leaves [L, m, n]."""
+def muon_of_layers() -> optax.GradientTransformation:
+  """Returns Muon that treats each layer of stacked leaves [L, m, n] alone."""
+  matrix = optax.contrib.MuonDimensionNumbers(-2, -1)
 
-  def split(tree):
-    return [list(x) if x.ndim == 3 else x for x in tree]
+  def numbers(params):
+    return jax.tree.map(lambda x: matrix if x.ndim > 1 else None, params)
 
-  def stack(_, made):
-    return jnp.stack(made) if isinstance(made, list) else made
-
-  def init_fn(params):
-    return inner.init(split(params))
-
-  def update_fn(updates, state, params=None, **extra_args):
-    made, state = inner.update(
-        split(updates), state, split(params), **extra_args
-    )
-    return jax.tree.map(stack, updates, made), state
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=numbers)
 
 
 def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
@@ -183,7 +174,9 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
       ),
       'muon': optax.chain(mean, muon),
       'owned_update(muon)': owned,
-      'by layer, owned_update(muon)': by_layer(owned),
+      'owned_update(muon, whole_dims=2)': st.owners.owned_update(
+          muon_of_layers(), axes, whole_dims=2
+      ),
       'reproducible.towers(4)': st.reproducible.towers(4, adam, axes),
       'reproducible.sharded_towers(4)': st.reproducible.sharded_towers(
           4, adam, axes
@@ -201,6 +194,11 @@ def shapes_of(name: str, dtype: str = 'float32') -> list[jax.ShapeDtypeStruct]:
     shapes = 2 * [(8192, 8192)]
   elif name == 'layers':
     shapes = 12 * [(2048, 2048)]
+  elif name == 'nine':
+    shapes = 9 * [(1024, 1024)]
+  elif name == 'gpt2_matrices':
+    # Those that Muon trains.
+    shapes = 12 * [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
   elif name == 'leaves':
     shapes = 500 * [(16, 64), (64,)]
   elif name.startswith('gpt2'):
@@ -323,6 +321,46 @@ def jit_step(
   return jax.jit(step, out_shardings=out, donate_argnums=(0, 1)), state
 
 
+def sharded_update(
+    params: Sequence[jax.ShapeDtypeStruct], mesh: jax.sharding.Mesh
+) -> tuple[Any, Any]:
+  """Returns the update of sharded parameters by Muon, and its arguments.
+
+  Their rows are sharded over the first axis (FSDP), and over a second one their
+  columns are (tensor parallelism); gradients of the shards are given.
+  """
+  data, *model = mesh.axis_names
+  spec = P(None, *model) if model else P(data)
+  tx = st.owners.owned_update(
+      optax.contrib.muon(1e-3), data, param_specs=spec, on_sliced='summed'
+  )
+  specs = st.state_specs(tx, params, mesh, in_specs=spec)
+  of_grads = P(data, *spec) if model else spec
+  lead = (mesh.shape[data],) if model else ()
+
+  def step(params, state, grads):
+    if model:
+      grads = jax.tree.map(lambda x: x[0], grads)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  mapped = jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(spec, specs, of_grads),
+      out_specs=(spec, specs),
+  )
+  own = [x.update(sharding=NamedSharding(mesh, spec)) for x in params]
+  grads = [
+      jax.ShapeDtypeStruct(
+          (*lead, *x.shape), x.dtype, sharding=NamedSharding(mesh, of_grads)
+      )
+      for x in params
+  ]
+  state = st.init_state(tx, own, mesh, in_specs=spec)
+  return jax.jit(mapped, donate_argnums=(0, 1)), (own, state, grads)
+
+
 class Measured(NamedTuple):
   """What a compiled step shows.
 
@@ -387,12 +425,15 @@ def measure(
   """Compiles a training step for a mesh, and reads the program.
 
   Args:
-    case: One of `cases` or `JIT`.
+    case: One of `cases` or `JIT`, or `SHARDED`.
     params: The parameters.
     mesh: The devices.
     rows: The number of rows of a shard's batch.
     options: Options of the compiler.
   """
+  if case == SHARDED:
+    step, args = sharded_update(params, mesh)
+    return compiled(step, *args, options=options)
   batches = []
   if case in JIT:
     step, state = jit_step(case, params, mesh)
@@ -415,12 +456,19 @@ def measure(
   )
   whole = NamedSharding(mesh, P())
   params = [leaf.update(sharding=whole) for leaf in params]
-  lowered = step.lower(params, state, x)
+  return compiled(step, params, state, x, options=options)
+
+
+def compiled(
+    step: Any, *args: Any, options: Mapping[str, str] | None = None
+) -> Measured:
+  """Compiles a step of parameters, a state and more, and reads the program."""
+  lowered = step.lower(*args)
   start = time.process_time()
-  compiled = lowered.compile(compiler_options=options)
+  program = lowered.compile(compiler_options=options)
   seconds = time.process_time() - start
-  report = st.monitoring.wire_report(compiled)
-  module = hlo_text.parse(compiled.as_text())
+  report = st.monitoring.wire_report(program)
+  module = hlo_text.parse(program.as_text())
   opcodes = collections.Counter(
       instruction.opcode
       for computation in module.computations.values()
@@ -430,7 +478,7 @@ def measure(
       report,
       opcodes['conditional'],
       opcodes['while'],
-      megabytes_of_shard(state),
+      megabytes_of_shard(args[1]),
       report.memory.temp_size_in_bytes / 1e6,
       report.memory.generated_code_size_in_bytes / 1e6,
       seconds,
@@ -475,7 +523,7 @@ def main(argv: Sequence[str]) -> None:
   """Prints a table for each model."""
   if len(argv) < 2:
     raise app.UsageError('Name a topology, such as v5e:2x4 or h100:1x8.')
-  plain_case, *others = (*cases(('data',)), *JIT)
+  plain_case, *others = (*cases(('data',)), *JIT, SHARDED)
   named = {PLAIN.sub(r'\g<case>', case) for case in argv[2:]}
   if unknown := named.difference(others):
     raise app.UsageError(f'Unknown cases: {[*unknown]}, of {others}.')

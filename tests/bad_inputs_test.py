@@ -196,7 +196,7 @@ CALLS = {
             *(shard_update(SGD, AXIS), np.ones(16, 'f'), MESH),
             in_specs=P(AXIS),
         ),
-        '`params` of `owned_update` must be .* typed varying': of(
+        '`param_specs` of `owned_update` must name .* typed varying': of(
             state_specs,
             *(owned_update(SGD, AXIS), np.ones(16, 'f'), MESH),
             in_specs=P(AXIS),

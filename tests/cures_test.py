@@ -275,6 +275,12 @@ ROWS = {
             '`owners.owned_update`': specs_of(
                 owners.owned_update(SGD, AXIS), P()
             ),
+            'takes slices, with `param_specs`': specs_of(
+                owners.owned_update(
+                    SGD, AXIS, param_specs=P(AXIS), on_sliced='summed'
+                ),
+                P(AXIS),
+            ),
             '`accumulated_value_and_grad`': lambda: jax.jit(
                 st.accumulated_value_and_grad(
                     lambda w, x: jnp.mean(x @ w),

@@ -27,6 +27,8 @@ SQUARES = 'v5e:4x4', 'v6e:4x4', 'v5p:2x2x4'
 PARAMS_MB = 8 * 4 * 1024**2 / 1e6
 MEGABYTES = {
     **dict.fromkeys(['matrices', 'stacked'], PARAMS_MB),
+    'nine': 9 / 8 * PARAMS_MB,
+    'layers': 12 * 4 * 2048**2 / 1e6,
     'large': 536.9,
     'gpt2': 270.9,
 }
@@ -61,7 +63,7 @@ CASES = (
     'shard_update',
     'reproducible.mean',
     'owned_update(muon)',
-    'stacked: by layer, owned_update(muon)',
+    'stacked: owned_update(muon, whole_dims=2)',
 )
 OF_TPU = (
     'muon',
@@ -73,6 +75,14 @@ OF_TPU = (
 )
 OF_GPU = ('gpt2: shard_update', 'gpt2 bfloat16: shard_update(master_weights)')
 OVERLAP = 'layers: by hand', 'layers: guard, skip'
+# Of parameters that are sharded, and numbers of matrices that are not those of
+# the shards.
+OWNED = (
+    'layers: sharded, owned_update(muon)',
+    'gpt2_matrices: sharded, owned_update(muon)',
+    'nine: owned_update(muon)',
+    'layers: owned_update(muon)',
+)
 # The first sixty of a thousand.
 SMALL = 'leaves: adasum', 'leaves: coordinate_median', 'leaves: majority_vote'
 PLAIN = 'leaves: by hand'
@@ -139,14 +149,16 @@ def run(code, *arguments):
 
 
 @functools.cache
-def measured(name):
+def measured(name, is_owned):
   names = {POD: OF_POD} | dict.fromkeys(SQUARES, OF_SQUARE)
   names = names.get(name) or (*CASES, *MORE[name])
+  if is_owned:
+    names = OWNED[1:2] if name in SQUARES else OWNED
   return json.loads(run(MEASURE, name, *names))
 
 
 def facts(name, case):
-  found = measured(name)
+  found = measured(name, case in OWNED)
   if isinstance(found, str):
     pytest.skip(found)
   return found[case]
@@ -229,8 +241,8 @@ class HardwareTest(parameterized.TestCase):
       *((name, OF_SQUARE[0]) for name in SQUARES),
       (TPU, 'owned_update(muon)'),
       (GPU, 'owned_update(muon)'),
-      (TPU, 'stacked: by layer, owned_update(muon)'),
-      (GPU, 'stacked: by layer, owned_update(muon)'),
+      (TPU, 'stacked: owned_update(muon, whole_dims=2)'),
+      (GPU, 'stacked: owned_update(muon, whole_dims=2)'),
   )
   def test_slices_are_summed_by_reduce_scatters(self, name, case):
     found = facts(name, case)
@@ -249,10 +261,38 @@ class HardwareTest(parameterized.TestCase):
     self.assertNotIn('summed whole', found['report'])
     self.assertLess(found['sent'], 0.7 * by_hand['sent'])
 
+  @cases.parameters(
+      # Megabytes of the matrices.
+      (TPU, OWNED[0], 12 * 4 * 2048**2 / 1e6),
+      (GPU, OWNED[0], 12 * 4 * 2048**2 / 1e6),
+      (TPU, OWNED[1], 144 * 4 * 768**2 / 1e6),
+      (GPU, OWNED[1], 144 * 4 * 768**2 / 1e6),
+      (SQUARES[0], OWNED[1], 144 * 4 * 768**2 / 1e6),
+  )
+  def test_slices_are_exchanged_with_owners(self, name, case, megabytes):
+    found = facts(name, case)
+
+    # Each shard sends what it holds, there and back; 12 matrices of a shape go
+    # to 16 owners.
+    shards = SHARDS[name]
+    self.assertEqual(set(found['times']), {'all_to_all'})
+    of_all = 2 * (1 - 1 / shards) * megabytes / shards
+    self.assertLess(found['sent'] / 1e6, 1.001 * 16 / 12 * of_all)
+    self.assertEqual(found['branches'], 0)
+
+  @cases.product(name=(TPU, GPU), case=OWNED[2:])
+  def test_owners_send_little_padding(self, name, case):
+    found = facts(name, case)
+
+    of_ring = 2 * (1 - 1 / SHARDS[name]) * MEGABYTES[case.split(': ')[0]]
+    self.assertLess(found['sent'] / 1e6, 1.1 * of_ring)
+
   def test_cost_of_owners_does_not_depend_on_the_number_of_chips(self):
     found = facts(POD, 'owned_update(muon)')
 
-    self.assertLess(found['sent'], 1.3 * SENT)
+    # A ring of 256 sends 255/256, and eight matrices an eighth more as slices
+    # for 256 owners.
+    self.assertLess(found['sent'], 1.35 * SENT)
     self.assertLess(found['temporary'], 0.1 * PARAMS_MB)
 
   @cases.parameters(

@@ -5,28 +5,30 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
-from jax import core
 import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.owners import dependence
-from shard_transforms._src.owners import layout as layout_lib
 from shard_transforms._src.owners import leaf_program
 from shard_transforms._src.owners import owned_leaves
-from shard_transforms._src.owners import owners as owners_lib
+from shard_transforms._src.owners import stacks as stacks_lib
+from shard_transforms._src.owners import state_layout
 from shard_transforms._src.state import specs
 
 
-def trace_init(inner: optax.GradientTransformation, params: Any) -> Any:
-  """Returns the program of `init`."""
-  types = jax.tree.map(jax.typeof, params)
-  return leaf_program.trace(inner.init, (), 1, types)
+def trace_init(inner: optax.GradientTransformation, types: Any) -> Any:
+  """Returns the program of `init` for parameters of some types."""
+  return leaf_program.trace(inner.init, (), (), 1, types)
+
+
+def typed_params(stacks: stacks_lib.Stacks, types: Any) -> Any:
+  """Returns the types of parameters of which owners have their own alone."""
+  return _types(types, map(stacks.axes_of, stacks.of(types)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,35 +37,35 @@ class Association:
 
   Attributes:
     inner: The transformation.
-    owners: The owners.
+    stacks: The stacks of the parameters.
     assume_leafwise: Whether it is assumed to treat each leaf alone.
   """
 
   inner: optax.GradientTransformationExtraArgs
-  owners: owners_lib.Owners
+  stacks: stacks_lib.Stacks
   assume_leafwise: bool
 
   @property
   def same(self) -> tuple[Any, ...]:
     """The axes over whose shards what is reduced is the same."""
     # In groups, it differs between shards.
-    reduction = self.owners.reduction
+    reduction = self.stacks.reduction
     return () if reduction.groups else reduction.axes
 
-  def of_state(self, params: Any, kinds: Any) -> list[int]:
+  def of_state(self, types: Any, kinds: Any) -> list[int]:
     """Returns what each leaf of a new state belongs to.
 
     Args:
-      params: The parameters.
+      types: The types of the parameters, as `inner` is shown them.
       kinds: The types of the state.
 
     Raises:
       ValueError: If that, or an update, mixes leaves.
     """
-    known = self._by_place(params, kinds)
+    known = self._by_place(types, kinds)
     of = [dependence.SHARED if x is None else x for x in known]
     trace = functools.partial(
-        self.trace, self.inner.update, params, kinds, params
+        self.trace, self.inner.update, types, kinds, types
     )
     try:
       traced = trace(of)
@@ -71,18 +73,23 @@ class Association:
       # `inner` may need an extra argument, or updates of another tree than the
       # parameters. Only `update` gets these, so it checks `inner`.
       if not self.assume_leafwise:
-        return of
-      return [dependence.MIXED if x is None else x for x in known]
+        return self._owned(of)
+      return self._owned([dependence.MIXED if x is None else x for x in known])
     found = self._depend(*traced, of)
     if (associated := found.associated(known)) != of:
       found = self._depend(*trace(associated), associated)
     self._check(found)
-    return associated
+    return self._owned(associated)
 
-  def _by_place(self, params, kinds):
+  def _owned(self, of):
+    """Returns numbers of parameters with owners; all shards have the others."""
+    places = {dependence.MIXED, *self.stacks.places}
+    return [x if x in places else dependence.SHARED for x in of]
+
+  def _by_place(self, types, kinds):
     """Returns to what leaves of the state belong that are in its place."""
     numbers = jax.tree.unflatten(
-        jax.tree.structure(params), self.owners.of(params)
+        jax.tree.structure(types), self.stacks.of(types)
     )
     # A state may have no place for each parameter, such as a list.
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
@@ -104,9 +111,9 @@ class Association:
 
     Args:
       update: The function.
-      updates: Whole updates.
+      updates: The types of whole updates.
       kinds: The types of the state.
-      params: Whole parameters, if any.
+      params: The types of whole parameters, if any.
       of: What each leaf of the state belongs to.
 
     Raises:
@@ -134,15 +141,18 @@ class Association:
       kinds: As for `read`.
       params: As for `read`.
       of: As for `read`.
-      owned_params: Whether each shard has other parameters.
+      owned_params: Whether an owner has those parameters alone that it owns.
     """
-    owners, same = self.owners, self.same
-    cut = [leaves_lib.is_cut(x, 2) for x in jax.tree.leaves(updates)]
-    given = _types(updates, cut, same, same)
-    state = _types(kinds, map(owners.varies, of), owners.axes)
-    params = _types(params, itertools.repeat(owned_params), owners.axes)
-    num_shards = owners.reduction.num_shards()
-    program = leaf_program.trace(update, same, num_shards, given, state, params)
+    stacks = self.stacks
+    given = _types(updates, map(stacks.axes_of, stacks.of(updates)))
+    state = _types(kinds, map(stacks.axes_of, of))
+    if owned_params:
+      params = typed_params(stacks, params)
+    num_shards = stacks.reduction.num_shards()
+    every = stacks.axes if self.same else ()
+    program = leaf_program.trace(
+        update, self.same, every, num_shards, given, state, params
+    )
     return program, (given, state)
 
   def _depend(self, program, given, of):
@@ -152,9 +162,9 @@ class Association:
       ValueError: If they have other types than `given`, the updates and state.
     """
     _check_types(program.results, given)
-    numbers = self.owners.of(given[0])
+    numbers = self.stacks.of(given[0])
     return dependence.Dependence.find(
-        program, [*numbers, *of], len(numbers), self.same
+        program, [*numbers, *of], len(numbers), self.same, self.stacks
     )
 
   def _check(self, found):
@@ -165,19 +175,23 @@ class Association:
     """
     problem = None if self.assume_leafwise else found.problem()
     if problem:
-      raise ValueError(_refusal(self.owners.reduction.caller, problem))
+      raise ValueError(_refusal(self.stacks.reduction.caller, problem))
 
 
 def read_state(
-    state: Any, owners: owners_lib.Owners, kinds: Any, first: int
-) -> tuple[list[int], Any, layout_lib.Layout]:
+    state: Any,
+    stacks: stacks_lib.Stacks,
+    kinds: Any,
+    full_kinds: Any,
+) -> tuple[list[int], Any, state_layout.StateLayout]:
   """Reads what each leaf of a state belongs to, and how it is kept.
 
   Args:
     state: The state.
-    owners: The owners of the parameters.
-    kinds: The types of the state of `inner`.
-    first: The number of the first leaf in the layout.
+    stacks: The stacks of the parameters.
+    kinds: The types of the state of `inner`, which is shown one layer of each
+      leaf.
+    full_kinds: The same where it is shown all layers.
 
   Returns:
     What each leaf belongs to, their types as this step is given them, and
@@ -187,70 +201,62 @@ def read_state(
     ValueError: If it was made for other parameters or other owners.
   """
   made_for_others = (
-      f'State of `{owners.reduction.caller}` must be made for these parameters,'
-      ' this number of shards and this `cost`, by'
+      f'State of `{stacks.reduction.caller}` must be made for these parameters,'
+      ' this number of shards and these `param_specs`, by'
       ' `shard_transforms.init_state` and `shard_transforms.state_specs`, or'
       ' for `jax.pmap` by'
       ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
   )
   if not isinstance(state, owned_leaves.OwnedLeaves):
     raise ValueError(f'{made_for_others}{type(state).__name__}.')
-  leaves, treedef = jax.tree.flatten(state.leaves, is_leaf=layout_lib.is_place)
+  leaves, treedef = jax.tree.flatten(
+      state.leaves, is_leaf=owned_leaves.is_place
+  )
   if treedef != jax.tree.structure(kinds):
     raise ValueError(f'{made_for_others}the tree {treedef}.')
   types, of, places = jax.tree.leaves(kinds), [], {}
   given = list(types)
   for i, leaf in enumerate(leaves):
-    if layout_lib.is_place(leaf):
+    if owned_leaves.is_place(leaf):
       of.append(leaf.of)
-      places[first + i] = leaf
+      places[i] = leaf
     elif jnp.shape(leaf) == types[i].shape:
       of.append(dependence.SHARED)
       given[i] = jax.typeof(leaf)
     else:
       of.append(dependence.MIXED)
-  layout = owners.layout(of, types, first)
+  layout = state_layout.layout_of(
+      stacks, of, types, jax.tree.leaves(full_kinds)
+  )
   if places != layout.places:
     different = [x for i, x in places.items() if x != layout.places.get(i)]
     raise ValueError(f'{made_for_others}{different[0]!r}.')
-  rows = jax.tree.map(lambda x: (jnp.shape(x)[1:], x.dtype), state.rows)
-  expected = {name: (x.shape, x.dtype) for name, x in layout.rows.items()}
+  rows = jax.tree.map(lambda x: (jnp.shape(x)[2:], x.dtype), state.stacks)
+  expected = {name: (x.shape, x.dtype) for name, x in layout.kinds.items()}
   if rows != expected:
-    raise ValueError(f'{made_for_others}the rows {rows}, not {expected}.')
+    raise ValueError(f'{made_for_others}the stacks {rows}, not {expected}.')
   return of, treedef.unflatten(given), layout
 
 
-def _types(tree, is_own, axes, ignored=()):
-  """Returns the types of a tree in which what owners have varies over `axes`.
+def _types(tree, axes):
+  """Returns the types of a tree, each of which varies over some axes as well.
 
   JAX refuses a `cond` between an update and the old state if only one of them
   varies.
 
   Args:
-    tree: A tree of arrays or types.
-    is_own: Whether an owner has it, for each leaf.
-    axes: The mapped axes.
-    ignored: Those over which nothing else varies.
+    tree: A tree of types.
+    axes: The mapped axes of each leaf.
   """
   leaves, treedef = jax.tree.flatten(tree)
+  make = stacks_lib.type_maker()
 
-  # Trees have many leaves of few types, and tracing takes long.
-  @functools.cache
-  def typed(kind, is_own):
+  def typed(kind, axes):
     before = axes_lib.varying_axes(kind)
-    over = before.difference(ignored).union(axes if is_own else ())
-    if over == before:
-      return kind
-    return jax.eval_shape(
-        lambda: axes_lib.to_varying(jnp.zeros(kind.shape, kind.dtype), (*over,))
-    )
+    over = before.union(axes)
+    return kind if over == before else make(kind.shape, kind.dtype, over)
 
-  is_type = [isinstance(x, core.AbstractValue) for x in leaves]
-  kinds = [
-      x if known else jax.typeof(x)
-      for x, known in zip(leaves, is_type, strict=True)
-  ]
-  return treedef.unflatten(map(typed, kinds, is_own))
+  return treedef.unflatten(map(typed, leaves, axes))
 
 
 def _refusal(caller, problem):

@@ -44,6 +44,7 @@ class Dependence:
       parameter, `SHARED` or `MIXED`.
     num_updates: The number of updates.
     depends: On which inputs each output depends, in bits.
+    stacks: The stacks of the parameters; all shards have what stands in none.
     sent: The name of a collective that the program runs, if any.
   """
 
@@ -51,6 +52,7 @@ class Dependence:
   of: Sequence[int]
   num_updates: int
   depends: Sequence[int]
+  stacks: Any
   sent: str | None
 
   @classmethod
@@ -60,6 +62,7 @@ class Dependence:
       of: Sequence[int],
       num_updates: int,
       axes: Sequence[Hashable],
+      stacks: Any,
   ) -> 'Dependence':
     """Reads a program.
 
@@ -68,6 +71,7 @@ class Dependence:
       of: As the attribute.
       num_updates: As the attribute.
       axes: The mapped axes over which parameters must not vary.
+      stacks: As the attribute.
     """
     kinds = [
         _OWN_NUMBERS if axes_lib.varying_axes(x) & set(axes) else 0
@@ -78,11 +82,17 @@ class Dependence:
     kinds[program.num_inputs :] = [0] * len(program.terms)
     reader = _Inputs(frozenset(axes))
     depends = interpreter.interpret(program.flat, kinds, reader)
-    return cls(program, of, num_updates, depends, reader.first_sent)
+    return cls(program, of, num_updates, depends, stacks, reader.first_sent)
 
   def belongs(self, output: int) -> set[int]:
     """Returns to which parameters belongs what an output depends on."""
     return {self.of[i] for i in _numbers(self.depends[output])} - {SHARED}
+
+  @functools.cached_property
+  def _of_all_shards(self):
+    """The numbers of the parameters that all shards update."""
+    places = {MIXED, *self.stacks.places}
+    return {number for number in self.of if number not in places}
 
   def problem(self) -> str | None:
     """Returns a clause that says how the program mixes leaves, or `None`."""
@@ -112,8 +122,8 @@ class Dependence:
             ' `per_shard` in place of replicated ones, in'
             f' {_name(path)}'
         )
-      if self.belongs(output) - {own} or own == MIXED:
-        same = (own, SHARED)
+      same = {own, SHARED, *self._of_all_shards}
+      if self.belongs(output) - same or own == MIXED:
         others = (i for i in _numbers(bits) if self.of[i] not in same)
         other = next(others, output)
         problem = f'{_name(path)} depends on {_name(paths[other])}'
@@ -128,7 +138,8 @@ class Dependence:
     return None
 
   def _problem_of_totals(self):
-    for term in (term for terms in self.program.terms for term in terms):
+    pairs = zip(self.program.over, self.program.terms, strict=True)
+    for axes, term in ((axes, term) for axes, terms in pairs for term in terms):
       belongs = self.belongs(term)
       if self.depends[term] & _OWN_NUMBERS:
         return 'shards add up numbers of their own'
@@ -136,6 +147,12 @@ class Dependence:
         return '`psum` adds up what is the same on all shards'
       if len(belongs) > 1 or MIXED in belongs:
         return '`psum` adds up more than numbers that each come from one leaf'
+      (number,) = belongs
+      if not axes.issuperset(over := self.stacks.axes_of(number)):
+        return (
+            f'`psum` over {sorted(axes, key=str)} adds up a leaf with owners'
+            f' over {over}: name all these axes'
+        )
     return None
 
   def associated(self, known: Sequence[int | None]) -> list[int]:
@@ -149,6 +166,7 @@ class Dependence:
         zip(self._reach(), known, strict=True), first
     ):
       of = {self.of[k] for k in _numbers(reach) if k < first}
+      of -= self._of_all_shards
       if before is not None:
         found.append(before)
       elif of:

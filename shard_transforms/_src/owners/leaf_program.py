@@ -42,6 +42,7 @@ class LeafProgram:
     results: The types of the results, a tree.
     num_inputs: The number of inputs of the function.
     terms: For each total, which outputs are its terms.
+    over: For each total, the axes of its sum.
     averaged: Whether a total is divided by the number of shards.
   """
 
@@ -49,12 +50,20 @@ class LeafProgram:
   results: Any
   num_inputs: int
   terms: tuple[tuple[int, ...], ...] = ()
+  over: tuple[frozenset[Hashable], ...] = ()
   averaged: bool = False
 
   @functools.cached_property
   def flat(self) -> interpreter.Program:
     """The program with calls inlined."""
     return inlining.flatten(self.jaxpr)
+
+  def reads(self, outputs: Sequence[int]) -> set[int]:
+    """Returns the numbers of the inputs that some outputs depend on."""
+    chosen = set(outputs)
+    is_used = [i in chosen for i in range(len(self.jaxpr.out_avals))]
+    _, is_read = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, is_used)
+    return {i for i, read in enumerate(is_read) if read}
 
   def run(
       self, outputs: Sequence[int], given: Mapping[int, Any]
@@ -81,6 +90,7 @@ class LeafProgram:
 def trace(
     fn: Callable[..., Any],
     axes: Sequence[Hashable],
+    every: Sequence[Hashable],
     num_shards: int,
     *args: Any,
 ) -> LeafProgram:
@@ -88,14 +98,19 @@ def trace(
 
   Args:
     fn: The function.
-    axes: The mapped axes of the sums; none to split nothing.
+    axes: The mapped axes that sums are over; none to split nothing.
+    every: All axes that they may be over.
     num_shards: The number of shards over these axes.
     *args: The types of its arguments.
   """
   jaxpr, results = equivalence.closed(fn, *args)
   program = LeafProgram(jaxpr, results, len(jaxpr.in_avals))
-  is_sum = functools.partial(_is_sum, axes=frozenset(axes))
-  if not axes or all(step.name != 'psum' for step in program.flat.equations):
+  is_sum = functools.partial(
+      _is_sum, axes=frozenset(axes), every=frozenset(every)
+  )
+  if not axes or all(
+      equation.name != 'psum' for equation in program.flat.equations
+  ):
     return program
   # A sum, or one of its terms, may be in a function under `jax.jit`.
   inlined = jax.make_jaxpr(functools.partial(_run_inlined, jaxpr))
@@ -147,13 +162,14 @@ def _split(program, is_sum, num_shards):
       and not jnp.shape(value)
       and not np.any(np.asarray(value))
   }
-  totals, outputs, terms = [], list(jaxpr.outvars), []
+  totals, outputs, terms, over = [], list(jaxpr.outvars), [], []
   for eqn in sums:
     for total, summed in zip(eqn.outvars, eqn.invars, strict=True):
       found = _terms(summed, maker, zeros)
       terms.append(tuple(range(len(outputs), len(outputs) + len(found))))
       outputs += found
       totals.append(total)
+      over.append(frozenset(eqn.params['axes']))
   split = jaxpr.replace(
       invars=[*jaxpr.invars, *totals],
       outvars=outputs,
@@ -167,14 +183,15 @@ def _split(program, is_sum, num_shards):
       program,
       jaxpr=jax.extend.core.ClosedJaxpr(split, closed.consts),
       terms=tuple(terms),
+      over=tuple(over),
       averaged=averaged,
   )
 
 
-def _is_sum(eqn, axes):
+def _is_sum(eqn, axes, every):
   return (
       interpreter.common_name(eqn.primitive.name) == 'psum'
-      and set(eqn.params['axes']) == axes
+      and axes <= set(eqn.params['axes']) <= every
       and eqn.params.get('axis_index_groups') is None
   )
 

@@ -1,18 +1,20 @@
-"""`owned_update`: ZeRO-1, each shard runs the optimizer on whole leaves."""
+"""`owned_update`: each shard runs the optimizer on the matrices it owns."""
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+import jax
+from jax.sharding import PartitionSpec as P
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import groups as groups_lib
+from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.base import weights
-from shard_transforms._src.owners import costs
 from shard_transforms._src.owners import owned_inner
 from shard_transforms._src.owners import owned_leaves
-from shard_transforms._src.owners import owner_reduction
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import sharded_reduction
 
 _CALLER = 'owned_update'
 
@@ -33,7 +35,7 @@ class OwnedUpdateState(NamedTuple):
     >>> tx = owners.owned_update(optax.lamb(0.1), 'data')
     >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> print([row.shape for row in state.inner_state.rows.values()])
+    >>> print([row.shape for row in state.inner_state.stacks.values()])
     [(8, 2, 4, 4), (8, 2, 4, 4)]
   """
 
@@ -46,63 +48,83 @@ def owned_update(
     inner: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
     *,
+    param_specs: specs_lib.SpecTree = P(),
+    whole_dims: int | None = None,
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     on_invariant: leaf_sums.OnInvariant = 'error',
-    cost: costs.Cost | None = None,
+    on_sliced: owned_inner.OnSliced = 'error',
     assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Shards the optimizer (ZeRO-1): each shard updates the leaves that it owns.
+  r"""Shards the optimizer by whole matrices: for Muon, LAMB, SOAP and others.
 
   Gives what `optax.chain(cross_shard_mean(axis_name), inner)` gives, with the
-  state and the work of `inner` divided among the N shards. Each leaf has an
+  state and the work of `inner` divided among the N shards. Each matrix has an
   owner, which alone keeps its state and updates it. So optimizers that look at
   whole leaves are divided among shards, too: Muon, LAMB, LARS, Adafactor, SOAP,
   Shampoo. For optimizers that treat each element alone, such as Adam, take
   `shard_transforms.shard_update`.
 
-  A reduce-scatter brings the mean of each gradient to its owner, and an
-  all-gather brings the updates back. There are K owners: the smallest divisor
-  of N for which more owners would lessen neither the work nor the memory of the
-  busiest one by more than a fifth. N / K shards do the work of the same owner,
-  so that what a shard sends, computes and holds is that of K shards, however
-  many there are. With one leaf, K is 1, and all shards update all of it.
+  Parameters may be replicated or sharded (FSDP, tensor parallelism, both), as
+  `param_specs` says, and stay where they are. Matrices reach their owners axis
+  by axis of the mesh:
 
-  Matrices of one shape stand in stacks, as many as all owners have. If the
-  programs that update them are equal, an owner runs one of them on its own
-  matrices. For all other leaves, each owner takes its own branch.
+  * Over an axis that slices a matrix, an all-to-all takes the slices of its
+    gradient to the owner, and one takes the slices of its update back. If
+    `inner` reads parameters, as for weight decay, one more takes theirs.
+  * Over the axes of `axis_name` that do not slice it, gradients are
+    reduce-scattered and updates gathered, which send as many bytes as the
+    all-reduce that they replace.
+  * Layers that lie on different shards have their owners there (`whole_dims`).
 
-  `inner` is traced on the whole tree, so that paths, masks, labels, random
-  numbers and the number of leaves are those of the replicated optimizer, and
-  each shard runs its part of that program. `inner` must treat each leaf alone.
-  If it mixes leaves, as `optax.clip_by_global_norm` and `optax.flatten` do, it
-  is refused. A `psum` over `axis_name` of a sum of numbers of single
-  leaves counts each leaf once. Side effects such as `jax.debug.print` are
-  refused. Under `jax.vmap`, each shard updates all leaves and uses its own. A
-  leaf [L, m, n] of L layers has one owner, unless `inner` is shown its layers:
-  `docs/sharded_optimizer.md` has the lines for it.
+  Leaves of one shape, dtype and layout stand in a stack, of which each owner
+  has as many rows; if their number is not a multiple of N, some rows are
+  padding. If the programs that update them are equal, an owner runs one of
+  them on its rows; otherwise it takes a branch of its own. A leaf that no other
+  one is like is updated by all shards, which keep its state: give a large one,
+  such as an embedding, to `shard_update`, by `optax.partition`.
 
-  Scalars have no owner: they are reduced as by `cross_shard_mean`, and all
-  shards update them. Make the state with `init_state`, and map it with the
-  specs of `state_specs`. It fits this number of shards; `resize_state` converts
-  it to another. All axes of the mesh must be mapped.
+  `inner` is traced on the tree of the whole parameters, so that paths, masks,
+  labels, random numbers and the number of leaves are those of the replicated
+  optimizer, and each shard runs its part of that program. `inner` must treat
+  each leaf alone. If it mixes leaves that have owners, as
+  `optax.clip_by_global_norm` and `optax.flatten` do, it is refused. A `psum`
+  over `axis_name` of a sum of numbers of single leaves counts each leaf once.
+  Side effects such as `jax.debug.print` are refused. Under `jax.vmap`, each
+  shard updates all leaves and uses its own.
+
+  Make the state with `init_state`, and map it with the specs of `state_specs`;
+  give both `in_specs=param_specs`. It fits this number of shards.
+  `full_state` gives it the shapes of the replicated optimizer, and
+  `resize_state` converts it to another number. All axes of the mesh must be
+  mapped. Under plain `jax.jit`, use `on_mesh(tx, mesh, in_specs=param_specs)`,
+  whose `update` takes the gradient of the whole batch as well: say
+  `on_sliced='averaged', on_invariant='averaged'`.
 
   Args:
     inner: The transformation.
     axis_name: The mapped axis, or a sequence of them, over whose shards the
-      updates are reduced and the leaves divided. The last axis of the mesh is
+      updates are reduced: the axes of the batch. The last axis of the mesh is
       scattered first, so that the others carry only a part: make it the fast
       one.
+    param_specs: The `PartitionSpec`s of the parameters, as for the `in_specs`
+      of `jax.shard_map`: a tree or a prefix tree. They may name axes of
+      `axis_name` (FSDP) and others (tensor parallelism).
+    whole_dims: How many of the last dimensions are those of a matrix, for
+      leaves of stacked layers, such as 2 for [layers, m, n] and
+      [experts, m, n]. `inner` is shown one layer, [1, m, n], and must treat all
+      layers alone, as Muon does with `muon_weight_dimension_numbers`. `None`
+      stands for all dimensions: a leaf has one owner.
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.
     on_invariant: How to read a leaf whose type says that it is the same on all
       shards, for a mean; see `cross_shard_mean`.
-    cost: How long the update of each leaf takes: a function of the parameters,
-      or of their shapes, that returns a tree of numbers of at least 0. Without
-      it, the cost of a matrix [m, n] is m * n * min(m, n), as for Muon, times
-      the other dimensions of a stack; that of a vector is its number of
-      elements.
+    on_sliced: How to read the gradient of a leaf that is sliced over an axis of
+      `axis_name`, for a mean. `'summed'`: it is the sum over the shards, as
+      `jax.lax.all_gather` in the loss of each shard gives it, and is divided
+      by their number. `'averaged'`: it is that of the mean of the losses, and
+      is taken as it is. With `reduction='sum'`, it must be summed.
     assume_leafwise: Turns off the check that `inner` treats each leaf alone.
       Set it if `inner` is refused although it does: one that mixes leaves then
       trains wrongly without an error. Each shard then keeps the state that
@@ -115,31 +137,33 @@ def owned_update(
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind, or `cost` gives something
-      that is not a number; in `update`, if a leaf is an integer or boolean,
-      `weight` is not a real number, or the state is of another transformation.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is of
+      another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
-      sizes, or `cost` gives a negative number; in `init` and `update`, if
-      `inner` mixes leaves, unless it is assumed not to; in `init`, if types
-      show that the parameters are slices over `axis_name` (FSDP); in `update`,
-      as in
-      `cross_shard_mean`, or if the state was made for other parameters or
-      another number of shards.
+      sizes; in `init` and `update`, if `inner` mixes leaves, unless it is
+      assumed not to, if `param_specs` does not agree with the types of the
+      parameters, or if `on_sliced` does not say what gradients are; in
+      `update`, as in `cross_shard_mean`, if slices come with a `weight`, or if
+      the state was made for other parameters or another number of shards.
 
   Examples:
-    Muon, each of whose matrices one shard updates:
+    Muon of matrices whose rows are sharded, each of which one shard updates:
 
     >>> import jax
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
     >>> from shard_transforms import owners
-    >>> tx = owners.owned_update(optax.contrib.muon(0.1), 'data')
+    >>> spec = jax.P('data')
+    >>> tx = owners.owned_update(
+    ...     optax.contrib.muon(0.1), 'data', param_specs=spec,
+    ...     on_sliced='summed')
     >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
-    >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> print([row.shape for row in state.inner_state.rows.values()])
-    [(8, 2, 4, 4)]
+    >>> params = {str(i): jnp.ones((8, 4)) for i in range(16)}
+    >>> state = shard_transforms.init_state(tx, params, mesh, in_specs=spec)
+    >>> print([x.shape for x in state.inner_state.stacks.values()])
+    [(8, 2, 8, 4)]
 
   References:
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
@@ -147,20 +171,23 @@ def owned_update(
   """
   arguments.check_reduction(reduction)
   arguments.check_bool('assume_leafwise', assume_leafwise)
-  if cost is not None and not callable(cost):
-    raise TypeError(
-        '`cost` must be a function from the tree of the parameters to a tree of'
-        f' numbers, got {cost!r}.'
-    )
-  reduce = owner_reduction.OwnerReduction(
+  specs_lib.check(param_specs, _CALLER, 'param_specs')
+  _check_options(whole_dims, on_sliced, reduction, groups, param_specs)
+  reduce = sharded_reduction.ShardedReduction(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
       None if groups is None else groups_lib.as_groups(groups),
       on_invariant,
   )
-  inner = arguments.as_inner(inner, _CALLER)
-  own = owned_inner.OwnedInner(inner, reduce, cost, assume_leafwise)
+  own = owned_inner.OwnedInner(
+      arguments.as_inner(inner, _CALLER),
+      reduce,
+      param_specs,
+      on_sliced,
+      whole_dims,
+      assume_leafwise,
+  )
 
   def init_fn(params):
     return OwnedUpdateState(own.init(params))
@@ -173,3 +200,37 @@ def owned_update(
     return updates, OwnedUpdateState(inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_options(whole_dims, on_sliced, reduction, groups, param_specs):
+  """Checks how parameters are said to be laid out.
+
+  Raises:
+    TypeError: If an option is of the wrong kind.
+    ValueError: If one has a wrong value.
+  """
+  if whole_dims is not None and (
+      not isinstance(whole_dims, int) or isinstance(whole_dims, bool)
+  ):
+    raise TypeError(
+        '`whole_dims` must be None or a number of dimensions, got'
+        f' {whole_dims!r}.'
+    )
+  if whole_dims is not None and whole_dims < 1:
+    raise ValueError(f'`whole_dims` must be at least 1, got {whole_dims}.')
+  if on_sliced not in get_args(owned_inner.OnSliced):
+    raise ValueError(
+        "`on_sliced` must be 'error', 'summed' or 'averaged', got"
+        f' {on_sliced!r}.'
+    )
+  if on_sliced == 'averaged' and reduction == 'sum':
+    raise ValueError(
+        f"`reduction` of `{_CALLER}` must be 'mean' with on_sliced='averaged',"
+        " got 'sum'."
+    )
+  specs = jax.tree.leaves(param_specs, is_leaf=specs_lib.is_spec)
+  if groups is not None and any(map(specs_lib.axes_of, specs)):
+    raise ValueError(
+        f'`param_specs` of `{_CALLER}` must not slice parameters with `groups`,'
+        f' got {param_specs!r}.'
+    )

@@ -179,6 +179,11 @@ class OneShard:
     return jax.tree.leaves(self.in_specs, is_leaf=partition_specs.is_spec)
 
   def _check_whole_params(self, path):
+    # Slices of slices cannot be distinguished from those of unsharded
+    # parameters. Any other rule handles sharded parameters.
+    rule, _ = self.parts.get(path, (full_rules.DIVIDED, None))
+    if rule is not full_rules.DIVIDED:
+      return
     if any(map(partition_specs.axes_of, self._leaf_specs())):
       raise ValueError(
           '`in_specs` must not shard parameters whose state is sharded further,'

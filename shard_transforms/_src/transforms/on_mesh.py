@@ -33,6 +33,12 @@ def on_mesh(
   the parameters. Both map the axes of `tx` over the mesh themselves, so that
   the step needs no `jax.shard_map`; what is communicated is the same.
 
+  Where `in_specs` shards parameters, `update` also takes the gradient of the
+  whole batch, sharded like its parameter, as `jax.grad` returns it here.
+  Transformations that would reduce it again refuse it by its type; those that
+  are told that it is reduced take it, such as `owners.owned_update` with
+  `on_sliced='averaged'` and `on_invariant='averaged'`.
+
   The extra arguments `weight`, `local_step` and `value` have an element for
   each shard, [shards], or are scalars, which count for all shards. All other
   extra arguments are the same for all shards, unless they are a `Stacked`.
@@ -62,7 +68,7 @@ def on_mesh(
     ValueError: If `axis_name` or `in_specs` names an axis that the mesh lacks;
       in `init`, as in `init_state`, or if parameters are sharded over an axis
       of a mesh of several, and `axis_name` does not say which of them `tx`
-      maps; in `update`, if updates are not the gradients of the shards, or
+      maps; in `update`, if updates are not gradients as above, or
       differ between shards or have other shapes than the parameters in the end
       because `tx` does not reduce them, if `tx` closes over arrays on a mesh of
       `Explicit` axes, if `in_specs` names axes of the batch, or if

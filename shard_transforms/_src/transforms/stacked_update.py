@@ -39,7 +39,48 @@ def stacked_update(
     params = treedef.unflatten([jax.ShapeDtypeStruct(*x) for x in types])
     return specs.state_specs(inner, params, mesh, in_specs=in_specs)
 
+  def kept_specs(like):
+    leaves, treedef = jax.tree.flatten(like)
+    return state_specs(
+        treedef, tuple((jnp.shape(x), leaves_lib.dtype_of(x)) for x in leaves)
+    )
+
+  def explaining():
+    return mapping.explaining_closures(
+        'The transformation of `on_mesh`',
+        'Keep them in its state: put `optax.inject_hyperparams` inside of'
+        ' `on_mesh`, for one.',
+    )
+
+  def update_global(updates, state, params, extra_args):
+    kept = kept_specs(params)
+    of_updates = specs_lib.of_params(in_specs, updates, _CALLER)
+    of_params = specs_lib.of_params(in_specs, params, _CALLER)
+
+    def of_shard(updates, state, params, extra_args):
+      updates, state = inner.update(updates, state, params, **extra_args)
+      _check_reduced(updates, of_updates, 'updates')
+      _check_reduced(state, kept, 'state')
+      return updates, state
+
+    _check_state(state, kept)
+    args = updates, state, params, extra_args
+    of_extra = jax.tree.map(lambda _: P(), extra_args)
+    of_args = of_updates, kept, of_params, of_extra
+    with explaining():
+      return mapping.call(
+          of_shard,
+          args,
+          mapping.flat_specs(of_args, args),
+          jax.tree.leaves((of_updates, kept), is_leaf=specs_lib.is_spec),
+          mesh,
+          axes,
+          out_types=list(map(mapping.spec_of, jax.tree.leaves(args[:2]))),
+      )
+
   def update(updates, state, params, extra_args):
+    if _are_global(updates, params, in_specs):
+      return update_global(updates, state, params, extra_args)
     stack = _as_stacked(updates, params, extra_args.get('weight'), mesh, axes)
     _check_axes(stack, axes)
     _check_slices(stack, in_specs)
@@ -47,10 +88,7 @@ def stacked_update(
     _check(stack, params, extra_args, mesh)
     grads = jax.tree.map(_entry, stack.tree)
     like = grads if params is None else params
-    leaves, treedef = jax.tree.flatten(like)
-    kept = state_specs(
-        treedef, tuple((jnp.shape(x), leaves_lib.dtype_of(x)) for x in leaves)
-    )
+    kept = kept_specs(like)
     of_grads = specs_lib.of_params(in_specs, grads, _CALLER)
     of_params = specs_lib.of_params(in_specs, params, _CALLER)
 
@@ -83,12 +121,7 @@ def stacked_update(
     )
     args = stack, state, params, extra_args
     _check_state(state, kept)
-    explaining = mapping.explaining_closures(
-        'The transformation of `on_mesh`',
-        'Keep them in its state: put `optax.inject_hyperparams` inside of'
-        ' `on_mesh`, for one.',
-    )
-    with explaining:
+    with explaining():
       return mapping.call(
           of_shard,
           args,
@@ -100,6 +133,19 @@ def stacked_update(
       )
 
   return update
+
+
+def _are_global(updates, params, in_specs):
+  """Whether updates are the gradient of the whole batch, like their parameters.
+
+  Where these are sharded, types show transformations that reduce that there is
+  nothing to reduce.
+  """
+  told = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
+  if stacked_lib.is_stacked(updates) or not any(map(specs_lib.axes_of, told)):
+    return False
+  is_like = jax.tree.leaves(updates) and _has_same_tree(updates, params)
+  return bool(is_like) and not unreduced.axes_of(updates, _CALLER)
 
 
 def _as_stacked(updates, params, weight, mesh, axes):
