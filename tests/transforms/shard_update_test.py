@@ -235,6 +235,35 @@ class StateTest(parameterized.TestCase):
     np.testing.assert_array_equal(one['a'], params['a'])
     self.assertEqual(groups['b'].shape, (8, 4))
 
+  @cases.parameters((1,), (1, 1))
+  def test_groups_keep_rows_of_one_element(self, *shape):
+    tx, mesh = shard_update(COPY, AXIS, groups=EVEN), modes.mesh()
+    params = jnp.full(shape, 7.0)
+
+    state = st.init_state(tx, params, mesh)
+
+    self.assertEqual(state.inner_state.shape, (8, *shape))
+    # The first shard has the state of one group alone.
+    with self.assertRaisesRegex(ValueError, '`groups` divide has no full'):
+      st.full_state(state, tx, params, mesh)
+    one, alone = modes.mesh(1), shard_update(COPY, AXIS, groups=[[0]])
+    kept = st.init_state(alone, params, one)
+    self.assertEqual(kept.inner_state.shape, shape)
+
+  def test_one_shard_of_its_own_group_has_whole_leaves(self):
+    params = {'a': jnp.ones(1), 'b': jnp.ones(8)}
+    tx, mesh = shard_update(optax.adam(0.1), AXIS, groups=[[0]]), modes.mesh(1)
+
+    def steps(params):
+      state, grads = tx.init(params), st.per_shard(params, AXIS)
+      updates, state = tx.update(grads, state, params)
+      return tx.update(grads, state, params)[0]
+
+    specs = {'in_specs': P(), 'out_specs': P(AXIS)}
+    updates = jax.jit(jax.shard_map(steps, mesh=mesh, **specs))(params)
+
+    chex.assert_trees_all_equal_shapes(updates, params)
+
   @cases.parameters(((1, 8), (8,)), ((5,), (2, 4)))
   def test_rows_of_ones_own_are_no_slices(self, shape, sizes):
     axes = ('host', 'core')[: len(sizes)]
@@ -358,6 +387,30 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'its state depends on their shap'):
       st.init_state(tx, {'w': jnp.ones(16)}, modes.mesh())
+
+  @cases.parameters('error', 'inner tree', 'no slices')
+  def test_refuses_what_depends_on_the_number_of_shards(self, kind):
+    def init(params):
+      number = lax.axis_size(AXIS)
+      if kind == 'error':
+        jnp.zeros(number).reshape(SHARDS)
+      return (jax.tree.map(jnp.copy, params),) * number
+
+    tx = optax.chain(optax.GradientTransformation(init, COPY.update))
+    sliced = shard_update(tx if kind == 'inner tree' else COPY, AXIS)
+    tx = sliced if kind == 'inner tree' else optax.chain(tx, sliced)
+    if kind == 'no slices':
+
+      def init_fn(params):
+        one = lax.axis_size(AXIS) == 1
+        return (COPY if one else sliced).init(params)
+
+      tx = optax.GradientTransformation(init_fn, sliced.update)
+
+    message = 'needs a state on one shard' if kind == 'error' else 'does not de'
+    for fn in st.state_specs, st.init_state:
+      with self.assertRaisesRegex(ValueError, message):
+        fn(tx, jnp.ones(16), modes.mesh())
 
   @cases.parameters(
       # It squeezes dimensions of one element, of which slices have more.

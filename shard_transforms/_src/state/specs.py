@@ -156,7 +156,8 @@ def types_on_one_shard(
   try:
     with without_mesh():
       return _traced(init, params, mesh, param_specs)
-  except ValueError as error:
+  # On the mesh it raised nothing, whatever it raises here.
+  except Exception as error:
     raise ValueError(
         '`tx` needs a state on one shard, because slices get their shardings,'
         ' and a checkpoint its shapes, from that state. There, `tx.init`'
@@ -185,14 +186,24 @@ def _has_slices(node):
 
 
 def _with_divisions(state, on_one_shard, mesh):
-  """Returns the leaves of a state, with how those in slices are divided."""
+  """Returns the leaves of a state, with how those in slices are divided.
+
+  Raises:
+    ValueError: If slices have another tree, or are not there, on one shard.
+  """
   unsharded = fields.parts_of(_slice_rules_of, on_one_shard)
 
   def describe(path, rule, part, _):
     if rule is not full_rules.DIVIDED:
       return jax.tree.map(_Leaf, part)
-    _, like = unsharded[path]
-    fields.check_same_trees(path, part, like)
+    _, like = unsharded.get(path, (None, None))
+    found, expected = map(jax.tree.structure, (part, like))
+    if found != expected:
+      raise ValueError(
+          '`tx` must slice state whose tree does not depend on the number of'
+          f' shards, got the tree {found} at {leaves_lib.name_of(path)}, but'
+          f' {expected} on one shard.'
+      )
     return jax.tree.map(functools.partial(_slice, mesh), part, like)
 
   return fields.map_fields(describe, _slice_rules_of, state, state)

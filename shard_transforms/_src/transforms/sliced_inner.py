@@ -7,6 +7,7 @@ shape, it has the leading axis of leaves that differ between shards.
 
 from collections.abc import Mapping
 import functools
+import math
 from typing import Any
 
 import jax
@@ -31,8 +32,8 @@ class SlicedInner:
     self._inner = inner
     self._reduction = reduction
     self._assume_elementwise = assume_elementwise
-    # Tracing is slow, and `update` usually gets the types that `init` got: the
-    # last ones that were checked, and what was wrong.
+    # Tracing is slow, and `update` is often traced for the same types: the last
+    # ones that were checked, and what was wrong.
     self._checked = None, None
 
   def init(self, params: optax.Params) -> optax.OptState:
@@ -100,8 +101,9 @@ class SlicedInner:
     is_row = self._rows(params)
 
     def store(leaf, whole):
+      if is_row(leaf, whole):
+        leaf = lax.expand_dims(leaf, (0,))
       if jnp.shape(leaf) != whole.shape:
-        leaf = lax.expand_dims(leaf, (0,)) if is_row(leaf, whole) else leaf
         leaf = axes_lib.to_varying(leaf, self._reduction.axes)
       return leaf
 
@@ -109,13 +111,19 @@ class SlicedInner:
 
   def _rows(self, params):
     """Returns whether a leaf of the state is kept with a leading axis."""
-    in_groups, shapes = self._reduction.groups is not None, _shapes(params)
+    is_sliced = math.prod(self._reduction.num_slices()) > 1
+    in_groups = self._reduction.groups is not None and is_sliced
+    shapes = _shapes(params)
 
     # Groups hold different states, which are not the parts of one. Nor is it
     # known how a shape that no parameter has is divided.
     def is_row(own, whole):
-      is_known = whole.shape in shapes and not in_groups
-      return jnp.shape(own) != whole.shape and not is_known
+      is_known = whole.shape in shapes
+      if is_known and not in_groups:
+        return False
+      # A slice of one element has the shape of its leaf.
+      is_one = bool(whole.shape) and math.prod(whole.shape) == 1
+      return jnp.shape(own) != whole.shape or (is_known and is_one)
 
     return is_row
 
