@@ -165,6 +165,19 @@ class EqualityTest(parameterized.TestCase):
 
     assert_trains_alike(sliced, whole, own_params=True)
 
+  @cases.parameters(*modes.MAPPED)
+  def test_groups_train_a_leaf_of_one_element(self, mode):
+    tx = shard_update(optax.sgd(1.0, momentum=0.5), AXIS, groups=EVEN)
+
+    def fn(params, scale):
+      state = tx.update(scale * params, tx.init(params), params)[1]
+      return tx.update(scale * params, state, params)[0]
+
+    updates = modes.map_shards(mode, fn)(jnp.ones(1), jnp.arange(8.0))
+
+    means = np.float32([2, 3, 4, 5, 2, 3, 4, 5])
+    np.testing.assert_array_equal(updates, -1.5 * means[:, None])
+
   def test_leaves_without_a_gradient_pass(self):
     params = {'x': jnp.ones(16), 'count': jnp.arange(9), 'none': None}
     tx = shard_update(optax.identity(), AXIS)
@@ -256,7 +269,7 @@ class StateTest(parameterized.TestCase):
 
     def steps(params):
       state, grads = tx.init(params), st.per_shard(params, AXIS)
-      updates, state = tx.update(grads, state, params)
+      state = tx.update(grads, state, params)[1]
       return tx.update(grads, state, params)[0]
 
     specs = {'in_specs': P(), 'out_specs': P(AXIS)}
