@@ -31,7 +31,11 @@ MEGABYTES = {
     'layers': 12 * 4 * 2048**2 / 1e6,
     'large': 536.9,
     'gpt2': 270.9,
+    'gpt2_50304': 271.0,
 }
+# Of 50,257 rows, shards have columns: XLA for TPUs sums the gradient of an
+# embedding whose tokens are looked up whole, and then cuts it.
+GPT2 = {'v5e:2x4': 'gpt2_50304', 'h100:1x8': 'gpt2'}
 SHARDS = {TPU: 8, GPU: 8, POD: 256, **dict.fromkeys(SQUARES, 16)}
 # A ring of 8 sends 7/8 for the sum and 7/8 for all parts, and the loss.
 SENT = 2 * 7 / 8 * 8 * 4 * 1024**2 + 7
@@ -70,8 +74,8 @@ OF_TPU = (
     'large: cross_shard_mean',
     'large: guard, skip',
     'large: shard_update',
-    'gpt2: shard_update',
-    'gpt2 bfloat16: shard_update(master_weights)',
+    'gpt2_50304: shard_update',
+    'gpt2_50304 bfloat16: shard_update(master_weights)',
 )
 OF_GPU = ('gpt2: shard_update', 'gpt2 bfloat16: shard_update(master_weights)')
 OVERLAP = 'layers: by hand', 'layers: guard, skip'
@@ -234,7 +238,7 @@ class HardwareTest(parameterized.TestCase):
       (GPU, 'by hand, ZeRO-1'),
       (TPU, 'shard_update'),
       (TPU, 'large: shard_update'),
-      (TPU, 'gpt2: shard_update'),
+      (TPU, 'gpt2_50304: shard_update'),
       (GPU, 'shard_update'),
       (GPU, 'gpt2: shard_update'),
       (POD, 'large: shard_update'),
@@ -251,7 +255,9 @@ class HardwareTest(parameterized.TestCase):
     scattered = found['payload']['reduce_scatter'] / 1e6
     self.assertGreater(scattered, 0.99 * megabytes)
     of_ring = 2 * (1 - 1 / SHARDS[name]) * megabytes
-    self.assertLess(found['sent'] / 1e6, 1.001 * of_ring)
+    # XLA sends a few rows of the embedding on for themselves.
+    most = 1.011 if 'gpt2' in case else 1.001
+    self.assertLess(found['sent'] / 1e6, most * of_ring)
 
   @cases.parameters(*SQUARES)
   def test_report_warns_of_a_sum_that_is_cut(self, name):
@@ -306,27 +312,30 @@ class HardwareTest(parameterized.TestCase):
     self.assertLess(found['temporary'], most * other['temporary'])
     self.assertLess(found['code'], code * other['code'])
 
-  @cases.parameters((TPU, 1.3), (GPU, 1.15))
+  @cases.parameters((TPU, 1.05), (GPU, 1.15))
   def test_an_embedding_is_updated_in_place(self, name, most):
-    found = facts(name, 'gpt2: shard_update')
+    found = facts(name, f'{GPT2[name]}: shard_update')
 
-    # Its columns are divided. A copy of it takes 154 MB, copies of a shard's
-    # part of its two moments 39 MB.
+    # A copy of it takes 154 MB, copies of a shard's part of its two moments 39
+    # MB.
     self.assertLess(found['temporary'], most * MEGABYTES['gpt2'])
 
   @cases.parameters(TPU, GPU)
   def test_updates_of_master_weights_are_gathered_in_16_bits(self, name):
-    wide = facts(name, 'gpt2: shard_update')
-    found = facts(name, 'gpt2 bfloat16: shard_update(master_weights)')
+    wide = facts(name, f'{GPT2[name]}: shard_update')
+    found = facts(
+        name, f'{GPT2[name]} bfloat16: shard_update(master_weights)'
+    )
 
-    # Gradients are summed in float32. All but a few bytes of short leaves.
-    self.assertLess(found['sent'], 0.7502 * wide['sent'])
+    # Gradients are summed in float32. All but a few bytes of short leaves, and
+    # rows of the embedding that XLA sends on for themselves.
+    self.assertLess(found['sent'], 0.754 * wide['sent'])
     self.assertAlmostEqual(
         found['payload']['reduce_scatter'], wide['payload']['reduce_scatter']
     )
     # Two moments of float32, and the copies.
     self.assertAlmostEqual(found['state'], 1.5 * wide['state'], delta=0.1)
-    self.assertAlmostEqual(wide['state'], MEGABYTES['gpt2'] / 4, delta=0.1)
+    self.assertAlmostEqual(wide['state'], MEGABYTES[GPT2[name]] / 4, delta=0.1)
 
   @cases.product(name=(TPU, GPU), case=SMALL)
   def test_small_leaves_share_buffers(self, name, case):
