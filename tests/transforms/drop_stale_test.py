@@ -84,6 +84,58 @@ class ReducedUpdatesTest(parameterized.TestCase):
     expected = run(DATA[:, :calls].mean(0), steps.min(0), windows(gate))
     np.testing.assert_allclose(found, [expected] * 8, rtol=1e-5, atol=1e-6)
 
+  @cases.product(
+      tx=(
+          st.guard(
+              optax.chain(st.cross_shard_mean(modes.AXIS), st.drop_stale(1)),
+              modes.AXIS,
+              on_bad='exclude',
+          ),
+          st.drop_stale(
+              1,
+              optax.chain(
+                  st.cross_shard_mean(modes.AXIS),
+                  st.scale_by_staleness('inverse'),
+              ),
+              axis_name=modes.AXIS,
+          ),
+      )
+  )
+  def test_a_shard_without_weight_does_not_make_it_old(self, tx):
+    x = DATA[:, 0].copy()
+    x[3] = np.nan
+    steps = np.full(8, 5, np.int32)
+    steps[3] = 0
+
+    def started(path, leaf):
+      is_step = jax.tree_util.keystr(path).endswith('.global_step')
+      return jnp.int32(5) if is_step else leaf
+
+    def shard(_, own):
+      x, local_step = own
+      state = jax.tree.map_with_path(started, tx.init(jnp.zeros(5)))
+      return tx.update(x, state, local_step=local_step)[0]
+
+    found = modes.map_shards('shard_map', shard)((), (x, steps))
+
+    expected = np.delete(x, 3, 0).mean(0)
+    np.testing.assert_allclose(found, [expected] * 8, rtol=1e-5, atol=1e-6)
+
+  @cases.product(updates=({}, {'empty': None}))
+  def test_without_leaves_each_shard_has_its_own_age(self, updates):
+    steps = np.full(8, 5, np.int32)
+    steps[3] = 0
+    tx = st.drop_stale(1, st.cross_shard_mean(modes.AXIS), axis_name=modes.AXIS)
+
+    def shard(_, local_step):
+      state = tx.init(updates)._replace(global_step=jnp.int32(5))
+      state = tx.update(updates, state, local_step=local_step)[1]
+      return state.global_step, state.stale_count, state.stale_shard_count
+
+    found = modes.map_shards('shard_map', shard)((), steps)
+
+    np.testing.assert_array_equal(found, np.full((3, 8), [[6], [0], [1]]))
+
 
 class AcceptanceTest(parameterized.TestCase):
 

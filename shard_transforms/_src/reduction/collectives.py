@@ -31,14 +31,35 @@ def agreed(decision: jax.Array) -> jax.Array:
   return lax.pmin(decision.astype(jnp.int32), axes) > 0 if axes else decision
 
 
-def oldest(local_step: jax.Array, updates: Any) -> jax.Array:
+def oldest(
+    local_step: jax.Array,
+    updates: Any,
+    axes: Axes = (),
+    weight: jax.Array | None = None,
+) -> jax.Array:
   """Returns the smallest local step of the shards whose updates are the same.
 
-  Updates that are already reduced are made of the gradients of these shards.
+  Updates that are already reduced are made of the gradients of these shards,
+  without those of weight zero. If all weights are zero, the result is the
+  largest int32.
+
+  Args:
+    local_step: The local step of this shard, int32 [].
+    updates: The updates, some of which may be reduced.
+    axes: The axes over which each shard keeps its own local step.
+    weight: The weight of this shard in the reduction, [].
   """
-  varying = map(axes_lib.varying_axes, jax.tree.leaves(updates))
-  axes = tuple(axes_lib.varying_axes(local_step).difference(*varying))
-  return lax.pmin(local_step, axes) if axes else local_step
+
+  def reduced_axes(x):
+    varying = map(axes_lib.varying_axes, jax.tree.leaves(updates))
+    return tuple(axes_lib.varying_axes(x).difference(axes, *varying))
+
+  if not reduced_axes(local_step):
+    return local_step
+  if weight is not None:
+    largest_step = jnp.iinfo(jnp.int32).max
+    local_step = jnp.where(weight > 0, local_step, largest_step)
+  return lax.pmin(local_step, reduced_axes(local_step))
 
 
 def largest(x: jax.Array) -> jax.Array:

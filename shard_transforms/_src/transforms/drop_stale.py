@@ -104,9 +104,9 @@ def drop_stale(
     axis_name: The mapped axis, or a sequence of them, between whose shards
       `local_step` may differ; needs `inner`. `None` if it is the same on all
       shards, or if updates are already reduced: where JAX tracks types, the
-      smallest `local_step` of the shards then decides, and updates that are not
-      reduced raise an error. Where it does not, different steps let shards
-      diverge.
+      smallest `local_step` of the shards then decides, without shards whose
+      `weight` is zero, and updates that are not reduced raise an error. Where
+      it does not, different steps let shards diverge.
     assume_weighted: Turns off the check that `inner` uses `weight` in all of
       its sums over shards. Set it if `inner` is refused although it does: a sum
       without the weight then counts all shards, without an error.
@@ -168,7 +168,7 @@ def drop_stale(
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, DropStaleState, axes, _CALLER)
     local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
-    local_step = collectives.oldest(local_step, updates)
+    local_step = collectives.oldest(local_step, updates, axes, weight)
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
     accept, num_stale, counts = is_fresh, jnp.where(is_fresh, 0, 1), is_fresh
     if axes:

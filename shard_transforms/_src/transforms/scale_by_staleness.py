@@ -92,8 +92,8 @@ def scale_by_staleness(
       positive number; only for `'exponential'`.
     axis_name: The mapped axis, or a sequence of them, between whose shards
       `local_step` may differ; comes with `inner`. Without it, the smallest
-      `local_step` of the shards scales updates that are already reduced, where
-      JAX tracks types.
+      `local_step` of the shards, without those whose `weight` is zero, scales
+      updates that are already reduced, where JAX tracks types.
     assume_weighted: Turns off the check that `inner` uses `weight` in all of
       its sums over shards. Set it if `inner` is refused although it does: a sum
       without the weight then counts all shards, without an error.
@@ -161,7 +161,7 @@ def scale_by_staleness(
   def step(checked, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
     step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
-    step = collectives.oldest(step, updates)
+    step = collectives.oldest(step, updates, axes, weight)
     dtype = weights.dtype_for(updates)
     factor = factor_of(_age(step, state.global_step), dtype)
     if axes:
