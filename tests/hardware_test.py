@@ -323,9 +323,7 @@ class HardwareTest(parameterized.TestCase):
   @cases.parameters(TPU, GPU)
   def test_updates_of_master_weights_are_gathered_in_16_bits(self, name):
     wide = facts(name, f'{GPT2[name]}: shard_update')
-    found = facts(
-        name, f'{GPT2[name]} bfloat16: shard_update(master_weights)'
-    )
+    found = facts(name, f'{GPT2[name]} bfloat16: shard_update(master_weights)')
 
     # Gradients are summed in float32. All but a few bytes of short leaves, and
     # rows of the embedding that XLA sends on for themselves.

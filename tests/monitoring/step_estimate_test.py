@@ -1,12 +1,15 @@
 """Estimates of steps: their operations, memory, and bounds of their time."""
 
+import functools
 from types import SimpleNamespace
+from unittest import mock
 
 from absl.testing import parameterized
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import numpy as np
 import optax
 
 import cases
@@ -27,10 +30,10 @@ CHIP = monitoring.Chip(
 )
 
 
-def shaped(*shape, spec=P(), mesh=None):
+def shaped(*shape, spec=P(), mesh=None, dtype=jnp.float32):
   mesh = modes.mesh() if mesh is None else mesh
   sharding = jax.NamedSharding(mesh, spec)
-  return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def mapped(fn, *specs):
@@ -43,6 +46,7 @@ W, X = shaped(5, 5), shaped(24, 5, spec=P(AXIS))
 STACK = shaped(7, 5, 5)
 BATCHED = shaped(8, 3, 5), shaped(8, 5, 4)
 IMAGES, KERNEL = shaped(16, 10, 10, 4), shaped(3, 3, 4, 6)
+EXPERTS, SIZES = shaped(4, 5, 7), shaped(4, dtype=jnp.int32)
 
 
 def layers(x, w):
@@ -62,10 +66,30 @@ def either(x, w):
   return lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
 
 
-def convolve(x, w):
+def convolve(x, w, stride=1, padding='SAME', dilation=1, groups=1):
   return lax.conv_general_dilated(
-      x, w, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+      x,
+      w,
+      (stride, stride),
+      padding,
+      rhs_dilation=(dilation, dilation),
+      dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+      feature_group_count=groups,
   )
+
+
+def convolve_and_grad(x, w, **options):
+  def loss(x, w):
+    return jnp.sum(convolve(x, w, padding='VALID', **options) ** 2)
+
+  return jax.grad(loss, (0, 1))(x, w)
+
+
+def of_experts(x, w, sizes):
+  def loss(x, w):
+    return jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
+
+  return jax.grad(loss, (0, 1))(x, w)
 
 
 class OperationsTest(parameterized.TestCase):
@@ -82,7 +106,25 @@ class OperationsTest(parameterized.TestCase):
       (rematerialized, (W, X), 7 * 2 * 3 * 5 * 5),
       (either, (X, W), 2 * 2 * 3 * 5 * 5),
       (jnp.matmul, BATCHED, 2 * 3 * 5 * 4),
-      (convolve, (IMAGES, KERNEL), 2 * 2 * 100 * 6 * 3 * 3 * 4),
+      # In each direction, 3 products for each of 10 pixels, but for one at each
+      # edge, where a third one would be with padding.
+      (convolve, (IMAGES, KERNEL), 2 * 2 * 28 * 28 * 6 * 4),
+      # Those forward, and as many for each gradient.
+      (convolve_and_grad, (IMAGES, KERNEL), 3 * 2 * 2 * 24 * 24 * 6 * 4),
+      (
+          functools.partial(convolve_and_grad, stride=2),
+          *((IMAGES, KERNEL), 3 * 2 * 2 * 12 * 12 * 6 * 4),
+      ),
+      (
+          functools.partial(convolve_and_grad, dilation=2),
+          *((IMAGES, KERNEL), 3 * 2 * 2 * 18 * 18 * 6 * 4),
+      ),
+      (
+          functools.partial(convolve_and_grad, groups=2),
+          *((IMAGES, shaped(3, 3, 2, 6)), 3 * 2 * 2 * 24 * 24 * 6 * 2),
+      ),
+      # Each of 24 rows is of one expert.
+      (of_experts, (X, EXPERTS, SIZES), 3 * 2 * 3 * 5 * 7),
   )
   def test_matrix_products_count(self, fn, args, flops):
     found = monitoring.estimate_step(fn, *args, chip=CHIP)
@@ -90,6 +132,43 @@ class OperationsTest(parameterized.TestCase):
     self.assertEqual(found.flops, flops)
     self.assertEqual(found.compute_seconds, flops)
     self.assertEqual(found.num_devices, 8)
+
+  def test_axes_that_are_left_to_the_compiler_divide(self):
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), (AXIS, 'model'), auto)
+    x = shaped(24, 5, spec=P(AXIS), mesh=mesh)
+    w = shaped(5, 14, spec=P(None, 'model'), mesh=mesh)
+    step = jax.shard_map(
+        jnp.matmul,
+        mesh=mesh,
+        in_specs=(P(AXIS), P()),
+        out_specs=P(AXIS),
+        axis_names={AXIS},
+    )
+
+    found = monitoring.estimate_step(jax.jit(step), x, w, chip=CHIP)
+
+    self.assertEqual(found.flops, 2 * 6 * 5 * 7)
+
+  @cases.parameters((np.ones,), (jnp.ones,))
+  def test_devices_are_those_of_the_program(self, ones):
+    # The arrays are on the host, or on one device.
+    step = mapped(jnp.matmul, P(AXIS), P())
+    x, w = ones((24, 5), jnp.float32), ones((5, 5), jnp.float32)
+
+    found = monitoring.estimate_step(step, x, w, chip=CHIP)
+
+    self.assertEqual(found.num_devices, 8)
+    self.assertEqual(found.flops, 2 * 3 * 5 * 5)
+
+  def test_arguments_may_be_static(self):
+    @functools.partial(jax.jit, static_argnums=1, static_argnames='kind')
+    def step(x, num_products, kind):
+      return [x @ x.T for _ in range(num_products if kind == 'all' else 0)]
+
+    found = monitoring.estimate_step(step, X, 3, kind='all', chip=CHIP)
+
+    self.assertEqual(found.flops, 3 * 2 * 24 * 3 * 5)
 
 
 class TimesTest(parameterized.TestCase):
@@ -194,7 +273,12 @@ class StepTest(parameterized.TestCase):
           {'fn': jax.jit(jnp.sin).lower(1.0)},
           *(TypeError, 'A compiled program does not show the operations'),
       ),
+      ({'fn': jax.jit(jnp.sin).trace(1.0)}, TypeError, '`fn` must be the fun'),
       ({'chip': (1, 2)}, TypeError, '`chip` must be a `Chip`'),
+      (
+          {'chip': CHIP._replace(flops=0)},
+          *(ValueError, '`chip` must have positive numbers'),
+      ),
       (
           {'chip': None},
           ValueError,
@@ -208,3 +292,12 @@ class StepTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(error, words):
       monitoring.estimate_step(fn, x, **arguments)
+
+  def test_says_so_where_xla_compiles_only_what_fits(self):
+    error = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Ran out of memory.')
+
+    with (
+        mock.patch.object(jax.stages.Lowered, 'compile', side_effect=error),
+        self.assertRaisesRegex(ValueError, 'does not fit .*`donate_argnums`'),
+    ):
+      monitoring.estimate_step(jnp.sin, X, chip=CHIP)

@@ -144,7 +144,10 @@ def _called(eqn, bodies, inputs, context):
 
 
 def _program_of_map(eqn, body, inputs, outer_context):
-  sizes = {**outer_context.axis_sizes, **eqn.params['mesh'].shape}
+  # The compiler handles the other axes of the mesh.
+  mapped = eqn.params['newly_manual_axes']
+  shape = eqn.params['mesh'].shape
+  sizes = {**outer_context.axis_sizes, **{axis: shape[axis] for axis in mapped}}
   inner_context = outer_context._replace(axis_sizes=sizes)
   body_inputs, slices = _cross_boundary(
       inputs, body.invars, eqn.params['in_specs'], inner_context

@@ -1,10 +1,13 @@
 """The floating-point operations of a traced program that matter.
 
-Matrix products and convolutions are counted; everything else takes little time
-on devices that have units for these.
+Matrix products and convolutions are counted, without the products with zeros
+of padding and dilation; everything else takes little time on devices that have
+units for these.
 """
 
 import math
+
+import numpy as np
 
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
@@ -47,10 +50,51 @@ def _of_dot(equation):
   )
 
 
+def _of_ragged_dot(equation):
+  # Each row belongs to one group, so that groups add no operations.
+  lhs, rhs = (x.aval for x in equation.inputs[:2])
+  numbers = equation.params['ragged_dot_dimension_numbers']
+  (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+  rest = {*contracted, *batch, *numbers.rhs_group_dimensions}
+  columns = [n for i, n in enumerate(rhs.shape) if i not in rest]
+  return 2 * lhs.size * math.prod(columns)
+
+
 def _of_convolution(equation):
-  kernel = equation.inputs[1].aval
-  features = kernel.shape[equation.params['dimension_numbers'].rhs_spec[0]]
-  return 2 * equation.outputs[0].aval.size * kernel.size / features
+  image, kernel, out = (x.aval for x in (*equation.inputs, *equation.outputs))
+  of_image, of_kernel, of_out = equation.params['dimension_numbers']
+  products = [
+      _num_products(image.shape[i], kernel.shape[k], out.shape[o], *window)
+      for i, k, o, *window in zip(
+          of_image[2:],
+          of_kernel[2:],
+          of_out[2:],
+          equation.params['window_strides'],
+          equation.params['padding'],
+          equation.params['lhs_dilation'],
+          equation.params['rhs_dilation'],
+          strict=True,
+      )
+  ]
+  batch, features = (out.shape[i] for i in of_out[:2])
+  # Those of a group.
+  in_features = kernel.shape[of_kernel[1]]
+  return 2 * batch * features * in_features * math.prod(products)
 
 
-_OPERATIONS = {'dot_general': _of_dot, 'conv_general_dilated': _of_convolution}
+def _num_products(
+    image, kernel, out, stride, padding, image_dilation, kernel_dilation
+):
+  """Returns the products along a dimension that do not fall on padding."""
+  at = stride * np.arange(out)[:, None] - padding[0]
+  at = at + kernel_dilation * np.arange(kernel)
+  is_inside = (at >= 0) & (at <= (image - 1) * image_dilation)
+  # Between the elements of a dilated image, there are zeros.
+  return int(np.sum(is_inside & (at % image_dilation == 0)))
+
+
+_OPERATIONS = {
+    'dot_general': _of_dot,
+    'ragged_dot_general': _of_ragged_dot,
+    'conv_general_dilated': _of_convolution,
+}

@@ -84,17 +84,15 @@ def hlo_wire_report(
   return _report(text, mesh, ())
 
 
-def report_program(
-    fn: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    mesh: Mesh | None,
-) -> report_table.WireReport:
-  """Reports the communication of a program or a function, which is compiled.
+def compile_program(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> jax.stages.Compiled:
+  """Compiles a program or a function, unless it is already compiled.
 
   Raises:
-    ValueError: If a program is given with arguments, or is for a backend that
-      this process does not have, or arguments are on different devices.
+    ValueError: If a program is given with arguments, is for a backend that this
+      process does not have, or does not fit the memory of its devices; or if
+      arguments are on different devices.
   """
   if not isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
     fn = _lowered(fn, args, kwargs)
@@ -104,13 +102,30 @@ def report_program(
         f' {len(args) + len(kwargs)}. Leave out `args` and `kwargs`.'
     )
   try:
-    compiled = fn.compile() if isinstance(fn, jax.stages.Lowered) else fn
+    return fn.compile() if isinstance(fn, jax.stages.Lowered) else fn
   except RuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' in str(error):
+      raise ValueError(
+          '`fn` does not fit the memory of its devices, so that XLA does not'
+          f' compile it: {error} Donate parameters and state with'
+          ' `donate_argnums`, divide the state with `shard_update`, give each'
+          ' device a smaller batch, or take other devices.'
+      ) from error
     raise ValueError(
         f'`fn` could not be compiled in this process: {error}. Compile it where'
         ' its backend is available, and pass `compiled.as_text()` to'
         ' `hlo_wire_report`.'
     ) from error
+
+
+def report_program(
+    compiled: jax.stages.Compiled, mesh: Mesh | None
+) -> report_table.WireReport:
+  """Returns what a compiled program sends, and its memory.
+
+  Raises:
+    ValueError: If its backend does not show its text, or the mesh does not fit.
+  """
   text = compiled.as_text()
   if text is None:
     raise ValueError(

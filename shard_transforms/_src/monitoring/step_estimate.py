@@ -9,8 +9,8 @@ import jax
 
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import matrix_products
+from shard_transforms._src.monitoring import compiled_report
 from shard_transforms._src.monitoring import report_table
-from shard_transforms._src.monitoring import wire_report
 
 
 class Chip(NamedTuple):
@@ -176,7 +176,8 @@ def estimate_step(
   how a step scales.
 
   Operations are those of matrix products and convolutions in the traced
-  program; what `fn` does not map counts as evenly divided over the devices.
+  program, without the products with zeros of padding and dilation; what `fn`
+  does not map counts as evenly divided over the devices.
   Bytes that are sent, and memory, are those of the compiled program.
 
   Args:
@@ -192,8 +193,9 @@ def estimate_step(
 
   Raises:
     TypeError: If `fn` is not a function, or `chip` is not a `Chip`.
-    ValueError: If the data sheet of the devices is not known, or arguments have
-      no devices.
+    ValueError: If the data sheet of the devices is not known, a number of
+      `chip` is not positive, arguments have no devices, or XLA refuses to
+      compile because the step does not fit the memory, as it does for TPUs.
 
   Examples:
     >>> import jax
@@ -211,7 +213,7 @@ def estimate_step(
     True 0.00025 2e-05
   """
   if not callable(fn) or isinstance(
-      fn, jax.stages.Lowered | jax.stages.Compiled
+      fn, jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
   ):
     raise TypeError(
         f'`fn` must be the function of a step, got {fn!r}. A compiled program'
@@ -219,33 +221,47 @@ def estimate_step(
     )
   if chip is not None and not isinstance(chip, Chip):
     raise TypeError(f'`chip` must be a `Chip`, got {chip!r}.')
-  devices = _devices((args, kwargs))
+  if chip is not None and not min(chip) > 0:
+    raise ValueError(f'`chip` must have positive numbers, got {chip!r}.')
+  compiled = compiled_report.compile_program(fn, args, kwargs)
+  devices = _devices(compiled, (args, kwargs))
   kind = next(iter(devices)).device_kind
   if chip is None and kind not in CHIPS:
     raise ValueError(
         f'The data sheet of {kind!r} is not known, only those of'
         f' {", ".join(map(repr, CHIPS))}. Pass `chip=monitoring.Chip(...)`.'
     )
-  program = inlining.flatten(jax.make_jaxpr(fn)(*args, **kwargs).jaxpr)
+  # `jax.make_jaxpr` traces static arguments, too.
+  jaxpr = (
+      fn.trace(*args, **kwargs).jaxpr
+      if hasattr(fn, 'trace')
+      else jax.make_jaxpr(fn)(*args, **kwargs)
+  )
+  program = inlining.flatten(jaxpr.jaxpr)
   return StepEstimate(
       chip=CHIPS[kind] if chip is None else chip,
       num_devices=len(devices),
       flops=matrix_products.flops(program, len(devices)),
-      report=wire_report.wire_report(fn, *args, compiled=True, **kwargs),
+      report=compiled_report.report_program(compiled, None),
   )
 
 
-def _devices(tree):
-  """Returns the devices of the arrays and shapes in a tree.
+def _devices(compiled, arguments):
+  """Returns the devices of a program.
 
   Raises:
-    ValueError: If there are none.
+    ValueError: If neither the arguments nor the program name any.
   """
-  shardings = [getattr(x, 'sharding', None) for x in jax.tree.leaves(tree)]
+  # Not those of the arguments: a program for a mesh also takes arrays that are
+  # on one device, or on the host.
+  shardings = compiled.input_shardings, compiled.output_shardings
   devices = frozenset().union(
-      *(x.device_set for x in shardings if x is not None)
+      *(sharding.device_set for sharding in jax.tree.leaves(shardings))
   )
-  if not devices:
+  is_named = any(
+      getattr(x, 'sharding', None) for x in jax.tree.leaves(arguments)
+  )
+  if len(devices) < 2 and not is_named:
     raise ValueError(
         'The arguments of the step have no devices. Pass arrays, or'
         ' `jax.ShapeDtypeStruct`s with a `sharding`.'

@@ -105,7 +105,8 @@ def wire_report(
     TypeError: If `fn` is not callable, `compiled` is not a boolean,
       `axis_sizes` does not map names to integers, or `mesh` is not a mesh.
     ValueError: If a size is less than 1; if a program is given with arguments,
-      or is for another backend; if `mesh` has another size, is missing, or is
+      is for another backend, or does not
+      fit the memory of its devices; if `mesh` has another size, is missing, or is
       given for a traced function; or if arguments are on different devices from
       the mesh of `fn`.
 
@@ -138,7 +139,8 @@ def wire_report(
           ' compiled program. Map `fn` with `jax.shard_map` over devices'
           ' instead.'
       )
-    return compiled_report.report_program(fn, args, kwargs, mesh)
+    program = compiled_report.compile_program(fn, args, kwargs)
+    return compiled_report.report_program(program, mesh)
   if mesh is not None:
     raise ValueError(
         f'`mesh` is only for compiled programs, got {mesh!r} without'
