@@ -463,7 +463,7 @@ UPDATES = {
         '`params` of `master_weights` must be the present para.*, got None': to(
             'slices of masters', params=lambda _: None
         ),
-        r"float32 copy of .* None instead of \(9,\) at \['w'\]. A para": to(
+        r"at \['w'\] it has no .* needs one of the shape \[9\]. Make the": to(
             'masters', params=with_leaf(w=lambda w: w.astype(jnp.bfloat16))
         ),
         r'`updates` of `master_weights` .* got \(4,\) instead of \(9,\)': to(

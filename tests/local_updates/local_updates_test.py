@@ -27,6 +27,7 @@ from shard_transforms import guard
 from shard_transforms import init_state
 from shard_transforms import local_params
 from shard_transforms import local_updates
+from shard_transforms import master_weights
 from shard_transforms import owners
 from shard_transforms import shard_update
 from shard_transforms import state_specs
@@ -698,6 +699,37 @@ class RefusalTest(parameterized.TestCase):
         guard(_mean(optax.sgd(1.0)), AXIS),
     ):
       trace(outer=outer)
+
+  def test_master_weights_belong_into_outer(self):
+    half = jnp.ones(4, jnp.bfloat16)
+
+    def train(target, inner, outer, params=half):
+      tx = local_updates(inner, _mean(outer), AXIS, every=2)
+      state = tx.init(params)
+      for _ in range(4):
+        own = local_params(params, state)
+        updates, state = tx.update(
+            (own - target).astype(own.dtype), state, params
+        )
+        params = optax.apply_updates(params, updates)
+      return params
+
+    def run(*args, **kwargs):
+      fn = functools.partial(train, **kwargs)
+      return jax.vmap(lambda x: fn(x, *args), axis_name=AXIS)(jnp.arange(8.0))
+
+    sgd = optax.sgd(0.5), optax.sgd(1.0)
+    with self.assertRaisesRegex(
+        ValueError, '`MasterWeightsState`.* Put `master_weights` into `outer`'
+    ):
+      run(optax.chain(master_weights(sgd[0])), sgd[1])
+    in_outer = run(sgd[0], master_weights(sgd[1]))
+    # Of parameters in float32, there are no copies.
+    wide = half.astype(jnp.float32)
+    in_float32 = run(master_weights(sgd[0]), sgd[1], params=wide)
+
+    np.testing.assert_array_equal(in_float32, run(*sgd, params=wide))
+    np.testing.assert_allclose(in_outer.astype('f'), in_float32, rtol=1e-2)
 
   @cases.parameters(*ARGUMENTS)
   def test_refuses_bad_arguments(self, given, error, words):

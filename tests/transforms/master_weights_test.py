@@ -314,6 +314,42 @@ class MasterWeightsTest(parameterized.TestCase):
     self.assertEqual(payload['all_gather'], 2 * params['w'].size // SHARDS)
     self.assertEqual(payload['reduce_scatter'], 4 * params['w'].size)
 
+  def test_gradients_of_64_bits_keep_the_dtypes_of_the_state(self):
+    tx = master_weights(optax.adam(0.1))
+    with jax.enable_x64(True):
+      params = jnp.ones(3, jnp.bfloat16)
+      state = tx.init(params)
+
+      updates, after = tx.update(jnp.ones(3, jnp.float64), state, params)
+
+      self.assertEqual(updates.dtype, jnp.float64)
+      chex.assert_trees_all_equal_dtypes(after, state)
+
+  def test_an_update_may_come_without_a_parameter(self):
+    tx = master_weights(optax.sgd(1.0))
+    params = {'a': None, 'b': jnp.ones(2, jnp.bfloat16)}
+    grads = {'a': jnp.ones(3), 'b': None}
+
+    updates, _ = tx.update(grads, tx.init(params), params)
+
+    chex.assert_trees_all_equal(updates, {'a': -jnp.ones(3), 'b': None})
+
+  @cases.parameters(
+      ({'a': 1.0}, 'is only in the parameters'),
+      ({'w': None}, 'has one of the shape .* needs no float32 copy'),
+      ({'b': jnp.ones(2, jnp.bfloat16)}, 'no float32 copy, and .* needs one'),
+      ({'w': jnp.ones(3, jnp.bfloat16)}, r'shape \[2\], and .* shape \[3\]'),
+  )
+  def test_refuses_other_parameters_than_those_of_the_state(
+      self, change, words
+  ):
+    tx = master_weights(optax.sgd(1.0))
+    params = {'w': jnp.ones(2, jnp.bfloat16), 'b': jnp.ones(2)}
+    state = tx.init(params)
+
+    with self.assertRaisesRegex(ValueError, f'{words}.* with `init`'):
+      tx.update(params, state, params | change)
+
   def test_donated_state_does_not_alias_parameters(self):
     params = params_of(MIXED)
     tx = master_weights(ADAMW)

@@ -93,6 +93,8 @@ class Rule:
     place: With `full`, its reverse: a function of the part in its full form,
       and of the types that it has on the new shards. It returns the part as
       these keep it.
+    replaces_params: Whether `update` takes the parameters to this part, and so
+      undoes what else has changed them, such as a mean of `local_updates`.
 
   Raises:
     ValueError: If a kind is unknown, or `full` is given without `place`.
@@ -139,6 +141,7 @@ class Rule:
   )
   full: Callable[[Any, Any, str], Any] | None = None
   place: Callable[[Any, Any], Any] | None = None
+  replaces_params: bool = False
 
   def __post_init__(self):
     if not callable(self.resize) and self.resize not in get_args(Kind):

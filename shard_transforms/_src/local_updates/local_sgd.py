@@ -97,11 +97,12 @@ def local_updates(
     TypeError: If an argument has the wrong type; in `update`, if a leaf is an
       integer or boolean, or the state is from another transformation.
     ValueError: If an argument has a wrong value; in `init`, if there are more
-      fragments than leaves, labels do not match the parameters, or `inner` or
-      `outer` contains `local_updates`; in `update`, if updates are already
-      reduced, the state is for other parameters or fragments, `params` are
-      missing or differ between shards, `inner` communicates over the axis, or
-      `outer` does not reduce over it.
+      fragments than leaves, labels do not match the parameters, `inner` or
+      `outer` contains `local_updates`, or `inner` contains `master_weights` of
+      16-bit parameters; in `update`, if updates are already reduced, the state
+      is for other parameters or fragments, `params` are missing or differ
+      between shards, `inner` communicates over the axis, or `outer` does not
+      reduce over it.
 
   Examples:
     >>> import jax
@@ -151,6 +152,7 @@ def local_updates(
     inner_state = inner.init(own_params)
     outer_state = tuple(map(outer.init, partition.split(own_params)))
     local_state.check_not_nested((inner_state, outer_state))
+    local_state.check_params_may_change(inner_state)
     return local_state.init_state(params, inner_state, outer_state, axes)
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):

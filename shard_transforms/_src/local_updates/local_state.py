@@ -264,6 +264,24 @@ def check_not_nested(state: Any) -> None:
     )
 
 
+def check_params_may_change(inner_state: Any) -> None:
+  """Checks that `inner` lets something else change the parameters.
+
+  Raises:
+    ValueError: If its state has copies that the parameters follow.
+  """
+  for node in states.nodes(inner_state, states.declares):
+    for field, rule in states.rules_of(node).items():
+      if rule.replaces_params and jax.tree.leaves(getattr(node, field)):
+        raise ValueError(
+            '`inner` of `local_updates` must not keep copies that the'
+            f' parameters follow, got a `{type(node).__name__}`: the copies of'
+            ' each shard would undo the mean of every meeting. Put'
+            ' `master_weights` into `outer`, or keep the parameters in float32'
+            ' and cast them in the loss.'
+        )
+
+
 def check_state(
     state: LocalUpdatesState,
     anchor: optax.Params,

@@ -105,10 +105,9 @@ def wire_report(
     TypeError: If `fn` is not callable, `compiled` is not a boolean,
       `axis_sizes` does not map names to integers, or `mesh` is not a mesh.
     ValueError: If a size is less than 1; if a program is given with arguments,
-      is for another backend, or does not
-      fit the memory of its devices; if `mesh` has another size, is missing, or is
-      given for a traced function; or if arguments are on different devices from
-      the mesh of `fn`.
+      is for another backend, or does not fit the memory of its devices; if
+      `mesh` has another size, is missing, or is given for a traced function; or
+      if arguments are on different devices from the mesh of `fn`.
 
   Examples:
     >>> import jax

@@ -8,6 +8,7 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import states
 
 _CALLER = 'master_weights'
 
@@ -36,6 +37,8 @@ class MasterWeightsState(NamedTuple):
   master_weights: optax.Params
   inner_state: optax.OptState
 
+  rules = {'master_weights': states.Rule(replaces_params=True)}
+
 
 def master_weights(
     inner: optax.GradientTransformation,
@@ -61,9 +64,11 @@ def master_weights(
   from the parameter as it is and corrects the error. Errors never add up,
   because the copies are not rounded.
 
-  Put transformations that change the size of the step, such as `optax.scale`,
-  into `inner`, and those that decide whether a step is taken, such as `guard`,
-  `drop_stale` and `tower_reduce`, around.
+  The parameters must change only by these updates: the next update undoes any
+  other change. Put transformations that change the size of the step, such as
+  `optax.scale`, into `inner`, those that decide whether a step is taken, such
+  as `guard`, `drop_stale` and `tower_reduce`, around, and `delay_updates`
+  before. To train on from other parameters, make a new state with `init`.
 
   `init` copies the parameters as they are, in 16 bits. To start from float32
   values, replace `master_weights` in the state by `optax.tree_utils.tree_set`;
@@ -145,40 +150,42 @@ def _master(param):
 
 
 def _is_narrow(leaf):
+  if _has_no_copy(leaf):
+    return False
   dtype = leaves_lib.dtype_of(leaf)
   return leaves_lib.accumulator_dtype(dtype) != dtype
 
 
-def _is_masked(node):
-  return isinstance(node, optax.MaskedNode)
+def _has_no_copy(node):
+  return node is None or isinstance(node, optax.MaskedNode)
 
 
 def _map(fn, masters, *trees):
   """Maps trees, also where a leaf has no copy."""
-  return jax.tree.map(fn, masters, *trees, is_leaf=_is_masked)
+  return jax.tree.map(fn, masters, *trees, is_leaf=_has_no_copy)
 
 
 def _chosen(masters, params):
   """Returns what `inner` updates: copies, and parameters that have none."""
-  return _map(lambda m, p: p if _is_masked(m) else m, masters, params)
+  return _map(lambda m, p: p if _has_no_copy(m) else m, masters, params)
 
 
 def _widened(master, update):
-  if _is_masked(master) or update is None:
+  if _has_no_copy(master) or update is None:
     return update
-  return leaves_lib.as_accumulator(update)
+  return leaves_lib.as_dtype(jnp.asarray(update), master.dtype)
 
 
 def _moved(master, step):
   """Returns the copy of a parameter after a step."""
-  if _is_masked(master) or step is None:
+  if _has_no_copy(master) or step is None:
     return master
   return optax.apply_updates(master, step)
 
 
 def _update(master, step, update, param):
   """Returns what takes a parameter to its rounded copy."""
-  if _is_masked(master) or step is None:
+  if _has_no_copy(master) or step is None:
     return step
   rounded = master.astype(param.dtype).astype(master.dtype)
   return (rounded - param.astype(master.dtype)).astype(update.dtype)
@@ -195,19 +202,31 @@ def _check_params(params, masters):
         f'`params` of `{_CALLER}` must be the present parameters, got None.'
         ' Call `tx.update(updates, state, params)`.'
     )
-  expected = {
-      path: jnp.shape(leaf)
-      for path, leaf in jax.tree.leaves_with_path(params)
-      if _is_narrow(leaf)
+  want = {
+      path: None if _has_no_copy(leaf) else list(jnp.shape(leaf))
+      for path, leaf in jax.tree.leaves_with_path(masters, is_leaf=_has_no_copy)
   }
-  copies = {p: jnp.shape(m) for p, m in jax.tree.leaves_with_path(masters)}
-  for path in expected | copies:
-    shapes = copies.get(path), expected.get(path)
-    if shapes[0] != shapes[1]:
+  got = {
+      path: list(jnp.shape(leaf)) if _is_narrow(leaf) else None
+      for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_has_no_copy)
+  }
+  for path in want | got:
+    name = leaves_lib.name_of(path)
+    if path not in want or path not in got:
       raise ValueError(
-          f'State of `{_CALLER}` must be made for these parameters, got a'
-          f' float32 copy of the shape {shapes[0]} instead of {shapes[1]} at'
-          f' {leaves_lib.name_of(path)}. A parameter has a copy if it has 16'
-          ' bits: make the state with `init` for parameters in the dtype of'
-          ' the step.'
+          f'`params` of `{_CALLER}` must have the tree that its state was made'
+          f' for, but {name} is only in the'
+          f' {"state" if path in want else "parameters"}. Make the state with'
+          ' `init` for these parameters.'
       )
+    if want[path] != got[path]:
+      raise ValueError(
+          f'State of `{_CALLER}` must be made for these parameters, but at'
+          f' {name} it has {_copy(want[path])}, and the parameter needs'
+          f' {_copy(got[path])}. Make the state with `init` for parameters in'
+          ' the dtype of the step.'
+      )
+
+
+def _copy(shape):
+  return 'no float32 copy' if shape is None else f'one of the shape {shape}'
