@@ -214,7 +214,7 @@ ROWS = {
         lambda: MASTERS.update(HALF, MASTERS.init(W), HALF),
         'made for these parameters',
         {
-            'make the state with `init` for parameters': lambda: MASTERS.update(
+            'Make the state with `init` for parameters': lambda: MASTERS.update(
                 HALF, MASTERS.init(HALF), HALF
             )
         },

@@ -16,6 +16,7 @@ import cases
 import modes
 import shard_transforms as st
 from shard_transforms import monitoring
+from shard_transforms._src.monitoring import step_estimate
 
 AXIS = modes.AXIS
 # A flop takes 1 s, a byte of memory 10, a sent byte 100 or 200, between slices
@@ -231,6 +232,22 @@ class TimesTest(parameterized.TestCase):
     self.assertEqual(found.fits, fits)
     words = 'fits: ' if fits else 'does not fit: '
     self.assertStartsWith(str(found), words)
+
+  @cases.parameters(
+      # As XLA says when it refuses a larger program; NVIDIA's own number.
+      ('TPU v5 lite', 15.75),
+      ('TPU v6 lite', 31.25),
+      ('NVIDIA H100 80GB HBM3', 79.1),
+  )
+  def test_fits_what_xla_compiles(self, kind, gibibytes):
+    chip = step_estimate.CHIPS[kind]
+    num_bytes = int(gibibytes * 2**30)
+    memory = self.estimate(argument_size_in_bytes=num_bytes).report
+
+    found = monitoring.StepEstimate(chip, 8, 0.0, memory)
+
+    self.assertTrue(found.fits)
+    self.assertIn(f'{gibibytes:.2f} of', str(found))
 
   def test_what_sends_nothing_takes_no_time(self):
     self.assertEqual(self.estimate().seconds, (0, 0))

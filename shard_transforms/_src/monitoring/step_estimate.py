@@ -46,13 +46,16 @@ class Chip(NamedTuple):
 
 # By `device_kind`. TPUs: the pages of their versions under
 # https://cloud.google.com/tpu/docs, which give bandwidths of links in both
-# directions. H100 SXM: NVIDIA's data sheet, with one network adapter of 400
-# Gbit/s per GPU, as in a DGX H100.
+# directions, and call a GiB a GB: XLA compiles programs of up to 15.75 GiB for
+# v5e. H100 SXM: NVIDIA's data sheet, with the memory that CUDA reports and one
+# network adapter of 400 Gbit/s per GPU, as in a DGX H100.
 CHIPS = {
-    'TPU v5 lite': Chip(197e12, 16e9, 819e9, 200e9, 100e9, 3.125e9),
+    'TPU v5 lite': Chip(197e12, 16 * 2**30, 819e9, 200e9, 100e9, 3.125e9),
     'TPU v5': Chip(459e12, 95 * 2**30, 2765e9, 600e9, 200e9, 6.25e9),
-    'TPU v6 lite': Chip(918e12, 32e9, 1638e9, 400e9, 200e9, 12.5e9),
-    'NVIDIA H100 80GB HBM3': Chip(989e12, 80e9, 3350e9, 450e9, 450e9, 50e9),
+    'TPU v6 lite': Chip(918e12, 32 * 2**30, 1638e9, 400e9, 200e9, 12.5e9),
+    'NVIDIA H100 80GB HBM3': Chip(
+        989e12, 84942979072, 3350e9, 450e9, 450e9, 50e9
+    ),
 }
 
 
@@ -153,8 +156,8 @@ class StepEstimate:
     return '\n'.join(
         [
             (
-                f'{verb}: {self.memory_bytes / 1e9:,.2f} of'
-                f' {self.chip.memory_bytes / 1e9:,.0f} GB on each of'
+                f'{verb}: {self.memory_bytes / 2**30:,.2f} of'
+                f' {self.chip.memory_bytes / 2**30:,.0f} GiB on each of'
                 f' {self.num_devices:,} devices'
             ),
             f'step: {least:,.2f} to {most:,.2f} ms, not calibrated',
@@ -232,11 +235,9 @@ def estimate_step(
         f' {", ".join(map(repr, CHIPS))}. Pass `chip=monitoring.Chip(...)`.'
     )
   # `jax.make_jaxpr` traces static arguments, too.
-  jaxpr = (
-      fn.trace(*args, **kwargs).jaxpr
-      if hasattr(fn, 'trace')
-      else jax.make_jaxpr(fn)(*args, **kwargs)
-  )
+  trace = getattr(fn, 'trace', None)
+  jaxpr = trace(*args, **kwargs).jaxpr if trace else None
+  jaxpr = jaxpr or jax.make_jaxpr(fn)(*args, **kwargs)
   program = inlining.flatten(jaxpr.jaxpr)
   return StepEstimate(
       chip=CHIPS[kind] if chip is None else chip,
