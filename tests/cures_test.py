@@ -191,6 +191,17 @@ SAME: dict[str, Any] = dict(
 HALF = np.ones(8, jnp.bfloat16)
 MASTERS = st.master_weights(SGD)
 
+
+def half_alone(inner, outer):
+  """Returns updates of 16-bit parameters, which shards train alone."""
+  tx = st.local_updates(inner, outer, AXIS, every=1)
+
+  def one(own):
+    return tx.update(jnp.asarray(own, HALF.dtype), tx.init(HALF), HALF)[0]
+
+  return jax.vmap(one, axis_name=AXIS)(OWN[:, :8])
+
+
 ROWS = {
     'copies of types': Row(
         lambda: MASTERS.init(jax.eval_shape(lambda: HALF)),
@@ -217,6 +228,18 @@ ROWS = {
             'Make the state with `init` for parameters': lambda: MASTERS.update(
                 HALF, MASTERS.init(HALF), HALF
             )
+        },
+    ),
+    'copies inside of local updates': Row(
+        lambda: half_alone(MASTERS, MEAN_SGD),
+        'would undo the mean of every meeting',
+        {
+            'Put `master_weights` into `outer`': lambda: half_alone(
+                SGD, optax.chain(MEAN, MASTERS)
+            ),
+            'keep the parameters in float32': step(
+                st.local_updates(MASTERS, MEAN_SGD, AXIS, every=1), 'vmap'
+            ),
         },
     ),
     'a sum of JAX': Row(
