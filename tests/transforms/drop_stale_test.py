@@ -121,6 +121,17 @@ class ReducedUpdatesTest(parameterized.TestCase):
     expected = np.delete(x, 3, 0).mean(0)
     np.testing.assert_allclose(found, [expected] * 8, rtol=1e-5, atol=1e-6)
 
+  def test_a_tower_without_weight_does_not_make_the_window_old(self):
+    tx = st.tower_reduce(2, st.drop_stale(1, optax.sgd(1.0)))
+    state = tx.init(jnp.zeros(()))
+
+    for local_step, weight in (-5, 0.0), (0, 3.0):
+      updates, state = tx.update(
+          jnp.array(2.0), state, local_step=local_step, weight=weight
+      )
+
+    self.assertEqual(updates, -2)
+
   @cases.product(updates=({}, {'empty': None}))
   def test_without_leaves_each_shard_has_its_own_age(self, updates):
     steps = np.full(8, 5, np.int32)

@@ -78,8 +78,8 @@ class TowerReduceState(NamedTuple):
       leaves of fewer bits; `()` where there is but one tower.
     total_weight: The sum of their weights, float32 [], or float64 if a
       parameter is.
-    oldest_local_step: The minimum of their local steps, int32 []; the largest
-      int32 where no tower gave one.
+    oldest_local_step: The minimum of the local steps of those that have a
+      weight, int32 []; the largest int32 where no tower gave one.
     inner_state: State of the inner transformation.
     summed: Tells `resize_state` that the result is the sum of the towers; `()`
       for their mean. No arrays.
@@ -134,9 +134,9 @@ def tower_reduce(
   Give `weight` with every tower of a window or with none.
 
   Where a tower has `None` in place of a gradient, it adds zero, and counts in
-  the mean. The minimum of the `local_step`s of a window is passed to
-  `inner`; any other extra argument is the last tower's. Collectives inside
-  `inner` run once a window.
+  the mean. `inner` receives the minimum of the `local_step`s of those towers of
+  a window that have a weight; any other extra argument is the last tower's.
+  Collectives inside `inner` run once a window.
 
   Without `inner`, the result goes to the next link of an `optax.chain`, as
   zeros in all calls but the last. That is right only for links that keep no
@@ -284,6 +284,9 @@ def _collect(state, updates, weight, local_step, axes):
   arguments.check_varies_with(updates, total, _CALLER)
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
+    if weight is not None:
+      # A tower without weight adds no gradient to the window.
+      step = jnp.where(weights.usable(weight) > 0, step, _NO_STEP)
     oldest = jnp.minimum(oldest, step)
   add = functools.partial(_add, weights.weighing(weight))
   sums = _Sums(
