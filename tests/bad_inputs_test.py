@@ -222,7 +222,7 @@ CALLS = {
         '`decode` of a `Compressor` must return float32': of(
             sent_as(2, 'float16'), MATRIX
         ),
-        '`encode` of a `Compressor` returned a payload without elements': of(
+        '`encode` of a `Compressor` returned an empty payload': of(
             sent_as(0), MATRIX
         ),
         **{
@@ -489,7 +489,7 @@ UPDATES = {
         f'`updates` of `cross_shard_mean` must be per shard {REDUCED}': to(
             'tracked mean', tx=lambda _: summed_before(AVERAGED), weight=2.0
         ),
-        'must use the extra argument `weight`.* by hand, or none, would co': to(
+        'must use the extra argument `weight` in all of its sums over': to(
             'guarded', tx=lambda _: guard(by_hand(), AXIS, on_bad='exclude')
         ),
         r'partition of the 8 shards .* ids \[4, 5, 6, 7\] are missing': to(

@@ -485,7 +485,7 @@ ROWS = {
     ),
     'a guard in a window': Row(
         kept(st.tower_reduce(2, st.guard(MEAN_SGD, AXIS), axis_name=AXIS)),
-        'may leave out a step',
+        'may skip a step',
         {
             'Put `guard` around that': kept(
                 st.guard(st.tower_reduce(2, MEAN_SGD, axis_name=AXIS), AXIS)

@@ -1,4 +1,4 @@
-"""TensorFlow 1: its optimizers for shards, towers and stale gradients.
+"""Optimizers of TensorFlow 1 for shards, towers and stale gradients.
 
 `from shard_transforms.facade import tf` replaces `import tensorflow as tf` in a
 script: it has the optimizers, variables, scopes, decays and functions under

@@ -75,12 +75,12 @@ def set_values(
     [3. 4.]
   """
   by_name = _by_name(variables)
-  mismatched = sorted(by_name.keys() ^ values.keys())
-  if mismatched:
+  if by_name.keys() != values.keys():
     raise ValueError(
-        f'The names of `values` and `variables` differ: only one of the two has'
-        f' {mismatched}. Create slots with `facade.function(...).build(...)`'
-        ' before restoring.'
+        '`values` must have one array for each of `variables`, but lacks'
+        f' {sorted(by_name.keys() - values.keys())} and also has'
+        f' {sorted(values.keys() - by_name.keys())}. If the variables lack'
+        ' slots, create them with `facade.function(...).build(...)` first.'
     )
   arrays = {n: _restored(v, values[n]) for n, v in by_name.items()}
   for name, variable in by_name.items():

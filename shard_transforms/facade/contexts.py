@@ -234,9 +234,9 @@ def persistent(key: Hashable, create: Callable[[], Any]) -> Any:
   template, counts, depth = around.call
   if template is None:
     raise ValueError(
-        'An optimizer was created in a computation that `shard` runs outside of'
-        ' a `function`, so each call would create new slots. Create it outside'
-        ' of the computation, or call `shard` in a `function`.'
+        'An optimizer was created in the computation of a `shard` that was not'
+        ' called in a `function`, so each call would create new slots. Create'
+        ' the optimizer before the call, or call `shard` in a `function`.'
     )
   place = key, *_place()[depth:]
   counts[place] += 1

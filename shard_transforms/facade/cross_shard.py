@@ -47,9 +47,10 @@ class CrossShardOptimizer(wrapper.Wrapper):
   Raises:
     TypeError: If `opt` is not an optimizer of the façade, or gathers gradients
       itself.
-    ValueError: If `reduction` is another one, or `name` is empty. In
-      `compute_gradients` and `apply_gradients`, outside of a `shard_context`,
-      or if `group_assignment` is not such a partition.
+    ValueError: If `reduction` is neither `MEAN` nor `SUM`, or `name` is empty.
+      In `compute_gradients` and `apply_gradients`, outside of a
+      `shard_context`, or if `group_assignment` does not divide the shards into
+      groups of equal size.
     NameError: In `apply_gradients`, with several shards, if their axis is not
       bound.
 
@@ -199,8 +200,8 @@ def _as_groups(group_assignment, num_shards):
     ) from error
   except ValueError as error:
     raise ValueError(
-        '`group_assignment` must be a partition of the shards into groups of'
-        f' equal size, a permutation of range({num_shards}), got'
+        '`group_assignment` must divide the shards into groups of'
+        f' equal size and be a permutation of range({num_shards}), got'
         f' {group_assignment!r}: {error}'
     ) from error
   return groups if len(groups) > 1 else None

@@ -35,7 +35,7 @@ def get_variable(
     use_resource: bool | None = None,
     constraint: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Variable:
-  """`tf.get_variable`: the variable of a name, which is created if needed.
+  """`tf.get_variable`: returns the variable of this name, or creates it.
 
   Use it in steps and in the `model_fn` of `replicate_model_fn`: every call, and
   every tower, gets the same variable, as in a scope with `tf.AUTO_REUSE`.

@@ -41,7 +41,7 @@ def variable_scope(
   if name_or_scope is None:
     raise ValueError(
         f'`tf.variable_scope` got only the default name {default_name!r}, which'
-        ' would be another one whenever the step runs again. Pass it as'
+        ' would differ each time the step runs. Pass the name as'
         ' `name_or_scope`.'
     )
   outer = get_variable_scope()

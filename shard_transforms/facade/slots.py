@@ -196,9 +196,9 @@ class Slots:
           self._add(leaf, variables[0].graph, op_names)
         elif self._leaves[leaf.path].shape != jnp.shape(leaf.value):
           raise ValueError(
-              f'The state {leaf.slot!r} of the optimizer changed its shape for'
-              f' the variables {list(params)}. Update the same variables in'
-              ' each call, because the state combines them.'
+              f'The state {leaf.slot!r} of the optimizer combines all variables'
+              f' of a call, and would have another shape for {list(params)}.'
+              ' Update the same variables in each call.'
           )
     leaves = [self._leaves[leaf.path] for leaf in state_leaves]
     owned = [leaf.variable is not None for leaf in state_leaves]

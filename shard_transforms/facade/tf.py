@@ -9,7 +9,9 @@ of other frequent names.
 
 import contextlib
 import functools
+import inspect
 import itertools
+import math as math_lib
 import sys
 from typing import Any
 import warnings
@@ -52,11 +54,21 @@ class _Namespace:
     self._path = path
 
   def __getattr__(self, name: str) -> Any:
+    if name.startswith('_'):  # Of Python, also before `copy` sets `_path`.
+      raise AttributeError(name)
     raise AttributeError(_missing(f'{self._path}.{name}'))
+
+  def __repr__(self) -> str:
+    return f'<namespace {self._path}>'
 
 
 def __getattr__(name: str) -> Any:
   raise AttributeError(_missing(f'tf.{name}'))
+
+
+def __dir__() -> list[str]:
+  """Lists the names of TensorFlow, without the imports of this module."""
+  return sorted({path.split('.')[1] for path in _PATHS})
 
 
 def _missing(path):
@@ -79,8 +91,8 @@ def _renamed(function, name, parameters):
   Raises:
     TypeError: When called with unknown, missing or unsupported arguments.
   """
+  num_required = _num_required(function)
 
-  @functools.wraps(function)
   def call(*args: Any, **kwargs: Any) -> Any:
     arguments = dict(zip(parameters, args, strict=False)) | kwargs
     unknown = [key for key in arguments if key not in parameters]
@@ -99,23 +111,61 @@ def _renamed(function, name, parameters):
       target = parameters[key]
       if target is ... and value:
         raise TypeError(
-            f'`tf.{name}` does not support `{key}`. Leave it out; see {_PAGE}.'
+            f'`tf.{name}` does not support `{key}`. Leave it out, or use a'
+            ' function of JAX or Optax instead.'
         )
       if isinstance(target, int):
         positional[target] = value
       elif isinstance(target, str):
         named[target] = value
-    if max(positional, default=-1) != len(positional) - 1:
+    missing = [
+        key
+        for key, target in parameters.items()
+        if isinstance(target, int)
+        and target not in positional
+        and target < max(positional, default=num_required)
+    ]
+    if missing:
       raise TypeError(
-          f'`tf.{name}` got only the arguments {sorted(arguments)}. Pass the'
-          ' missing one.'
+          f'`tf.{name}` got only the arguments {sorted(arguments)}. Also pass'
+          f' {missing}.'
       )
     out = function(*(positional[i] for i in sorted(positional)), **named)
     if arguments.keys() & _DTYPES:
       return out
     return arrays_lib.in_32_bits(out, arguments)
 
+  call.__name__ = call.__qualname__ = name
+  vars(call)['__signature__'] = _signature(parameters, num_required)
+  call.__doc__ = f'`tf.{name}` with the arguments of TensorFlow 1.15.'
   return call
+
+
+def _num_required(function):
+  """Returns the number of positional parameters without a default."""
+  try:
+    parameters = inspect.signature(function).parameters.values()
+  except ValueError:  # Built-in functions do not have signatures.
+    return 0
+  if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+    return (
+        math_lib.inf
+    )  # The functions of JAX with `*args` require all of them.
+  keywords = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+  return sum(
+      p.default is p.empty and p.kind not in keywords for p in parameters
+  )
+
+
+def _signature(parameters, num_required):
+  """Returns the signature in TensorFlow, for `help` and completion."""
+  kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, {'default': None}
+  result, options = [], {}
+  for name, target in parameters.items():
+    if not isinstance(target, int) or target >= num_required:
+      options = none
+    result.append(inspect.Parameter(name, kind, **options))
+  return inspect.Signature(result)
 
 
 def _arrays(key, value):
@@ -144,7 +194,7 @@ _DTYPES = {'dtype', 'output_type'}
 # Parameters that can be lists of numbers in TensorFlow.
 _TENSORS = (
     'a b condition features ids indices input input_tensor labels lengths'
-    ' logits onehot_labels params predictions t tensor weights x y'
+    ' input_ logits onehot_labels params predictions t tensor weights x y'
 )
 
 
@@ -274,12 +324,15 @@ _FUNCTIONS = {
         'pad': functions.pad
     },
     'tensor shape name': _members('reshape'),
-    'value bias data_format=... name': {'nn.bias_add': jnp.add},
+    'value bias data_format=... name': {'nn.bias_add': functions.bias_add},
     'value dtype name': _members('convert_to_tensor=asarray'),
     'value dtype shape=shape name': {'constant': functions.constant},
     'value num=num axis name': {'unstack': functions.unstack},
     'value num_or_size_splits axis name': {'split': functions.split},
-    'values axis name': _members('concat=concatenate stack'),
+    'values axis name': {
+        'concat': functions.concat,
+        'stack': functions.stack,
+    },
     'x axis epsilon=epsilon name dim': {
         'nn.l2_normalize': functions.l2_normalize
     },
@@ -492,15 +545,17 @@ def _names() -> dict[str, Any]:
   return names_with_values
 
 
-def _fill(members: dict[str, Any]) -> None:
-  """Sets names in the module, and in its namespaces, which are created here."""
-  for path, value in _names().items():
+def _fill(members: dict[str, Any]) -> list[str]:
+  """Sets names in the module and its new namespaces; returns their paths."""
+  values_by_path = _names()
+  for path, value in values_by_path.items():
     _, *parts, name = path.split('.')
     inside, place = members, 'tf'
     for part in parts:
       place += f'.{part}'
       inside = vars(inside.setdefault(part, _Namespace(place)))
     inside[name] = value
+  return list(values_by_path)
 
 
-_fill(globals())
+_PATHS = _fill(globals())

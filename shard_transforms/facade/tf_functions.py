@@ -54,6 +54,38 @@ def arg(
   return jnp.asarray(function(x, axis), dtype)
 
 
+def bias_add(value: _Array, bias: _Array) -> jax.Array:
+  """`tf.nn.bias_add`, which also takes lists."""
+  value = jnp.asarray(value)
+  return value + jnp.reshape(jnp.asarray(bias), (1,) * (value.ndim - 1) + (-1,))
+
+
+def concat(values: Sequence[_Array], axis: int) -> Any:
+  """`tf.concat`; static integers, such as shapes, give a NumPy array.
+
+  In a compiled step, such an array can still be used as a shape.
+  """
+  if _is_static(values):
+    return constant(np.concatenate([np.asarray(x) for x in values], axis))
+  return jnp.concatenate([jnp.asarray(x) for x in values], axis)
+
+
+def stack(values: Sequence[_Array], axis: int = 0) -> Any:
+  """`tf.stack`; static integers, such as shapes, give a NumPy array."""
+  if _is_static(values):
+    return constant(np.stack([np.asarray(x) for x in values], axis))
+  return jnp.stack([jnp.asarray(x) for x in values], axis)
+
+
+def _is_static(values):
+  """Whether all values are integers that are known while JAX traces."""
+  return all(
+      not isinstance(x, jax.Array)
+      and np.issubdtype(np.asarray(x).dtype, np.integer)
+      for x in jax.tree.leaves(values)
+  )
+
+
 def constant(value: Any, dtype: Any = None, shape: Any = None) -> np.ndarray:
   """`tf.constant`, as a NumPy array.
 
@@ -175,7 +207,7 @@ def split(value: _Array, parts: Any, **options: Any) -> list[jax.Array]:
         f' {parts!r}. For other sizes, pass the split indices to'
         ' `jax.numpy.split`.'
     )
-  return jnp.split(value, parts, **options)
+  return jnp.split(jnp.asarray(value), parts, **options)
 
 
 def top_k(x: Any, k: int = 1) -> TopK:
@@ -189,9 +221,10 @@ def unstack(value: _Array, num: int | None = None, axis: int = 0) -> Any:
   Raises:
     ValueError: If `num` is not the size of the dimension.
   """
-  if num not in (None, jnp.shape(value)[axis]):
+  value = jnp.asarray(value)
+  if num not in (None, value.shape[axis]):
     raise ValueError(
-        f'`num` of `tf.unstack` must be {jnp.shape(value)[axis]}, the size of'
+        f'`num` of `tf.unstack` must be {value.shape[axis]}, the size of'
         f' dimension {axis}, got {num}.'
     )
   return jnp.unstack(value, axis=axis)

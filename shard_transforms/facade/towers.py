@@ -19,7 +19,7 @@ _COLLECTION = 'replicate_model_fn_graph_states'
 
 
 class TowerOptimizer(wrapper.Wrapper):
-  """Sums the gradients of all towers and applies them with the last one.
+  """Sums the gradients of all towers, and applies the sum in the last tower.
 
   Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
   number of towers, unless the reduction is a sum, and `apply_gradients` sums
@@ -37,9 +37,9 @@ class TowerOptimizer(wrapper.Wrapper):
       the class has been used.
 
   Raises:
-    TypeError: If it is not an optimizer of the façade.
-    ValueError: If it is a `TowerOptimizer`; in `apply_gradients`, if towers do
-      not make the same calls.
+    TypeError: If the argument is not an optimizer of the façade.
+    ValueError: If it is already a `TowerOptimizer`; in `apply_gradients`, if
+      towers do not make the same calls.
 
   Examples:
     >>> import jax.numpy as jnp

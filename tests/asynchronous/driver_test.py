@@ -195,7 +195,7 @@ class RollForwardTest(runs.FolderTest):
           RuntimeError,
           '`batch` of the task raised OSError.*batch 7, worker ',
       ),
-      (None, ValueError, 'is of global step 6 instead of 5: a part of'),
+      (None, ValueError, 'has global step 6 instead of 5, so a part of'),
   )
   def test_difference_is_named(self, batch, error, message):
     task = dataclasses.replace(TASK, batch=batch or TASK.batch)

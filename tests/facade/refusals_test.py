@@ -202,7 +202,11 @@ TYPE_ERRORS = [
         lambda t: tf.clip_by_global_norm([None, 3], 1.0),
     ),
     ('does not support `on_value`', lambda t: tf.one_hot([1], 2, on_value=2.0)),
-    ('Pass the missing one', lambda t: tf.where(X > 0, y=X)),
+    (r"Also pass \['x'\]", lambda t: tf.where(X > 0, y=X)),
+    (
+        r"`tf.reduce_mean` .* pass \['input_tensor'\]",
+        lambda t: tf.reduce_mean(),
+    ),
     ('`tf.sqrt` got the unexpected', lambda t: tf.sqrt(X, 'name', 3)),
 ]
 VALUE_ERRORS = [

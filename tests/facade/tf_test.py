@@ -1,5 +1,8 @@
 """Functions of `tf`, with their names and arguments in TensorFlow 1."""
 
+import copy
+import inspect
+
 from absl import logging
 import jax
 import jax.numpy as jnp
@@ -49,6 +52,33 @@ CALLS = {
     'pad mirrored': (
         lambda: tf.pad(X, [[0, 0], [1, 0]], 'REFLECT'),
         np.pad(X, [[0, 0], [1, 0]], 'reflect'),
+    ),
+    'slice of a list': (
+        lambda: tf.slice([1, 2, 3], [1], [2]),
+        np.int32([2, 3]),
+    ),
+    'split of a list': (
+        lambda: tf.split([1, 2, 3, 4], 2)[1],
+        np.int32([3, 4]),
+    ),
+    'unstack of a list': (lambda: tf.unstack([1, 2])[1], np.int32(2)),
+    'bias_add of a list': (
+        lambda: nn.bias_add([[1.0, 2.0]], [1.0, 1.0]),
+        np.float32([[2, 3]]),
+    ),
+    'concat of lists': (
+        lambda: tf.concat([[[1.0]], [[2.0]]], 1),
+        np.float32([[1, 2]]),
+    ),
+    'initializer without arguments': (
+        lambda: tf.random_uniform_initializer()(
+            jax.random.key(0), [0], jnp.float32
+        ),
+        np.zeros(0, np.float32),
+    ),
+    'concat of shapes': (
+        lambda: tf.concat([tf.shape(X)[:1], [1, -1]], 0),
+        np.int32([2, 1, -1]),
     ),
     'slice': (lambda: tf.slice(X, [1, 0], [-1, 2]), X[1:, :2]),
     'gather_nd': (lambda: tf.gather_nd(X, [[1, 2], [0, 1]]), X[[1, 0], [2, 1]]),
@@ -353,3 +383,35 @@ class FunctionsTest(graphs.GraphTest):
         tf.math.reduce_sum: tf.reduce_sum,
     }.items():
       self.assertIs(alias, expected)
+
+  def test_shapes_are_static_in_a_compiled_step(self):
+    @facade.function
+    def step(x):
+      shape = tf.concat([tf.shape(x)[:1], [3, -1]], 0)
+      return tf.reshape(x, shape), tf.reshape(x, tf.stack([-1, tf.size(x)]))
+
+    self.assertEqual(
+        [y.shape for y in step(jnp.ones((4, 6)))], [(4, 3, 2), (1, 24)]
+    )
+
+  def test_namespaces_can_be_copied(self):
+    copied = copy.deepcopy({'module': tf.train})['module']
+
+    self.assertIs(copied.AdamOptimizer, tf.train.AdamOptimizer)
+    self.assertEqual(repr(tf.contrib.opt), '<namespace tf.contrib.opt>')
+
+  def test_completion_and_help_show_the_names_of_tensorflow(self):
+    names = [name for name in vars(tf) if not name.startswith('_')]
+    parameters = 'input_tensor axis keepdims name reduction_indices keep_dims'
+    modules = {'jax', 'jnp', 'sys', 'functools', 'shards', 'towers'}
+
+    self.assertContainsSubset(modules | {'train', 'reduce_mean'}, names)
+    self.assertContainsSubset({'train', 'reduce_mean', 'Variable'}, dir(tf))
+    self.assertEmpty(modules & set(dir(tf)))
+    self.assertEqual(
+        list(inspect.signature(tf.reduce_mean).parameters), parameters.split()
+    )
+    for name, function in vars(tf.nn).items():
+      with self.subTest(name):
+        if not name.startswith('_'):
+          self.assertNotEmpty(inspect.signature(function).parameters)

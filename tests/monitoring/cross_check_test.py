@@ -345,7 +345,7 @@ ERRORS = (
         dict(fun=lambda w, x: None),
         8,
         (1.0, make_batch()),
-        'function .* returns none',
+        'function .* does not return any',
     ),
 )
 

@@ -58,10 +58,10 @@ def check(
   if sums or (passes_through and not may_be_local):
     raise ValueError(
         f'The transformation in `{caller}` must use the extra argument `weight`'
-        ' in its sums over shards, but a reduction by hand, or none, would'
-        ' count excluded shards. Reduce with `cross_shard_mean`, where each'
-        ' wrapper forwards extra arguments. If it does use the weight, pass'
-        f' `assume_weighted=True` to `{caller}`.'
+        ' in all of its sums over shards; otherwise excluded shards still'
+        ' count. Reduce with `cross_shard_mean`, and put it only in wrappers'
+        ' that forward extra arguments. If the transformation does use the'
+        f' weight, pass `assume_weighted=True` to `{caller}`.'
     )
 
 

@@ -392,9 +392,9 @@ class RecordedContributions(Contributions):
     for record, step in zip(records, steps, strict=True):
       if step != record['global_step']:
         raise ValueError(
-            f'Record {record["sequence"]} of the journal is of global step'
-            f' {record["global_step"]} instead of {step}: a part of the journal'
-            f' is missing. Put back a copy. {journal.RESTART_HINT}'
+            f'Record {record["sequence"]} of the journal has global step'
+            f' {record["global_step"]} instead of {step}, so a part of the'
+            f' journal is missing. Put back a copy. {journal.RESTART_HINT}'
         )
 
   def _release(self):

@@ -191,9 +191,9 @@ class _CompressedMean(compressed_reduction.CompressedReduction):
         residual.shape, num_shards
     ):
       raise ValueError(
-          f'State of `{_CALLER}` has slices of {server.size} elements of'
-          f' {residual.shape}, which do not fit {num_shards} shards. Convert it'
-          ' with `shard_transforms.resize_state`.'
+          f'State of `{_CALLER}` has {server.size} elements per slice of a leaf'
+          f' of the shape {residual.shape[1:]}, which do not fit {num_shards}'
+          ' shards. Convert it with `shard_transforms.resize_state`.'
       )
 
   def _compressed_mean(self, values, plain, state, share, shard_weight):

@@ -109,8 +109,9 @@ def encode(
   sizes = [jnp.size(leaf) for leaf in jax.tree.leaves(payload)]
   if not sizes or 0 in sizes:
     raise ValueError(
-        '`encode` of a `Compressor` returned a payload without elements:'
-        f' {payload!r}. To decode every row to zeros, send an array of zeros.'
+        '`encode` of a `Compressor` returned an empty payload:'
+        f' {payload!r}. To decode every row to zeros, return an array of'
+        ' zeros.'
     )
   for leaf in jax.tree.leaves(payload):
     if not _has_whole_bytes(jnp.result_type(leaf)):

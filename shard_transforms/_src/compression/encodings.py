@@ -73,12 +73,12 @@ def quantize(
   .. math:: C(p) = s \operatorname{round}(p / s), \quad
      s = \max |p| / L, \quad L = 2^{\text{bits} - 1} - 1
 
-  for each block of B elements, and 4 bytes for its scale; :math:`\delta \ge
-  \max(1/B, 1 - B / (2 L)^2)`. With `stochastic`, a value between two integers
-  is rounded up with a probability equal to its fraction, so that the expected
-  value of C(p) is p. A block whose largest element is less than about 1.5e-36
-  is sent as zeros on hardware that flushes subnormal values, such as the scale
-  of the block, to zero, as CPUs do.
+  for each block of B elements, whose scale s takes 4 more bytes, and
+  :math:`\delta \ge \max(1/B, 1 - B / (2 L)^2)`. With `stochastic`, a value
+  between two integers is rounded up with a probability equal to its fraction,
+  so that the expected value of C(p) is p. A block whose largest element is less
+  than about 1.5e-36 is sent as zeros on hardware that flushes subnormal values,
+  such as the scale of the block, to zero, as CPUs do.
 
   Args:
     bits: The number of bits per element, 8 or 4.

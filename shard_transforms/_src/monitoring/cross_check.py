@@ -336,8 +336,9 @@ def _zeros_like_result(call, batch, axes):
   if effects or not traced.jaxpr.out_avals:
     raise ValueError(
         f'`fun` of `{_CALLER}` must be a pure function that returns arrays, but'
-        f' it {"has side effects" if effects else "returns none"}. A check'
-        ' calls it again: print and log its results outside of it.'
+        f' it {"has side effects" if effects else "does not return any"}. A'
+        ' check calls the function again: print or log its results outside of'
+        ' it.'
     )
   zeros = [
       axes_lib.mark_varying(axes_lib.zeros(x), tuple(axes_lib.varying_axes(x)))

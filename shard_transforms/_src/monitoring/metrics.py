@@ -130,8 +130,9 @@ def _refuse_without_classes(state, caller):
   for node in states.nodes(state, lambda node: hasattr(node, 'to_pure_dict')):
     raise TypeError(
         f'`state` of `{caller}` contains'
-        f' `{type(node).__module__}.{type(node).__name__}`, which has lost the'
-        ' classes of states. Pass `optimizer.opt_state` of `nnx.Optimizer`.'
+        f' `{type(node).__module__}.{type(node).__name__}`, which does'
+        ' not contain the classes of the states. Pass `optimizer.opt_state` of'
+        ' the `nnx.Optimizer`.'
     )
 
 
@@ -182,8 +183,9 @@ def _scalar(name, value, reduction, axes):
   if not axes and (unknown := axes_lib.untracked_axes()):
     raise ValueError(
         f'`metrics` needs `axis_name`, because {name!r} differs between shards,'
-        f' and JAX does not track over which of {unknown!r}. Pass the axis of'
-        ' the state, or call `metrics` outside of the mapped function.'
+        f' and its type does not show over which of the axes {unknown!r}. Pass'
+        ' the axis of the state, or call `metrics` outside of the mapped'
+        ' function.'
     )
   axes = axes or tuple(sorted(axes_lib.varying_axes(combined), key=str))
   return collectives.combine(combined, axes, reduction)

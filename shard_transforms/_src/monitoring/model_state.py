@@ -76,8 +76,8 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
   if len(guards) < num_guards:
     raise ValueError(
         '`state` of `unless_skipped` has a `guard` inside a transformation'
-        ' that may leave out a step, such as a window. Put `guard` around that'
-        ' transformation.'
+        ' that may skip a step, such as `tower_reduce`. Put `guard` around'
+        ' that transformation.'
     )
   in_a_row = [jnp.max(x.consecutive_skipped) for x in guards]
   is_skipped = jnp.max(jnp.stack(in_a_row)) > 0

@@ -1,4 +1,4 @@
-"""`estimate_step`: whether a step fits on a chip, and what bounds its time."""
+"""`estimate_step`: the memory of a step on a chip, and bounds of its time."""
 
 from collections.abc import Callable
 import dataclasses
@@ -14,18 +14,19 @@ from shard_transforms._src.monitoring import report_table
 
 
 class Chip(NamedTuple):
-  """What the data sheet of a chip says, for `estimate_step`.
+  """The peak rates and the memory of a chip, from its data sheet.
 
   Attributes:
     flops: Floating-point operations per second in bfloat16, without sparsity.
-    memory_bytes: Bytes of its memory.
-    memory_bandwidth: Bytes per second from and to its memory.
-    link_bandwidth: Bytes per second that it can send over all of its links
-      together, in one direction.
-    axis_bandwidth: Those over the links along one axis of a torus; the same as
-      `link_bandwidth` where a switch connects the chips.
-    network_bandwidth: Bytes per second that it can send to other slices of
-      TPUs, or to other hosts of GPUs.
+    memory_bytes: The size of the memory, in bytes.
+    memory_bandwidth: The bytes per second between the chip and its memory.
+    link_bandwidth: The bytes per second that the chip can send over all of its
+      links together, in one direction.
+    axis_bandwidth: The bytes per second that the chip can send over the links
+      along one axis of a torus. If a switch connects the chips, it equals
+      `link_bandwidth`.
+    network_bandwidth: The bytes per second that the chip can send to other TPU
+      slices, or to other GPU hosts.
 
   Examples:
     >>> from shard_transforms import monitoring
@@ -61,7 +62,7 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
-  """What a step needs on one device, and bounds of its time.
+  """The memory that a step needs on one device, and bounds of its time.
 
   The bounds follow from data sheets and are not calibrated: they hold for a
   program that reaches the peak rates, which few do. Use them to compare steps
@@ -71,7 +72,7 @@ class StepEstimate:
     chip: The chip.
     num_devices: The number of devices.
     flops: The operations of matrix products and convolutions on one device.
-    report: What the compiled step sends, and its memory.
+    report: The report on the compiled step: its communication and its memory.
 
   Examples:
     >>> from shard_transforms import monitoring
@@ -96,7 +97,7 @@ class StepEstimate:
     memory = self.report.memory
     if memory is None:
       return 0
-    # Results that take the place of donated arguments need none of their own.
+    # Results in the memory of donated arguments do not need more memory.
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     return needed + results + memory.generated_code_size_in_bytes
@@ -113,7 +114,7 @@ class StepEstimate:
 
   @property
   def memory_seconds(self) -> float:
-    """The time in which arguments are read once, and results written once."""
+    """The time to read all arguments once and to write all results once."""
     memory = self.report.memory
     if memory is None:
       return 0.0
@@ -122,7 +123,7 @@ class StepEstimate:
 
   @property
   def send_seconds(self) -> tuple[float, float]:
-    """The time of collectives over all links, and over those of one axis."""
+    """The time of collectives over all links and over the links of one axis."""
     bounds = zip(*map(self._bounds, self.report.collectives), strict=True)
     least, most = map(math.fsum, bounds) if self.report.collectives else (0, 0)
     return least, most
@@ -131,8 +132,9 @@ class StepEstimate:
   def seconds(self) -> tuple[float, float]:
     """Bounds of the time of a step.
 
-    The first is the longest of computing, moving and sending, as if all three
-    ran at the same time; the second is their sum.
+    The lower bound is the longest of `compute_seconds`, `memory_seconds` and
+    `send_seconds`, as if all three ran at the same time; the upper bound is
+    their sum.
     """
     least, most = self.send_seconds
     local = self.compute_seconds, self.memory_seconds
@@ -143,8 +145,8 @@ class StepEstimate:
     chip, sent = self.chip, collective.sent_bytes
     if collective.num_slices == 1:
       return sent / chip.link_bandwidth, sent / chip.axis_bandwidth
-    # Of the ring through all devices, one of each slice sends to the next one,
-    # and the devices of a slice share this.
+    # In a ring through all devices, one device of each slice sends to the next
+    # slice; the devices of a slice share this load.
     per_slice = collective.num_shards / collective.num_slices
     bandwidth = min(chip.network_bandwidth * per_slice, chip.link_bandwidth)
     return sent / bandwidth, sent / bandwidth
@@ -173,32 +175,33 @@ def estimate_step(
 ) -> StepEstimate:
   """Estimates whether a step fits on a chip, and how long it takes.
 
-  The step is traced and compiled, not run. So the devices may be described
-  ones, such as those of a TPU slice that you do not have: see
-  `docs/compile_for_hardware.md`. Compile for several sizes of a slice to see
-  how a step scales.
+  The step is traced and compiled, but not run, so you can estimate a step for
+  devices that you do not have, such as a TPU slice; see
+  `docs/compile_for_hardware.md`. Estimate it for several sizes of a slice to
+  see how it scales.
 
-  Operations are those of matrix products and convolutions in the traced
-  program, without the products with zeros of padding and dilation; what `fn`
-  does not map counts as evenly divided over the devices.
-  Bytes that are sent, and memory, are those of the compiled program.
+  Only the operations of matrix products and convolutions count, without the
+  products with zeros of padding and dilation. They are read from the traced
+  function, and those outside of a mapped function count as evenly divided over
+  the devices. Communication and memory are read from the compiled program.
 
   Args:
     fn: The step, mapped by `jax.shard_map` or compiled by `jax.jit`.
-    args: Its arguments: trees of arrays or of `jax.ShapeDtypeStruct`s with
-      shardings.
-    chip: What its data sheet says; by default that of the devices, if they are
-      TPU v5e, v5p or v6e, or NVIDIA H100.
-    kwargs: Its keyword arguments, like `args`.
+    args: The arguments of the step: trees of arrays, or of
+      `jax.ShapeDtypeStruct`s with shardings.
+    chip: The chip; by default that of the devices, which must then be TPU v5e,
+      v5p or v6e, or NVIDIA H100.
+    kwargs: The keyword arguments of the step, like `args`.
 
   Returns:
     A `StepEstimate`, which prints as a summary.
 
   Raises:
     TypeError: If `fn` is not a function, or `chip` is not a `Chip`.
-    ValueError: If the data sheet of the devices is not known, a number of
-      `chip` is not positive, arguments have no devices, or XLA refuses to
-      compile because the step does not fit the memory, as it does for TPUs.
+    ValueError: If `chip` is not given and the devices are of another type, if a
+      number of `chip` is not positive, if the arguments do not have devices, or
+      if XLA does not compile the step because it does not fit the memory, as
+      for TPUs.
 
   Examples:
     >>> import jax
@@ -219,8 +222,8 @@ def estimate_step(
       fn, jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
   ):
     raise TypeError(
-        f'`fn` must be the function of a step, got {fn!r}. A compiled program'
-        ' does not show the operations of its loops.'
+        f'`fn` must be the function of a step, got {fn!r}. The operations in'
+        ' its loops cannot be counted in a compiled program.'
     )
   if chip is not None and not isinstance(chip, Chip):
     raise TypeError(f'`chip` must be a `Chip`, got {chip!r}.')
@@ -231,7 +234,7 @@ def estimate_step(
   kind = next(iter(devices)).device_kind
   if chip is None and kind not in CHIPS:
     raise ValueError(
-        f'The data sheet of {kind!r} is not known, only those of'
+        f'`estimate_step` does not have the data sheet of {kind!r}, only of'
         f' {", ".join(map(repr, CHIPS))}. Pass `chip=monitoring.Chip(...)`.'
     )
   # `jax.make_jaxpr` traces static arguments, too.
@@ -264,7 +267,7 @@ def _devices(compiled, arguments):
   )
   if len(devices) < 2 and not is_named:
     raise ValueError(
-        'The arguments of the step have no devices. Pass arrays, or'
+        'The arguments of the step do not have devices. Pass arrays, or'
         ' `jax.ShapeDtypeStruct`s with a `sharding`.'
     )
   return devices

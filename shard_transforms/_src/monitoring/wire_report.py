@@ -143,7 +143,8 @@ def wire_report(
   if mesh is not None:
     raise ValueError(
         f'`mesh` is only for compiled programs, got {mesh!r} without'
-        ' `compiled=True`. Leave it out: a traced program names its axes.'
+        ' `compiled=True`. Leave it out: collectives of a traced function name'
+        ' their axes.'
     )
   if axis_sizes is not None:
     fn = _mapped(fn, axis_sizes)

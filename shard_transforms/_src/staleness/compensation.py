@@ -91,10 +91,11 @@ def compensate_delay(
     TypeError: If an argument is not a real number; in `update`, if
       `read_params` is missing, a leaf is an integer or boolean, or the state is
       from another transformation.
-    ValueError: If `lam` is negative, `decay` not a decay or `eps` not positive;
-      in `update`, if `params` is missing, the trees do not match, updates are
-      already reduced although `axis_name` is given or `read_params` differ, or
-      updates differ between shards without `axis_name`.
+    ValueError: If `lam` is negative, `decay` is not at least 0 and less than 1,
+      or `eps` is not positive; in `update`, if `params` is missing, the trees
+      do not match, updates are already reduced although `axis_name` is given or
+      `read_params` differ, or updates differ between shards without
+      `axis_name`.
 
   Examples:
     >>> import jax.numpy as jnp
