@@ -12,7 +12,7 @@ from shard_transforms.facade import tf_functions
 
 
 class Reduction:
-  """How losses and gradients are reduced: `tf.losses.Reduction`.
+  """The reductions of losses and gradients: `tf.losses.Reduction`.
 
   `CrossShardOptimizer` supports `MEAN` and `SUM`. `replicate_model_fn` sums
   over the towers for `SUM`, refuses `NONE` and averages for all others.

@@ -43,9 +43,9 @@ class Slots:
   def __reduce__(self):
     if self._slots:
       raise TypeError(
-          'An optimizer with slots cannot be copied or pickled, because the'
-          f' slots are variables of a graph: {self.variables()!r}. Save their'
-          ' values with `facade.get_values(opt.variables())`, and create'
+          'An optimizer with slots cannot be deep-copied or pickled, because'
+          f' the slots are variables of a graph: {self.variables()!r}. Save'
+          ' their values with `facade.get_values(opt.variables())`, and create'
           ' another optimizer.'
       )
     return Slots, ()

@@ -148,9 +148,7 @@ def _num_required(function):
   except ValueError:  # Built-in functions do not have signatures.
     return 0
   if any(p.kind == p.VAR_POSITIONAL for p in parameters):
-    return (
-        math_lib.inf
-    )  # The functions of JAX with `*args` require all of them.
+    return math_lib.inf  # JAX's functions of `*args` require each of them.
   keywords = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
   return sum(
       p.default is p.empty and p.kind not in keywords for p in parameters

@@ -156,7 +156,7 @@ TYPE_ERRORS = [
     ('must be int32', lambda t: tf.Variable(0.5, dtype=jnp.int32)),
     (r'dtype float\d+, but must be int32', lambda t: t.n.assign(0.5)),
     ("'w:0' cannot be copied or", lambda t: copy.deepcopy(t.w)),
-    ('with slots cannot be copied.*Mom', lambda t: pickle.dumps(t.opt)),
+    ('with slots cannot be deep-copied.*Mom', lambda t: pickle.dumps(t.opt)),
     # Losses and gradients.
     ('`fn` must be a function, got', lambda t: facade.function('step')),
     ('`loss` must be.*Write `lambda', lambda t: t.opt.minimize(3.0)),

@@ -150,7 +150,7 @@ def _lowered(fn, args, kwargs):
 
 
 class _Layout(NamedTuple):
-  """How the devices of a program are numbered.
+  """The numbering of the devices of a program.
 
   Attributes:
     inside: The sizes of the axes of its mesh.
@@ -326,7 +326,7 @@ class _Collectives:
     ]
 
   def _between_slices(self, instruction, arrays):
-    """Returns what a `send` sends to other slices; to its host, nothing."""
+    """Returns the collective of a `send` to other slices, if it is one."""
     primitive = slices.transfer(instruction)
     if primitive is None:
       return []

@@ -61,12 +61,12 @@ def divide(mesh: Mesh, num_devices: int) -> tuple[Sizes, Sizes]:
 
 
 def num_spanned(groups: Sequence[Sequence[int]], slice_of: np.ndarray) -> int:
-  """Returns in how many slices the devices of a group are, at most."""
+  """Returns the largest number of slices that a group of devices spans."""
   return max(len(np.unique(slice_of.flat[list(group)])) for group in groups)
 
 
 def transfer(instruction: hlo_program.Instruction) -> str | None:
-  """Returns which primitive a `send` to other slices is part of, if any."""
+  """Returns the primitive of a `send` to other slices, or `None`."""
   attributes = dict(_TRANSFER.findall(instruction.attribute_text))
   kind = attributes.get('transfer_type')
   if kind == 'ALL_REDUCE':
