@@ -245,6 +245,9 @@ class TableTest(parameterized.TestCase):
     repeats, expected = 1, []
     if way.startswith(('plain', '`optax')):
       repeats, expected = TOWERS, ['accumulate on each shard and reduce once']
+    if way == 'plain `lax.scan`, FSDP':
+      # XLA for CPUs does not use reduce-scatters here.
+      expected.append('summed whole, then cut')
     for warning, text in zip(warnings, expected, strict=True):
       self.assertIn(text, warning)
     # The loss, unless it is not used.
