@@ -1,4 +1,5 @@
-"""Floor 3: gates, which run an inner transformation or keep its state.
+"""Floor 3: gates, which apply an inner transformation or keep its state.
 
-A gate decides once a step, for all shards. Imports `base` and `analysis`.
+A gate makes one decision per step, the same on all shards. Gates import `base`
+and `analysis`.
 """

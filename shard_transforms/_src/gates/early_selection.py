@@ -1,10 +1,10 @@
-"""Early selection: each leaf of a state is selected where a program makes it.
+"""Early selection of the state: selects leaves where a jaxpr computes them.
 
-What comes after an equation that makes a leaf of the next state, such as the
-update from a moment, then reads the selected value. XLA fuses this as it fuses
-the program alone. Where leaves are selected behind the program, XLA for CPUs
-writes each of them twice: an update that reads a moment needs it before it is
-selected.
+The equations that follow the computation of a state leaf, such as those that
+compute the update from a moment, then read the selected value, and XLA fuses
+the jaxpr as it would without the selection. If leaves were selected after the
+last equation, XLA for CPUs would write each leaf twice, because an update that
+reads a moment needs the moment before the selection.
 """
 
 import collections
@@ -26,12 +26,14 @@ _core = jax.extend.core
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-  """Whether a step is taken: known before its program, or read from it.
+  """The decision to accept a step, made before its jaxpr runs or inside it.
 
   Attributes:
-    accept: Whether it is, bool []; where `values` decide, its type only.
-    values: Variables of the program that decide; none if `accept` does.
-    decide: Takes the values of these variables, and returns a bool [].
+    accept: Whether the step is accepted, bool []. If `values` is not empty,
+      only the type of `accept` is used.
+    values: Variables of the jaxpr from which the decision is computed; empty if
+      `accept` is the decision.
+    decide: Computes the decision, bool [], from the values of these variables.
   """
 
   accept: jax.Array
@@ -45,25 +47,25 @@ def run(
     given: Sequence[Any],
     before: Sequence[Any],
 ) -> tuple[jax.Array, list[jax.Array], list[bool]]:
-  """Runs a program, and keeps leaves of a state unless a step is taken.
+  """Evaluates a jaxpr and keeps old state leaves if the step is not accepted.
 
   Args:
-    decision: Whether the step is taken.
-    program: A `ClosedJaxpr` whose last results are the next state.
-    given: Its arguments.
+    decision: The decision to accept the step.
+    program: A `ClosedJaxpr` whose last outputs are the next state.
+    given: The arguments of the jaxpr.
     before: The leaves of the state before the step.
 
   Returns:
-    Whether the step is taken, bool []; the results of the program; and for each
-    leaf of the state whether it has been selected already.
+    The decision, bool []; the outputs of the jaxpr; and one Python bool per
+    state leaf, true if the leaf has already been selected.
   """
   jaxpr = program.jaxpr
-  # By identity: a literal has no hash in JAX 0.10.
+  # Variables are compared by identity: a literal has no hash in JAX 0.10.
   maker = {}
   for i, eqn in enumerate(jaxpr.eqns):
     for var in eqn.outvars:
       maker[id(var)] = i
-  # From here on, the decision is known.
+  # From this equation on, the decision is available.
   start = 1 + max([maker[id(var)] for var in decision.values], default=-1)
   after = jaxpr.outvars[len(jaxpr.outvars) - len(before) :]
   times = collections.Counter(map(id, after))
@@ -102,9 +104,9 @@ def run(
 
 
 def run_alone(program: Any, given: Sequence[Any]) -> list[Any]:
-  """Returns the results of a program, as arrays."""
+  """Evaluates a jaxpr without a selection and returns its outputs as arrays."""
   results = _core.jaxpr_as_fun(program)(*given)
-  # A result that is a literal is a Python number.
+  # Literal outputs are Python scalars.
   return [
       jnp.asarray(x, kind.dtype) if isinstance(x, bool | int | float) else x
       for x, kind in zip(results, program.out_avals, strict=True)
@@ -112,12 +114,13 @@ def run_alone(program: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def _has_type_of(old, var):
-  """Whether a result has the type of an old leaf, which is worth selecting.
+  """Whether an output can be selected early, for an old leaf of equal type.
 
-  Integers are left to the end: what follows a counter that stays 0 may divide
-  by it. So are numbers of 16 bits and less: XLA keeps more bits of those that
-  it reads further in a fusion, but not of those that it has selected, and a
-  second moment of Adam that is rounded to 0 makes its update infinite.
+  Integers are selected after the last equation, because later equations may
+  divide by a counter, which stays 0 if the first step is skipped. So are
+  floating-point values of at most 16 bits: inside a fusion, XLA keeps
+  intermediate values in higher precision, but it rounds selected values, and
+  the update of Adam is infinite if its second moment is rounded to 0.
   """
   dtype = var.aval.dtype
   is_wide = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
@@ -125,9 +128,9 @@ def _has_type_of(old, var):
 
 
 def _choices(accept, olds):
-  """Returns a program of one equation for each leaf, which selects it.
+  """Returns a jaxpr with one equation per leaf, which selects that leaf.
 
-  Its inputs are the decision, the old leaves, and the new ones.
+  The inputs of the jaxpr are the decision, the old leaves and the new leaves.
   """
 
   @jax.jit
@@ -142,7 +145,7 @@ def _choices(accept, olds):
 
 
 def _equations_of(decision, accept):
-  """Returns the equations that make the decision from values of a program."""
+  """Returns the equations that compute the decision from values of a jaxpr."""
   if not decision.values:
     return []
   types = [var.aval for var in decision.values]

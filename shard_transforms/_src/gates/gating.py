@@ -1,10 +1,11 @@
-"""Gates: run an inner transformation, or keep its state bit by bit.
+"""Gates: apply an inner transformation, or keep its state bit for bit.
 
-A gate selects: `inner` runs in every step, and what a step that is not accepted
-has computed is thrown away, leaf by leaf, where it is made. XLA copies what
-passes through a branch, and merges nothing across its edge; without one, the
-few numbers that decide are sent with the gradients. Where most calls skip, as
-in a window of towers, `run_when_due` branches, so that collectives run once a
+A gate is a selection, not a branch: `inner` runs in every step, and the results
+of a step that is not accepted are discarded, each leaf where it is computed.
+XLA copies the operands of a branch and does not merge collectives across its
+boundary. Without a branch, the few values that decide are communicated together
+with the gradients. If most calls are skipped, as in a window of gradient
+accumulation, `run_when_due` does branch, so that collectives run once per
 window.
 """
 
@@ -32,26 +33,25 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import early_selection
 
-# Extra arguments that gates add to those of users.
+# Extra arguments that gates add to those that users pass.
 _OWN_ARGS = ('local_step', 'weight')
 
 
 class Checked(NamedTuple):
-  """What the gates around a gate have checked, and what it must check for them.
+  """The checks that outer gates have done, and those that they delegate.
 
-  Only a gate that is itself the `inner` of another is told. A link of a chain
-  may change updates or the weight, so what stands behind one, or reduces, gets
-  other values, and checks these: a sum behind a mean would be N times too
-  large.
+  Only a gate nested directly inside another gate receives these. An element of
+  a chain may change the updates or the weight, so that a gate after such an
+  element repeats the checks: a sum after a mean would be N times too large.
 
   Attributes:
-    weight: Whether the weight is known to be usable.
-    unchecked: Over which axes sums must use the weight. Only the innermost gate
-      sees whether they do: behind a gate that has read the weight, all updates
-      seem to.
-    may_be_local: Whether updates that are not summed may be returned.
-    caller: The innermost gate so far that was not told that these sums use the
-      weight, for the error.
+    weight: Whether the weight has been validated.
+    unchecked: The axes over which the use of the weight in sums is still to be
+      checked. Only the innermost gate can check it: once a gate has read the
+      weight, all its updates appear to depend on the weight.
+    may_be_local: Whether `inner` may return updates that are not summed.
+    caller: The innermost of the outer gates without `assume_weighted`, for the
+      error message.
   """
 
   weight: bool = False
@@ -63,13 +63,13 @@ class Checked(NamedTuple):
 def transformation(
     init: optax.TransformInitFn, step: Callable[..., Any]
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns a gate, whose `step` takes a `Checked` before all else."""
+  """Returns a gate, whose `step` takes a `Checked` as its first argument."""
   return optax.GradientTransformationExtraArgs(init, _GateUpdate(step))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _GateUpdate:
-  """The `update` of a gate; a gate around it calls its `step`."""
+  """The `update` function of a gate; an outer gate calls `step` instead."""
 
   step: Callable[..., Any]
 
@@ -79,14 +79,15 @@ class _GateUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-  """What the steps of a gate have in common.
+  """The part of an update that all gates share.
 
   Attributes:
-    caller: The name of the gate, for errors.
-    inner: The transformation that it wraps.
+    caller: The name of the gate, for error messages.
+    inner: The wrapped transformation.
     axes: The axes over whose shards updates and weights differ.
-    assume_weighted: Whether `inner` is known to use the weight.
-    may_be_local: As for `weight_analysis.check`.
+    assume_weighted: Whether to assume, without a check, that `inner` uses the
+      weight.
+    may_be_local: See `weight_analysis.check`.
   """
 
   caller: str
@@ -98,11 +99,12 @@ class Gate:
   def as_weight(
       self, checked: Checked, weight: chex.Numeric | None
   ) -> jax.Array:
-    """Returns the weight of a shard, at least float32 []; 1 if there is none.
+    """Returns the weight of a shard, [], in float32 or wider; 1 if it is None.
 
     Raises:
-      TypeError: If it is not a real number.
-      ValueError: If it is no scalar, or known to be negative or not finite.
+      TypeError: If the weight is not a real number.
+      ValueError: If the weight is not a scalar, or if it is a concrete value
+        that is negative or not finite.
     """
     if checked.weight and isinstance(weight, jax.Array):
       return weight
@@ -122,30 +124,31 @@ class Gate:
   ) -> tuple[optax.Updates, optax.OptState]:
     """Returns the result of `inner` if `accept`, else zeros and the old state.
 
-    `inner` runs either way, and what it makes in a skipped step is thrown away.
-    A derivative that is not finite is not: `updates` should be zero in such a
-    step, or their derivative should.
+    `inner` runs in every step, and its results are discarded if the step is
+    skipped. The selection does not remove non-finite derivatives, so in a
+    skipped step either `updates` or their derivative should be zero.
 
     Args:
-      checked: What gates around this one have checked.
-      accept: Whether the step is taken, bool []; `None` is always.
-      updates: The updates of `inner`.
-      inner_state: Its state.
-      params: Its parameters.
-      weight: How much this shard counts, which `inner` must use in its sums
-        over the axes; `None` if it is given none.
-      extra_args: Its further extra arguments.
+      checked: The checks of outer gates.
+      accept: Whether the step is accepted, bool []; `None` accepts every step.
+      updates: The updates that `inner` receives.
+      inner_state: The state of `inner`.
+      params: The parameters that `inner` receives.
+      weight: The weight of this shard, which `inner` must use in its sums over
+        the axes; `None` if `inner` receives no weight.
+      extra_args: The other extra arguments of `inner`.
 
     Returns:
-      The updates, zero on a skip; and the state, whose leaves keep their bits
-      on a skip. Only where `inner` returns wider floating-point numbers, a skip
-      casts to these as well: moments that start in 16 bits, like the
-      parameters, take the dtype of float32 gradients in the first step.
+      The updates, which are zero if the step is skipped, and the next state,
+      whose leaves then keep every bit. There is one exception: if `inner`
+      returns a wider floating-point dtype, a skipped step casts to it as well.
+      Moments that start in 16 bits, like the parameters, take the dtype of
+      float32 gradients in the first step.
 
     Raises:
-      ValueError: If `accept` can differ between shards, `inner` does not use
-        the weight, or changes the tree or the shapes of its state, or its
-        dtypes to others that are not wider.
+      ValueError: If `accept` can differ between shards, if `inner` does not use
+        the weight, or if it changes the tree or the shapes of its state, or
+        changes a dtype to one that is not wider.
     """
     given = updates, inner_state, params, weight, extra_args
     return self.update_and_decide(checked, accept, None, *given)[1:]
@@ -161,10 +164,10 @@ class Gate:
       weight: jax.Array | None,
       extra_args: dict[str, Any],
   ) -> tuple[jax.Array | None, optax.Updates, optax.OptState]:
-    """Returns whether the step is taken, and what `update_or_skip` returns.
+    """Returns the decision and the two results of `update_or_skip`.
 
-    Where `inner` sums all updates over the axes as they are, `of_sums` decides
-    in place of `accept`, from these sums.
+    If `inner` sums all updates over the axes before it does anything else with
+    them, `of_sums` computes the decision from these sums, instead of `accept`.
     """
     inner_state = jax.tree.map(_as_array, inner_state)
     known = self._known(checked, weight is not None)
@@ -178,7 +181,7 @@ class Gate:
     is_gate = isinstance(self.inner.update, _GateUpdate)
     to_check = () if is_gate else known.unchecked
     given = inner_state, updates, *((weight,) if to_check else ())
-    # Without `jax.jit`, nothing is fused.
+    # Outside of `jax.jit`, XLA does not fuse, so there is nothing to gain.
     if not to_check and not isinstance(accept, core.Tracer):
       made, after = run(inner_state, updates)
       return accept, *select(accept, made, after, inner_state)
@@ -201,7 +204,7 @@ class Gate:
     return _select_early(accept, sums, of_sums, program, given, types)
 
   def _known(self, checked, has_weight):
-    """Returns what a gate inside this one need not check, and what it must."""
+    """Returns the `Checked` that a gate nested in this one receives."""
     if not self.axes or not has_weight:
       return checked
     known = checked._replace(weight=True)
@@ -221,10 +224,10 @@ def gate(
     assume_weighted: bool,
     may_be_local: bool = True,
 ) -> Gate:
-  """Returns a gate around a transformation; around `optax.identity` if none.
+  """Returns a gate around `inner`, or around `optax.identity()` if it is None.
 
   Raises:
-    TypeError: If an argument is of the wrong kind.
+    TypeError: If an argument has the wrong type.
   """
   arguments.check_bool('assume_weighted', assume_weighted)
   inner = optax.identity() if inner is None else inner
@@ -233,7 +236,7 @@ def gate(
 
 
 def _run_inner(known, inner, updates, inner_state, params, extra_args):
-  """Returns the updates of an inner transformation, and its next state."""
+  """Returns the updates and the next state of an inner transformation."""
   if callable(value_fn := extra_args.get('value_fn')):
     extra_args['value_fn'] = _taking_own_args(value_fn)
   run = inner.update
@@ -248,16 +251,17 @@ def select(
     after: optax.OptState,
     before: optax.OptState,
 ) -> tuple[optax.Updates, optax.OptState]:
-  """Returns what a step has made if `accept`, else zeros and the old state.
+  """Returns the results of a step if `accept`, else zeros and the old state.
 
   Args:
-    accept: Whether the step is taken, bool []; `None` is always.
-    made: Its updates.
+    accept: Whether the step is accepted, bool []; `None` accepts every step.
+    made: The updates of the step.
     after: The state after the step.
-    before: The state before it, a tree of arrays.
+    before: The state before the step, a tree of arrays.
 
   Raises:
-    ValueError: As by `Gate.update_or_skip`.
+    ValueError: If `accept` can differ between shards, or if the state changes
+      in a way that `Gate.update_or_skip` refuses.
   """
   after = jax.tree.map(_as_array, after)
   _check_state(before, after)
@@ -269,7 +273,7 @@ def select(
 
 
 def _select_early(accept, sums, of_sums, program, given, types):
-  """Returns what `update_and_decide` does, from a program that is traced."""
+  """Evaluates the traced jaxpr of `update_and_decide` with early selection."""
   treedef = jax.tree.structure(types)
   _check_state(given[0], types[1])
   given, before = jax.tree.leaves(given), jax.tree.leaves(given[0])
@@ -297,31 +301,35 @@ def run_when_due(
     extra_args: Mapping[str, Any] | None = None,
     check: Callable[[jax.extend.core.Jaxpr], None] | None = None,
 ) -> tuple[optax.Updates, Any]:
-  """Returns the result of `run` if it is due, else zeros and the state.
+  """Returns the result of `run` if it is due, else zeros and the old state.
 
-  This is a branch, for what is due in few calls: nothing of `run` is executed,
-  and nothing sent, in the others. `local_updates` has another reason, by which
-  its step is always due.
+  This is a branch, for functions that are due in few calls. In all other calls
+  `run` is not executed, and none of its collectives communicate.
+  `local_updates` also uses it with a constant `True`, because a branch keeps
+  XLA for TPUs from fusing its step with surrounding changes of shape.
 
   Args:
-    is_due: Whether to run, bool []; the same on all shards.
-    run: `run(state, *args, **extra_args)` returns updates and the next state.
-      It is traced once.
+    is_due: Whether to call `run`, bool []; the same on all shards.
+    run: A function `run(state, *args, **extra_args)` that returns updates and
+      the next state. It is traced once.
     state: Tree of arrays.
     args: Further arguments of `run`, trees whose leaves need not be arrays.
-    extra_args: Its keyword arguments, likewise.
-    check: Takes the program of `run`, and raises if it must not run.
+    extra_args: The keyword arguments of `run`, whose leaves need not be arrays
+      either.
+    check: A function of the jaxpr of `run` that raises an error if the jaxpr
+      must not run.
 
   Returns:
-    The updates, zero if it is not due; and the state, as by `update_or_skip`.
+    The updates, which are zero if `run` is not due, and the next state, as in
+    `Gate.update_or_skip`.
 
   Raises:
-    ValueError: If `is_due` can differ between shards, or `run` changes the
-      state as `update_or_skip` refuses it.
+    ValueError: If `is_due` can differ between shards, or if `run` changes the
+      state in a way that `Gate.update_or_skip` refuses.
   """
   _check_agreed(is_due)
   state = jax.tree.map(_as_array, state)
-  # Parameters may have leaves that are no arrays, as may extra arguments.
+  # Parameters and extra arguments may have leaves that are not arrays.
   given, join = leaves_lib.split_arrays((args, dict(extra_args or {})))
 
   @jax.jit
@@ -351,13 +359,15 @@ def run_when_due(
 
 
 def _cond_in_place(is_due, when_due, otherwise, state, given):
-  """As `lax.cond`, by a loop of one turn or none, which XLA writes in place.
+  """Like `lax.cond`, but as a loop of at most one iteration, updated in place.
 
-  With a `lax.cond`, a window of four of 34 MB with Adam takes 147 MB of
-  temporary memory on H100 × 8 in place of 63, and 1.3 times the CPU time where
-  it skips (JAX 0.12); on v5e 2×4 alone it takes less, 0 to 3 MB in place of 39.
-  JAX differentiates a loop neither backward nor by what it closes over, so that
-  derivatives, and functions that close over arrays, do take the `lax.cond`.
+  XLA updates the carry of a loop in place and copies the operands of a branch.
+  With `lax.cond`, a window of four towers of 34 MB with Adam uses 147 MB of
+  temporary memory on H100 × 8 instead of 63 MB, and 1.3 times the CPU time in
+  calls that skip (JAX 0.12). Only on v5e 2×4 does `lax.cond` use less memory, 0
+  to 3 MB instead of 39 MB. JAX cannot reverse-differentiate a `while_loop`, or
+  differentiate it with respect to closed-over values, so derivatives, and
+  functions that close over arrays, use `lax.cond`.
   """
 
   @jax.custom_jvp
@@ -366,7 +376,7 @@ def _cond_in_place(is_due, when_due, otherwise, state, given):
 
     def turn(carry):
       is_due, (_, kept) = carry
-      # Wider only where the first step makes it so.
+      # Only the first step can widen a dtype; cast such leaves back.
       old = jax.tree.map(_as_wide, kept, state)
       return jnp.zeros_like(is_due), when_due(old, given)
 
@@ -381,7 +391,7 @@ def _cond_in_place(is_due, when_due, otherwise, state, given):
 
 
 def _varying_with(tree, other):
-  """Marks leaves as varying over each axis over which those of another do."""
+  """Marks leaves as varying over the axes of the leaves of another tree."""
 
   def mark(x, like):
     return axes_lib.mark_varying(x, tuple(axes_lib.varying_axes(like)))
@@ -390,7 +400,7 @@ def _varying_with(tree, other):
 
 
 def _as_array(leaf):
-  # An array of NumPy may have a dtype that no array of JAX has.
+  # A NumPy array may have a dtype that JAX does not support.
   is_array = isinstance(leaf, jax.Array) or leaves_lib.is_float0(leaf)
   return leaf if is_array else jnp.asarray(leaf)
 
@@ -404,10 +414,10 @@ def _as_wide(leaf, like):
 
 
 def _check_agreed(decision):
-  """Checks that all shards decide the same way.
+  """Checks that the decision is the same on all shards.
 
   Raises:
-    ValueError: If they may not.
+    ValueError: If the decision can differ between shards.
   """
   if axes_lib.varying_axes(decision):
     raise ValueError(
@@ -422,7 +432,7 @@ def _check_state(before, after):
   """Checks the next state that an inner transformation returns.
 
   Raises:
-    ValueError: If its tree or shapes change, or it loses bits.
+    ValueError: If the tree or a shape changes, or a dtype becomes narrower.
   """
   found, expected = jax.tree.structure(after), jax.tree.structure(before)
   if found != expected:
@@ -451,9 +461,10 @@ def _is_wider(dtype, than):
 
 
 def _taking_own_args(fn):
-  """Returns a function that also takes, and drops, the arguments of gates.
+  """Makes a function accept, and ignore, the extra arguments of gates.
 
-  The line searches of Optax refuse extra arguments that `value_fn` lacks.
+  The line searches of Optax reject extra arguments that `value_fn` does not
+  accept.
   """
   signature = inspect.signature(fn)
   added = [name for name in _OWN_ARGS if name not in signature.parameters]

@@ -22,7 +22,7 @@ _CALLER = 'guard'
 
 
 def _stalled(state: Any) -> str | None:
-  """Returns what `check_health` raises, if too many steps were skipped."""
+  """Returns the error of `check_health` as a message, `None` if there is none."""
   num_skipped = states.largest_here(state.consecutive_skipped)
   if num_skipped < states.largest_here(state.max_consecutive):
     return None
@@ -43,20 +43,22 @@ def _stalled(state: Any) -> str | None:
 
 
 class GuardState(NamedTuple):
-  """State of `guard`; all but `last_bad_step` is the same on all shards.
+  """State of `guard`; only its per-shard fields differ between shards.
 
-  With `axis_name`, `last_bad_step` has a leading axis, of length 1 inside the
-  mapped function and of the number of shards outside.
+  `last_bad_step`, and `last_spike` in `spikes`, are kept per shard. With
+  `axis_name`, they have a leading axis, of length 1 inside the mapped function
+  and of the number of shards outside.
 
   Attributes:
     num_updates: Number of updates so far, int32 [].
-    skipped_count: Number of them that were skipped, int32 [].
-    consecutive_skipped: Number of those since the last accepted one, int32 [].
-    bad_shard_count: Number of updates of single shards that were bad, int32 [].
-    last_bad_step: Which update of a shard was its last bad one, counted from 0,
-      int32 []; -1 where none was.
-    max_consecutive: How many skipped updates in a row `check_health` lets pass,
-      int32 [].
+    skipped_count: Number of skipped updates, int32 [].
+    consecutive_skipped: Number of updates skipped since the last accepted
+      update, int32 [].
+    bad_shard_count: Number of bad updates, counted over all shards, int32 [].
+    last_bad_step: Index of the last bad update of a shard, counted from 0,
+      int32 []; -1 if the shard had no bad update.
+    max_consecutive: Number of consecutive skipped updates at which
+      `check_health` raises, int32 [].
     spikes: Statistics and counts of spikes, a `SpikeState`; `()` without
       `spikes`.
     inner_state: State of the inner transformation.
@@ -104,78 +106,82 @@ def guard(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Skips updates that are NaN, infinite or spikes, or excludes bad shards.
 
-  A shard is bad if an element of its update is not finite, or if its norm or
-  its loss is a spike by the `SpikeRule` `spikes`, which may scale spikes down
-  instead. With `axis_name`, a shard whose extra argument `weight` is zero does
-  not count, and is not bad. Without it, the update alone decides: `weight` is
-  only passed to `inner`. After a reduction, `guard` does not see that all
-  weights were zero, and takes a step with an update of zero: put `guard` around
-  the reduction to skip it.
+  A shard is bad if an element of its update is not finite, or if the norm of
+  its update or its loss is a spike according to the `SpikeRule` `spikes`, which
+  can also scale spikes down instead. With `axis_name`, a shard whose extra
+  argument `weight` is zero does not count and is never bad. Without
+  `axis_name`, the decision depends only on the update, and `weight` is only
+  passed to `inner`. After a reduction, `guard` cannot detect that all weights
+  were zero, and takes a step with an update of zero. To skip such a step, put
+  `guard` around the reduction.
 
-  All shards decide together, by one reduction of a few numbers. So a bad shard
-  cannot deadlock the others, as it does with `optax.apply_if_finite` around a
-  reduction. With `on_bad='skip'`, one bad shard is enough to skip the step:
-  updates are zero, and the state of `inner` keeps every bit. With
-  `on_bad='exclude'`, bad shards get weight zero, and `inner` receives that
-  weight: a `cross_shard_mean` inside gives
+  All shards make one decision, which costs one reduction of a few scalars.
+  Therefore a bad shard cannot deadlock the other shards, as it does with
+  `optax.apply_if_finite` around a reduction. With `on_bad='skip'`, a single bad
+  shard causes the step to be skipped: updates are zero, and the state of
+  `inner` keeps every bit. With `on_bad='exclude'`, bad shards get weight zero,
+  and `inner` receives this weight, so that a `cross_shard_mean` inside computes
 
   .. math:: u = \sum_{i \text{ good}} w_i u_i / \sum_{i \text{ good}} w_i
 
-  if at least `min_shards` are good; else the step is skipped. With `axis_name`,
-  a step is skipped if the total weight of all shards is zero.
+  if at least `min_shards` shards are good; otherwise the step is skipped. With
+  `axis_name`, a step is also skipped if the total weight of all shards is zero.
 
-  In a skipped step, `inner` runs as well, and its result is thrown away: only
-  side effects such as `jax.debug.print` remain. With `on_bad='skip'` and
-  without `spikes`, `inner` receives what is not finite, except from shards of
-  weight zero, whose updates become zero: the reduction does not wait for the
-  decision. Otherwise `inner` receives zeros in place of bad updates. The
-  derivative of a skipped step with respect to its updates is zero.
+  In a skipped step, `inner` runs as well and its result is discarded; only side
+  effects such as `jax.debug.print` remain. With `on_bad='skip'` and without
+  `spikes`, the reduction does not wait for the decision: `inner` receives
+  non-finite updates as they are, except those of shards of weight zero, which
+  are replaced by zeros. In all other cases, `inner` receives zeros instead of
+  bad updates. The derivative of a skipped step with respect to its updates is
+  zero.
 
-  For TPUs and GPUs, where `inner` sums all updates without a weight before it
-  computes with them, the sums decide. A step is then also skipped if a sum of
-  finite updates overflows, without a bad shard.
+  On TPUs and GPUs, if `inner` first sums all updates over the shards, without a
+  weight, the decision is computed from these sums. A step is then also skipped
+  if a sum of finite updates overflows, although no shard is bad.
 
-  Skipped steps are counted. Traced code cannot raise an error if training has
-  stalled: call `check_health` on the state every few steps, which raises after
-  `max_consecutive` skipped steps in a row. All shards of the axis decide
-  together, even if `inner` reduces in groups.
+  The state counts skipped steps. Traced code cannot raise an error when
+  training stalls, so call `check_health` on the state every few steps: it
+  raises after `max_consecutive` consecutive skipped steps. All shards of the
+  axis share one decision, even if `inner` reduces in groups.
 
   Args:
     inner: The transformation for healthy updates. It contains the reduction if
       `axis_name` is given.
-    axis_name: The mapped axis, or a sequence of them, between whose shards the
-      updates differ; state is then kept per shard (see `init_state`). `None` if
-      updates are reduced already.
-    on_bad: `'skip'` or `'exclude'`; the latter needs `axis_name`.
-    spikes: Which norms and losses are spikes, and what becomes of them; `None`
-      for none.
-    min_shards: The number of good shards that is enough for a step with
+    axis_name: The mapped axis, or a sequence of mapped axes, over whose shards
+      the updates differ; state is then kept per shard (see `init_state`).
+      `None` if updates are already reduced.
+    on_bad: `'skip'` or `'exclude'`; `'exclude'` needs `axis_name`.
+    spikes: The rule that defines spikes and their treatment; `None` to skip
+      only updates that are not finite.
+    min_shards: The number of good shards that a step needs with
       `on_bad='exclude'`, at least 1; 1 by default.
-    max_consecutive: The number of skipped steps in a row at which
-      `check_health` raises; `None` for any number. A step that leaves out bad
-      shards counts as taken.
-    sharded: Which leaves are sliced over other axes than `axis_name`, as in
-      `global_norm`; needed where JAX does not track types.
-    assume_weighted: Turns off the check that `inner` uses `weight` in all of
-      its sums over shards. Set it if `inner` is refused although it does: a sum
-      without the weight then counts all shards, without an error.
+    max_consecutive: The number of consecutive skipped steps at which
+      `check_health` raises; `None` for no limit. A step that excludes bad
+      shards does not count as skipped.
+    sharded: The `PartitionSpec`s of leaves that are sliced over axes other than
+      `axis_name`, as in `global_norm`; needed if JAX does not track types.
+    assume_weighted: Turns off the check that `inner` uses `weight` in all its
+      sums over shards. Set it only if `inner` is refused although it uses the
+      weight: a sum without the weight then includes all shards, without an
+      error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `GuardState`, whose
-    `update` takes the optional extra argument `weight`, and `value`, the loss,
-    if `spikes` looks at it.
+    `update` takes the optional extra argument `weight`, and also `value`, the
+    loss, if `spikes` has the signal `'loss'`.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, `value` is missing, or the state is of another
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
+      integer or boolean, `value` is missing, or the state belongs to another
       transformation.
-    ValueError: If an argument has a wrong value, or `on_bad='exclude'` comes
-      without `axis_name`, or `min_shards` without it; in `update`, and in
-      `init` on several shards, if there are fewer than `min_shards`; in
-      `update`, if updates are already reduced although `axis_name` is given,
-      differ between shards although it is not, `sharded` is missing, `inner`
-      does not use the weight, or the state was made with other options.
+    ValueError: If an argument has an invalid value, if `on_bad='exclude'` is
+      given without `axis_name`, or `min_shards` without `on_bad='exclude'`; in
+      `update`, and in `init` on several shards, if there are fewer than
+      `min_shards` shards; in `update`, if updates are already reduced although
+      `axis_name` is given, or differ between shards although it is not given,
+      if `sharded` is missing, if `inner` does not use the weight, or if the
+      state was made with other options.
 
   Examples:
     >>> import jax
@@ -211,12 +217,13 @@ def guard(
   partition_specs.check(sharded, _CALLER)
   inner = arguments.as_inner(inner, _CALLER)
   gate = gating.gate(_CALLER, inner, axes, assume_weighted)
-  # Whether `inner` must get what each shard has decided of its update. If not,
-  # a NaN passes through the reduction, which waits for no decision.
+  # Whether each shard sanitizes its update before `inner`. If not, a NaN goes
+  # through the reduction, which then does not wait for the decision.
   is_early = on_bad == 'exclude' or spikes is not None
 
   def init_fn(params):
-    # `full_state` reads the shapes of the state on one shard, of any `guard`.
+    # `full_state` calls `init` on one shard to get the shapes of the state, so
+    # one shard must be allowed for every `min_shards`.
     if axes_lib.size(axes, _CALLER) > 1 and num_enough is not None:
       _check_enough_shards(axes, num_enough)
     known = () if spikes is None else spikes_lib.start(spikes, axes)
@@ -236,8 +243,8 @@ def guard(
     else:
       updates, judgement = _check(updates, sliced, axes)
     counted = jnp.float32(1)
-    # After a reduction, each shard still has its own weight, which must not
-    # decide.
+    # After a reduction, the weights still differ between shards, so they must
+    # not influence the decision.
     if axes:
       counted = gate.as_weight(checked, weight)
       weight = None if weight is None else counted
@@ -280,11 +287,12 @@ def _start(inner_state, spikes, max_consecutive, axes):
 
 
 def _num_enough(on_bad, min_shards, axes):
-  """Returns how many good shards are enough; `None` if no shard may be bad.
+  """Returns the number of good shards that a step needs; `None` for all shards.
 
   Raises:
     TypeError: If `min_shards` is not an integer.
-    ValueError: If an argument has a wrong value, or lacks one that it needs.
+    ValueError: If an argument has an invalid value, or if it is given without
+      another argument that it needs.
   """
   if on_bad not in ('skip', 'exclude'):
     raise ValueError(f"`on_bad` must be 'skip' or 'exclude', got {on_bad!r}.")
@@ -305,11 +313,11 @@ def _num_enough(on_bad, min_shards, axes):
 
 
 def _check_enough_shards(axes, num_enough):
-  """Checks that there are as many shards as must be good.
+  """Checks that there are at least as many shards as a step needs.
 
   Raises:
     NameError: If an axis is not bound.
-    ValueError: If there are fewer.
+    ValueError: If there are fewer shards.
   """
   num_shards = axes_lib.size(axes, _CALLER)
   if num_shards < num_enough:
@@ -320,11 +328,11 @@ def _check_enough_shards(axes, num_enough):
 
 
 def _sliced_over(updates, axes, sharded):
-  """Returns the axes, other than those given, over which leaves are sliced.
+  """Returns the axes, other than `axes`, over which leaves are sliced.
 
   Raises:
-    NameError: If one of them is not bound.
-    ValueError: If `sharded` is missing where types do not tell.
+    NameError: If such an axis is not bound.
+    ValueError: If `sharded` is missing where JAX does not track types.
   """
   found = frozenset()
   if sharded is not None:
@@ -349,11 +357,11 @@ class _Decision(NamedTuple):
   """The joint decision of all shards.
 
   Attributes:
-    accept: Whether the step is taken, bool []; the same on all shards.
+    accept: Whether the step is accepted, bool []; the same on all shards.
     is_bad: Whether this shard is bad, bool [].
-    weight: How much this shard counts, float32 []; 0 if it is bad.
+    weight: The weight of this shard, float32 []; 0 if the shard is bad.
     num_bad: The number of bad shards, float32 [].
-    is_spike: Which signals of this shard are spikes, bool [signals].
+    is_spike: Whether each signal of this shard is a spike, bool [signals].
     of_spikes: The sum of `Judgement.tally` over the shards.
   """
 
@@ -366,7 +374,7 @@ class _Decision(NamedTuple):
 
 
 def _decide(judgement, given, axes, num_enough):
-  """Returns the decision of all shards, by one reduction of a few numbers."""
+  """Returns the joint decision, which takes one reduction of a few scalars."""
   # A shard of weight zero is not bad.
   counts, is_healthy = given > 0, judgement.is_healthy
   good, bad = counts & is_healthy, counts & ~is_healthy
@@ -391,7 +399,7 @@ def _decide(judgement, given, axes, num_enough):
 
 
 def _check(updates, sliced, axes):
-  """Returns updates, and a judgement by whether they are finite."""
+  """Returns the updates and a `Judgement` of whether they are finite."""
   if not axes or axes_lib.platform() == 'cpu':
     is_finite = norms.are_finite(updates, sliced)
   else:
@@ -400,10 +408,11 @@ def _check(updates, sliced, axes):
 
 
 def _by_sums(weight, axes, sliced):
-  """Returns what decides from sums over the shards, or `None`.
+  """Returns the function that decides from sums over the shards, or `None`.
 
-  XLA for GPUs begins the reductions in the order in which their results are
-  used, and so after the one of the decision, if all of them wait for it.
+  XLA for GPUs starts reductions in the order in which their results are used.
+  If all results waited for the decision, all other reductions would start only
+  after the reduction of the decision.
   """
   if not axes or weight is not None or axes_lib.platform() == 'cpu':
     return None
@@ -411,9 +420,10 @@ def _by_sums(weight, axes, sliced):
 
 
 def _counted(updates, weight, accept):
-  """Returns updates, zero if the weight is, with the derivative of a skip.
+  """Zeros updates of weight zero, and the derivative of skipped updates.
 
-  A derivative through what `inner` computes with a NaN may be NaN.
+  In a skipped step `inner` may compute with a NaN, and the derivative through
+  that computation may be NaN.
   """
   if weight is not None:
     updates = leaves.zero_unless(weight > 0, updates)
@@ -433,7 +443,7 @@ def _derivative_unless(primals, tangents):
 
 
 def _repaired(updates, is_healthy, factor):
-  """Returns updates, scaled down if they are a spike; zeros if not healthy."""
+  """Scales down updates that are spikes, and zeros updates that are bad."""
   if factor is not None:
     updates = jax.tree.map(functools.partial(_scale, factor), updates)
   return leaves.zero_unless(is_healthy, updates)
@@ -472,7 +482,7 @@ def _count(state, decision, spikes, axes, inner_state):
 
 
 def _bad_shards(last_bad_step, first, why):
-  """Returns which shards were bad since an update, as a clause."""
+  """Returns a clause that lists the shards that were bad since an update."""
   parts = states.parts_here(last_bad_step)
   found = sorted(
       {start + int(i) for start, x in parts for i in np.flatnonzero(x >= first)}

@@ -1,8 +1,9 @@
-"""The optimizer that each shard runs on its slices, and its state.
+"""The optimizer that each shard runs on its slices (ZeRO-1), and its state.
 
-A leaf of state whose shape on slices differs from its shape on the whole is
-itself a slice. Where groups of shards train apart, or no parameter has its
-shape, it has the leading axis of leaves that differ between shards.
+A leaf of the state is a slice if its shape for sliced parameters differs from
+its shape for unsharded parameters. If groups of shards train separately, or if
+no parameter has the unsharded shape of the leaf, the slice is stored with the
+leading axis of per-shard leaves.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from shard_transforms._src.reduction import sharded_reduction
 
 
 class SlicedInner:
-  """A transformation that each shard runs on its slices alone."""
+  """A transformation that each shard runs only on its own slices."""
 
   def __init__(
       self,
@@ -32,15 +33,15 @@ class SlicedInner:
     self._inner = inner
     self._reduction = reduction
     self._assume_elementwise = assume_elementwise
-    # Tracing is slow, and `update` is often traced for the same types: the last
-    # ones that were checked, and what was wrong.
+    # The types that were checked last, and the problem found for them, because
+    # tracing is slow and `update` is often traced again for the same types.
     self._checked = None, None
 
   def init(self, params: optax.Params) -> optax.OptState:
-    """Returns the initial state, as each shard keeps it.
+    """Returns the initial state in the form in which each shard stores it.
 
-    Whether the transformation is element-wise is checked by `update`, which
-    gets the extra arguments and the updates that a check needs.
+    The element-wise check happens in `update`, which has the updates and extra
+    arguments that the check needs.
 
     Raises:
       ValueError: If parameters differ between shards, an axis of the mesh is
@@ -49,8 +50,8 @@ class SlicedInner:
     reduction = self._reduction
     reduction.check_mapped()
     reduction.check_params(params)
-    # On one shard, groups of any number of shards have the state of `inner`,
-    # whose shapes specs and checkpoints need.
+    # On a single shard, the state is that of `inner`, for groups of any size:
+    # specs and checkpoints need its shapes.
     if axes_lib.size(reduction.axes, reduction.caller) == 1:
       return self._inner.init(params)
     own_state = self._inner.init(reduction.own(params))
@@ -70,20 +71,20 @@ class SlicedInner:
     """Returns the updates of a shard's slices, and the next state.
 
     Args:
-      own_updates: A shard's slices of the reduced updates.
-      inner_state: Its state, as each shard keeps it.
-      updates: Whole updates.
-      params: Whole parameters, if any.
-      extra_args: The extra arguments of its `update`.
+      own_updates: The shard's slices of the reduced updates.
+      inner_state: The state, in the form in which each shard stores it.
+      updates: The updates before slicing.
+      params: The unsharded parameters, or `None`.
+      extra_args: The extra arguments of `update` of the transformation.
 
     Raises:
-      ValueError: As `init`; if the transformation looks across elements; or if
-        the state was made for other parameters.
+      ValueError: In the cases of `init`, if the transformation is not
+        element-wise, or if the state was made for other parameters.
     """
     reduction = self._reduction
-    # JAX keeps the program of a jitted function: what the check has traced on
-    # slices is not traced again to run. It is a function of this call alone,
-    # for `inner` may close over what differs between calls.
+    # JAX caches the jaxpr of a jitted function, so the trace of the check on
+    # slices is reused by the call below. The function is made in each call,
+    # because `inner` may close over values that differ between calls.
     update = functools.partial(self._inner.update, **extra_args)
     self._refuse(self._problem(updates, params, update, bool(extra_args)))
     own_params = None if params is None else reduction.own(params)
@@ -97,7 +98,7 @@ class SlicedInner:
     return own_updates, self._stored(own_state, whole_kinds, like)
 
   def _stored(self, own_state, whole_kinds, params):
-    """Returns a shard's own state as it is kept."""
+    """Converts a shard's local state to the form in which it is stored."""
     is_row = self._rows(params)
 
     def store(leaf, whole):
@@ -110,13 +111,13 @@ class SlicedInner:
     return jax.tree.map(store, own_state, whole_kinds)
 
   def _rows(self, params):
-    """Returns whether a leaf of the state is kept with a leading axis."""
+    """Returns a predicate for leaves that are stored with a leading axis."""
     is_sliced = math.prod(self._reduction.num_slices()) > 1
     in_groups = self._reduction.groups is not None and is_sliced
     shapes = _shapes(params)
 
-    # Groups hold different states, which are not the parts of one. Nor is it
-    # known how a shape that no parameter has is divided.
+    # The slices of different groups do not form one array, and if no parameter
+    # has the shape of a leaf, its division into slices is unknown.
     def is_row(own, whole):
       is_known = whole.shape in shapes
       if is_known and not in_groups:
@@ -128,10 +129,10 @@ class SlicedInner:
     return is_row
 
   def _taken(self, state, own_kinds, whole_kinds, params):
-    """Returns a shard's own state from the state that is kept.
+    """Converts the stored state to a shard's local state.
 
     Raises:
-      ValueError: If it has other leaves, or leaves of other shapes.
+      ValueError: If the state has other leaves, or leaves of other shapes.
     """
     made_for_others = (
         f'State of `{self._reduction.caller}` must be made for these parameters'
@@ -156,12 +157,13 @@ class SlicedInner:
     return jax.tree.map_with_path(take, state, own_kinds, whole_kinds)
 
   def _problem(self, updates, params, update, has_extra_args):
-    """Returns how `inner` looks across elements, if it does."""
-    # `optax.tree_utils.tree_map_params` calls `init` with an empty stand-in for
-    # the parameters, which no other argument of a transformation is like.
+    """Returns the reason why `inner` is not element-wise, or `None`."""
+    # `optax.tree_utils.tree_map_params` calls `init` with an empty placeholder
+    # instead of parameters, and the check does not apply to it.
     if self._assume_elementwise or not jax.tree.leaves(updates):
       return None
-    # Extra arguments, which are not in the types, may be another each time.
+    # The key of the cache does not contain extra arguments, which may change
+    # from call to call.
     if has_extra_args:
       return self._find_problem(updates, params, update)
     types = self._types(updates, params)
@@ -170,10 +172,10 @@ class SlicedInner:
     return self._checked[1]
 
   def _refuse(self, problem):
-    """Raises if there is a problem, and says what to do.
+    """Raises an error with a remedy if there is a problem.
 
     Raises:
-      ValueError: If there is one.
+      ValueError: If `problem` is not `None`.
     """
     if problem:
       caller = self._reduction.caller
@@ -190,7 +192,7 @@ class SlicedInner:
       )
 
   def _find_problem(self, updates, params, update):
-    """Returns what is wrong with `inner` on slices, if anything."""
+    """Searches for a reason why `inner` cannot run on slices."""
     updates, params = jax.tree.map(jax.typeof, (updates, params))
     return elementwise.find_problem(
         self._inner._replace(update=update),
@@ -201,9 +203,9 @@ class SlicedInner:
     )
 
   def _types(self, updates, params):
-    """Returns what the check depends on, which can be compared."""
+    """Returns the types that the check depends on, as a comparable value."""
     reduction = self._reduction
-    # Whether updates vary over these axes does not matter: slices of them do.
+    # Slices vary over these axes whether or not the updates do.
     ignored = () if reduction.groups else reduction.axes
     return (
         reduction.num_slices(),
@@ -218,7 +220,7 @@ def _shapes(tree):
 
 
 def _describe(tree, ignored):
-  """Returns the types of a tree, but for varying over the `ignored` axes."""
+  """Returns the types of a tree, without variation over the `ignored` axes."""
   leaves, treedef = jax.tree.flatten(tree)
   kinds = [
       (

@@ -1,8 +1,8 @@
-"""Spikes: norms or losses far from those of the steps before.
+"""Spikes: norms or losses far from those of the previous steps.
 
-A signal is a number that each shard has in each step: the norm of its update,
-or its loss. `SpikeRule` says which of them are spikes, by `Statistics` of the
-steps before.
+A signal is a scalar that each shard has in each step: the norm of its update,
+or its loss. `SpikeRule` defines which signals are spikes, either by fixed
+limits or by `Statistics` of the previous steps.
 """
 
 from collections.abc import Collection
@@ -31,42 +31,45 @@ _CALLER = 'guard'
 
 @dataclasses.dataclass(frozen=True)
 class SpikeRule:
-  """Which norms and losses are spikes for `guard`, and what becomes of them.
+  """Defines which norms and losses are spikes for `guard`, and their treatment.
 
-  A norm is a spike above `max_norm`. A signal, which is a norm or the loss, is
-  a spike if it exceeds its mean by more than `max_stds` standard deviations.
-  Mean and deviation are over the values that single shards had in the last
-  `window` steps. Whatever is not finite is a spike from the first step on, an
-  infinite norm of finite elements included. `max_stds` judges nothing until
-  `min_steps` steps are recorded: by default, the first 128 steps. Give
-  `max_norm` as well, or fewer `min_steps`, if the first steps can have spikes.
+  A norm above `max_norm` is a spike. A signal, that is, a norm or the loss, is
+  also a spike if it exceeds its mean by more than `max_stds` standard
+  deviations. The mean and the standard deviation are taken over the values of
+  all shards in the last `window` steps. Values that are not finite are spikes
+  from the first step on, including an infinite norm of finite elements.
+  `max_stds` has no effect until `min_steps` steps are recorded, which is by
+  default the first 128 steps. Set `max_norm` as well, or a smaller `min_steps`,
+  if spikes can occur in the first steps.
 
-  Published rules: that of OLMo-core is
+  The published rule of OLMo-core is
   `SpikeRule(max_stds=6, signals=('norm', 'loss'), min_steps=63, two_sided=True,
-  record_spikes=True)`; of MaxText, the same without `two_sided`.
+  record_spikes=True)`; that of MaxText is the same without `two_sided`.
 
   Args:
-    max_norm: The largest norm.
-    max_stds: The most standard deviations from the mean.
+    max_norm: The norm above which an update is a spike.
+    max_stds: The number of standard deviations from the mean beyond which a
+      signal is a spike.
     signals: `'norm'`, `'loss'`, or both. The loss is the extra argument `value`
-      of `update`, a real scalar; each shard may give its own, or all give their
-      mean.
+      of `update`, a real scalar: either the loss of each shard, or the mean
+      loss on all shards.
     window: The number of recorded steps in the rolling mean, at least 2.
-    min_steps: The number of recorded steps before which `max_stds` does not
-      count, at least 2; `None` for a full window.
+    min_steps: The number of steps that must be recorded before `max_stds` has
+      an effect, at least 2; `None` for a full window.
     two_sided: Whether values far below the mean are spikes as well.
-    record_spikes: Whether finite spikes enter the statistics: skipped ones as
-      they are, and clipped ones after clipping. If they do not, norms that rise
-      and stay high are spikes for ever.
-    restart_after: After how many steps with spikes in a row the statistics
-      start again, as in the first step; `None` for never.
-    on_spike: `'skip'`: a spike is a bad update. `'clip'`: the update is scaled
-      down to the limit of its norm, on each shard that has a spike. Spikes of
-      the loss, or below the mean, and what is not finite stay bad.
+    record_spikes: Whether finite spikes enter the statistics: skipped spikes
+      with their value, and clipped spikes with the value after clipping.
+      Otherwise, norms that rise and stay high remain spikes forever.
+    restart_after: The number of consecutive steps with spikes after which the
+      statistics are reset to their initial state; `None` to never reset them.
+    on_spike: With `'skip'`, a spike is a bad update. With `'clip'`, each shard
+      with a spike scales its update down to the limit of the norm. Spikes of
+      the loss, spikes below the mean, and values that are not finite still make
+      the update bad.
 
   Raises:
-    TypeError: If an argument is of the wrong kind.
-    ValueError: If an argument has a wrong value, or there is no limit.
+    TypeError: If an argument has the wrong type.
+    ValueError: If an argument has an invalid value, or if there is no limit.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -107,28 +110,28 @@ class SpikeRule:
 
   @property
   def steps_needed(self) -> int:
-    """How many recorded steps `max_stds` needs."""
+    """The number of recorded steps that `max_stds` needs."""
     return self.window if self.min_steps is None else self.min_steps
 
   @property
   def names(self) -> tuple[str, ...]:
-    """The names of the signals: `'norm'` and then `'loss'`, if both are."""
+    """The names of the signals, with `'norm'` before `'loss'`."""
     return tuple(name for name in _NAMES if name in self.signals)
 
   def fixed_limits(self) -> jax.Array:
     """Returns the fixed limit of each signal, float32 [signals]."""
     largest = jnp.finfo(jnp.float32).max
-    # The loss has no fixed limit; only what is infinite is beyond the largest.
+    # The loss has no fixed limit: only infinity exceeds the largest float.
     most = largest if self.max_norm is None else self.max_norm
     limits = [most if name == 'norm' else largest for name in self.names]
     return jnp.minimum(jnp.stack([jnp.float32(x) for x in limits]), largest)
 
 
 def _check_choices(rule):
-  """Checks that the choices of a rule are known and go together.
+  """Checks that the options of a rule are valid and compatible.
 
   Raises:
-    ValueError: If they do not.
+    ValueError: If an option is invalid, or needs another option.
   """
   signals, on_spike = rule.signals, rule.on_spike
   named = set(map(str, signals)) if isinstance(signals, Collection) else set()
@@ -171,8 +174,8 @@ class Statistics(NamedTuple):
   """Mean and variance of signals in a window, the same on all shards.
 
   Attributes:
-    mean: The means over the shards of each step, float32 [window, signals].
-    variance: The variances over the shards of each step, float32 [window,
+    mean: The mean over the shards in each step, float32 [window, signals].
+    variance: The variance over the shards in each step, float32 [window,
       signals].
     num_recorded: The number of steps so far, int32 [].
   """
@@ -188,10 +191,11 @@ class Statistics(NamedTuple):
     return lax.dynamic_index_in_dim(self.mean, row, axis=-2, keepdims=False)
 
   def moments(self) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and standard deviation of a shard's value, each [signals].
+    """Returns the mean and standard deviation of one shard's value, [signals].
 
-    The variance within steps plus the sample variance between their means is
-    without bias for one value of a further step.
+    The mean variance within steps, plus the sample variance of the means of the
+    steps, is an unbiased estimate of the variance of a single value in another
+    step.
     """
     num = jnp.minimum(self.num_recorded, len(self.mean))
     has_value = (jnp.arange(len(self.mean), dtype=num.dtype) < num)[:, None]
@@ -225,13 +229,13 @@ class SpikeState(NamedTuple):
 
   Attributes:
     statistics: Mean and variance of the signals; `()` without `max_stds`.
-    spike_count: Number of updates of single shards that were spikes, those
-      included that were not finite, int32 [].
-    consecutive_spikes: Number of steps in a row in which a shard had a spike,
-      up to the last one, int32 [].
-    last_spike: The last update, counted from 0, in which each signal of a shard
-      was a spike, int32 [signals]; -1 where none was. Kept per shard, as
-      `last_bad_step`.
+    spike_count: Number of spikes, counted over all shards and including updates
+      that were not finite, int32 [].
+    consecutive_spikes: Number of consecutive steps, up to the last step, in
+      which at least one shard had a spike, int32 [].
+    last_spike: Index of the last update in which each signal was a spike,
+      counted from 0, int32 [signals]; -1 if the signal has never been a spike.
+      Kept per shard, like `last_bad_step` of `GuardState`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -250,8 +254,8 @@ class SpikeState(NamedTuple):
   last_spike: jax.Array
 
   rules = {
-      # Larger batches have smaller norms, so that the norms of other batch
-      # sizes say nothing about spikes.
+      # Larger batches have smaller norms, so norms at one batch size do not
+      # tell which norms are spikes at another.
       'statistics': states.Rule(resize='begin_anew'),
       'spike_count': states.Rule(metric='same'),
       'last_spike': states.Rule(resize='maximum', empty=states.NEVER),
@@ -260,7 +264,7 @@ class SpikeState(NamedTuple):
 
   @property
   def last_mean(self) -> Mapping[str, jax.Array]:
-    """The mean of each signal in the last recorded step, by its number."""
+    """The mean of each signal in the last recorded step, keyed by its index."""
     if not isinstance(self.statistics, Statistics):
       return {}
     num_signals = self.last_spike.shape[-1]
@@ -269,7 +273,7 @@ class SpikeState(NamedTuple):
 
 
 def start(rule: SpikeRule, axes: tuple[Hashable, ...]) -> SpikeState:
-  """Returns the first state."""
+  """Returns the initial state of a rule."""
   statistics = ()
   if rule.max_stds is not None:
     shape = rule.window, len(rule.names)
@@ -291,7 +295,7 @@ def check_fits(rule: SpikeRule | None, state: Any) -> None:
   """Checks that a state was made for a rule.
 
   Raises:
-    ValueError: If it was not.
+    ValueError: If the state was made for another rule.
   """
   if rule is None and state == ():
     return
@@ -300,7 +304,7 @@ def check_fits(rule: SpikeRule | None, state: Any) -> None:
     expected = jax.eval_shape(lambda: start(rule, ()))
   found = [x.shape[-2:] for x in jax.tree.leaves(state)]
   wanted = [x.shape for x in jax.tree.leaves(expected)]
-  # The last leaf is kept per shard.
+  # The last leaf is kept per shard, so its leading axes may differ.
   if found[:-1] != wanted[:-1] or [x[-1:] for x in found[-1:]] != wanted[-1:]:
     raise ValueError(
         'State of `guard` must have the statistics of its `spikes`, of the'
@@ -309,17 +313,19 @@ def check_fits(rule: SpikeRule | None, state: Any) -> None:
 
 
 class Judgement(NamedTuple):
-  """The judgement of a shard's own update.
+  """The result of checking one shard's update.
 
   Attributes:
-    is_healthy: Whether it is finite and no spike, or one that is scaled down,
-      bool [].
-    is_spike: Which signals are outside of their limits, bool [signals].
-    factor: By how much the update is scaled, float32 []; `None` if it is not.
-    tally: The numbers to sum over the shards: whether there is a spike, whether
-      values are recorded, and then their deviations and the squares of these,
-      float32 [2 + 2 * signals], or float32 [2] without statistics. Empty
-      without a rule, as is `is_spike`.
+    is_healthy: Whether the update is finite, and is not a spike or is scaled
+      down, bool [].
+    is_spike: Whether each signal is outside its limits, bool [signals]; empty
+      without a rule.
+    factor: The factor that scales the update down, float32 []; `None` if
+      updates are not scaled.
+    tally: The values to sum over the shards: 1 for a spike, 1 for recorded
+      signals, and then the deviations of the signals and their squares, float32
+      [2 + 2 * signals], or float32 [2] without statistics; empty without a
+      rule.
   """
 
   is_healthy: jax.Array
@@ -336,10 +342,10 @@ def judge(
     sliced: tuple[Hashable, ...],
     sharded: partition_specs.SpecTree,
 ) -> Judgement:
-  """Returns the judgement of a shard's update and loss, over all its slices.
+  """Checks the update and the loss of a shard, over all slices of the update.
 
   Raises:
-    TypeError: If the rule looks at the loss, and `value` is no real number.
+    TypeError: If the rule uses the loss, and `value` is not a real number.
     ValueError: If `sharded` contradicts the types, or `value` is not a scalar.
   """
   if rule is None or not isinstance(state, SpikeState):
@@ -358,7 +364,7 @@ def judge(
     is_recorded &= ~jnp.any(is_spike)
   tally = [jnp.stack([jnp.any(is_spike), is_recorded]).astype(jnp.float32)]
   if isinstance(state.statistics, Statistics):
-    # Plain squares would cancel each other.
+    # A variance from plain squares would suffer from cancellation.
     deviation = jnp.where(is_clipped, high, values)
     deviation -= state.statistics.last_mean
     # The squares of recorded spikes must not overflow.
@@ -374,7 +380,7 @@ def judge(
 
 
 def without_rule(is_finite: jax.Array) -> Judgement:
-  """Returns the judgement of an update that must only be finite."""
+  """Returns the `Judgement` of an update without a rule for spikes."""
   nothing = jnp.zeros(0, jnp.float32)
   return Judgement(is_finite, nothing > 0, None, nothing)
 
@@ -382,13 +388,13 @@ def without_rule(is_finite: jax.Array) -> Judgement:
 def _bounds(
     rule: SpikeRule, statistics: Statistics | tuple[()]
 ) -> tuple[Any, jax.Array]:
-  """Returns the least and the largest value of each signal, [signals]."""
+  """Returns the lower and upper limit of each signal, [signals]."""
   low, high = -jnp.finfo(jnp.float32).max, rule.fixed_limits()
   if not isinstance(statistics, Statistics):
     return low, high
   is_ready = statistics.num_recorded >= rule.steps_needed
   mean, std = statistics.moments()
-  # Values that stay the same must not be spikes because a mean is rounded.
+  # Rounding of the mean must not make spikes of values that stay constant.
   reach = jnp.float32(rule.max_stds) * std + 1e-6 * jnp.abs(mean)
   if rule.two_sided:
     low = jnp.where(is_ready, mean - reach, low)
@@ -396,10 +402,10 @@ def _bounds(
 
 
 def _signals(rule, updates, value, sliced, sharded):
-  """Returns the signals, float32 [signals], and whether updates are finite.
+  """Returns the signals, float32 [signals], and a bool [] for finite updates.
 
-  Elements that are not finite have a norm that is not, which is a spike, so
-  that they are not looked for where there are norms.
+  With the signal `'norm'`, the bool is always true: updates that are not finite
+  have a norm that is not finite, which is a spike.
   """
   signals, is_finite = [], jnp.asarray(True)
   if 'norm' in rule.signals:
@@ -418,8 +424,8 @@ def _as_loss(value):
   """Returns the loss of this shard, float32 [].
 
   Raises:
-    TypeError: If it is missing, or not a real number.
-    ValueError: If it is not a scalar.
+    TypeError: If the loss is missing, or is not a real number.
+    ValueError: If the loss is not a scalar.
   """
   name = '`value` of `guard`'
   dtype = leaves_lib.dtype_of_number(value)
@@ -445,9 +451,16 @@ def after(
     step: jax.Array,
     axes: tuple[Hashable, ...],
 ) -> SpikeState | tuple[()]:
-  """Returns the state after step number `step`, which is taken if `accept`.
+  """Returns the state after the step with index `step`.
 
-  `is_spike` is of this shard, and `totals` is `tally` of the judgements of all.
+  Args:
+    rule: The rule.
+    state: The state before the step.
+    is_spike: Whether each signal of this shard is a spike, bool [signals].
+    totals: The sum of `Judgement.tally` over all shards.
+    accept: Whether the step is accepted, bool [].
+    step: The index of the step, int32 [].
+    axes: The axes over whose shards updates differ.
   """
   if rule is None or not isinstance(state, SpikeState):
     return ()
@@ -476,7 +489,11 @@ def after(
 
 
 def spikes_since(state: SpikeState | tuple[()], step: int) -> list[str]:
-  """Returns which of several signals were spikes here since a step."""
+  """Returns the names of the signals that were spikes since a step.
+
+  The list covers the shards of this process, and is empty if there is only one
+  signal.
+  """
   # A rule with one signal needs no name for it.
   if not isinstance(state, SpikeState) or state.last_spike.shape[-1] == 1:
     return []

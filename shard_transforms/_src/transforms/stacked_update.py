@@ -1,4 +1,4 @@
-"""`update` with the gradients of the shards, where no axis is mapped."""
+"""`update` of `on_mesh` under plain `jax.jit`, for per-shard gradients."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -22,7 +22,7 @@ from shard_transforms._src.base import unreduced
 from shard_transforms._src.state import specs
 
 _CALLER = 'on_mesh'
-# Extra arguments of which each shard has its own.
+# Extra arguments that may differ between shards.
 _OF_SHARDS = ('weight', 'local_step', 'value')
 
 
@@ -32,7 +32,7 @@ def stacked_update(
     axes: tuple[Hashable, ...],
     in_specs: specs_lib.SpecTree,
 ) -> Callable[..., tuple[Any, Any]]:
-  """Returns an `update` that maps `axes` over the gradients of the shards."""
+  """Returns an `update` function that maps `axes` over per-shard gradients."""
 
   @functools.lru_cache(maxsize=8)
   def state_specs(treedef, types):
@@ -136,10 +136,10 @@ def stacked_update(
 
 
 def _are_global(updates, params, in_specs):
-  """Whether updates are the gradient of the whole batch, like their parameters.
+  """Whether updates are global gradients, in the tree of their parameters.
 
-  Where these are sharded, types show transformations that reduce that there is
-  nothing to reduce.
+  This is allowed only if parameters are sharded: then a transformation that
+  reduces can read from the types that the updates are already reduced.
   """
   told = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
   if stacked_lib.is_stacked(updates) or not any(map(specs_lib.axes_of, told)):
@@ -149,14 +149,14 @@ def _are_global(updates, params, in_specs):
 
 
 def _as_stacked(updates, params, weight, mesh, axes):
-  """Returns the gradients of the shards.
+  """Returns the per-shard gradients as a `Stacked`.
 
   Raises:
-    ValueError: If they are not gradients of shards.
+    ValueError: If the updates are not per-shard gradients.
   """
   if stacked_lib.is_stacked(updates):
     return updates
-  # What `nnx.Optimizer` makes of a stack, like of every other node.
+  # `nnx.Optimizer` converts a `Stacked` to a mapping, like every other node.
   if isinstance(updates, Mapping) and len(updates) == 1:
     ((name, tree),) = updates.items()
     is_one = name in stacked_lib.NAMES and params is not None
@@ -180,10 +180,10 @@ def _as_stacked(updates, params, weight, mesh, axes):
 
 
 def _check_num_stacked(tree, mesh, axes):
-  """Checks that gradients whose axes are lost are those of `axes`.
+  """Checks the number of shards of gradients that have lost their axes.
 
   Raises:
-    ValueError: If there are gradients of another number of shards.
+    ValueError: If the gradients have another number of shards.
   """
   num_shards = mapping.num_shards(mesh, axes)
   found = {len(x) for x in jax.tree.leaves(tree)}
@@ -197,10 +197,10 @@ def _check_num_stacked(tree, mesh, axes):
 
 
 def _as_of_shards(extra_args, stack, mesh):
-  """Returns the extra arguments, those of single shards as stacks.
+  """Returns the extra arguments, with each per-shard argument as a `Stacked`.
 
   Raises:
-    ValueError: If one has another number of elements than there are shards.
+    ValueError: If the length of an argument is not the number of shards.
   """
   num_shards = mapping.num_shards(mesh, stack.axes)
 
@@ -222,10 +222,10 @@ def _as_of_shards(extra_args, stack, mesh):
 
 
 def _check_axes(stack, axes):
-  """Checks over which axes gradients are stacked.
+  """Checks the axes over which gradients are stacked.
 
   Raises:
-    ValueError: If these are not axes that the transformation names.
+    ValueError: If the transformation does not name all these axes.
   """
   if not isinstance(stack.axes, tuple) or not stack.axes:
     raise ValueError(
@@ -241,10 +241,10 @@ def _check_axes(stack, axes):
 
 
 def _check_slices(stack, in_specs):
-  """Checks that the gradients of the shards are whole.
+  """Checks that the gradient of each shard is unsharded over the batch axes.
 
   Raises:
-    ValueError: If `in_specs` slice parameters over the axes of the batch.
+    ValueError: If `in_specs` shards parameters over the axes of the batch.
   """
   named = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
   sliced = set().union(*map(specs_lib.axes_of, named)).intersection(stack.axes)
@@ -258,11 +258,11 @@ def _check_slices(stack, in_specs):
 
 
 def _check(stack, params, extra_args, mesh):
-  """Checks the gradients of the shards.
+  """Checks the per-shard gradients against the parameters and the mesh.
 
   Raises:
-    ValueError: If they are of another mesh or of other parameters, or if they
-      need a weight.
+    ValueError: If the gradients belong to another mesh or to other parameters,
+      or if they need a weight and there is none.
   """
   if stack.is_weighted and 'weight' not in extra_args:
     raise ValueError(
@@ -276,7 +276,7 @@ def _check(stack, params, extra_args, mesh):
     shapes = {p: jnp.shape(x) for p, x in jax.tree.leaves_with_path(params)}
   for path, leaf in jax.tree.leaves_with_path(stack.tree):
     shape = (num_shards, *shapes.get(path, jnp.shape(leaf)[1:]))
-    # There may be towers between the shards and the dimensions of a parameter.
+    # An axis of towers may follow the axis of shards.
     first, rest = jnp.shape(leaf)[:1], jnp.shape(leaf)[1:]
     if first != shape[:1] or rest[len(rest) - len(shape) + 1 :] != shape[1:]:
       raise ValueError(
@@ -287,15 +287,15 @@ def _check(stack, params, extra_args, mesh):
 
 
 def _stack_spec(axes, spec, grad, param):
-  """Returns the spec of stacked gradients, which may be those of towers."""
+  """Returns the spec of a stacked gradient, with or without a tower axis."""
   return P(axes, *(None,) * (jnp.ndim(grad) - jnp.ndim(param)), *spec)
 
 
 def _check_state(state, kept):
-  """Checks that a state has the tree of that of `init`.
+  """Checks that the state has the tree that `init` returns.
 
   Raises:
-    ValueError: If it has another one.
+    ValueError: If the state has another tree.
   """
   try:
     jax.tree.broadcast(kept, state, is_leaf=specs_lib.is_spec)
@@ -310,7 +310,7 @@ def _check_shapes(updates, params):
   """Checks that updates have the shapes of the parameters.
 
   Raises:
-    ValueError: If there is still an axis of towers.
+    ValueError: If a shape differs, for example by an axis of towers.
   """
   pairs = zip(
       jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True
@@ -327,10 +327,10 @@ def _check_shapes(updates, params):
 
 
 def _check_reduced(tree, tree_specs, what):
-  """Checks that leaves are the same on all shards, but over those in specs.
+  """Checks that leaves vary only over the axes in their specs.
 
   Raises:
-    ValueError: If one differs.
+    ValueError: If a leaf differs between shards over another axis.
   """
   leaves = jax.tree.leaves_with_path(tree)
   flat = mapping.flat_specs(tree_specs, tree)
@@ -349,7 +349,7 @@ def _check_reduced(tree, tree_specs, what):
 
 
 def _entry(x):
-  """Returns the type of an entry of a stack."""
+  """Returns the type of one shard's entry in a stacked array."""
   if leaves_lib.is_float0(x):
     return np.zeros(x.shape[1:], x.dtype)
   return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
@@ -366,7 +366,7 @@ def _has_same_tree(tree, other):
 
 
 def _types(stack, params, state):
-  """Returns how the leaves of updates and state are typed: as they come in."""
+  """Returns the specs in the types of the inputs, for updates and state."""
   grads = jax.tree.leaves(stack.tree)
   if _has_same_tree(stack.tree, params):
     of_updates = list(map(mapping.spec_of, jax.tree.leaves(params)))

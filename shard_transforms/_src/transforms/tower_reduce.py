@@ -22,25 +22,26 @@ _NO_STEP = jnp.iinfo(jnp.int32).max
 
 
 class SummedTowers(NamedTuple):
-  """Says that the result of a window is the sum of its towers. No arrays."""
+  """Marks a window whose result is the sum of its towers. Has no arrays."""
 
 
 def _total_rule(state, reduction):
-  """Returns how totals are resized: the window ends with the same result."""
+  """Returns the resize rule of totals, which keeps the result of the window."""
   if _is_unweighted(state, reduction):
     return _rule_of_unweighted(reduction)
   if state.tower and isinstance(state.summed, SummedTowers):
-    # A sum contains the weights: `inner` counts each shard once.
+    # The sum already contains the weights, and `inner` counts each shard once.
     return _rule_of_unweighted('mean' if reduction == 'weighted' else reduction)
   return states.Rule(resize='sum')
 
 
 def _total_weight_rule(state, reduction):
-  """Returns how the total weights are resized."""
+  """Returns the resize rule of the total weights."""
   if _is_unweighted(state, reduction):
-    # Without weights, a shard's total weight is the number of its towers.
+    # Without weights, the total weight of a shard is its number of towers.
     return states.Rule(resize='maximum', empty=state.tower)
-  # `inner` counts each shard that has a weight, and a sum is scaled for all.
+  # For a sum, `inner` counts each shard with a positive weight once, so every
+  # new shard needs a share of the weight.
   is_sum = isinstance(state.summed, SummedTowers)
   return states.Rule(resize='share' if is_sum else 'sum')
 
@@ -74,15 +75,16 @@ class TowerReduceState(NamedTuple):
 
   Attributes:
     tower: Number of towers collected since the last update, int32 [].
-    total: Their (weighted) sum, a tree like the parameters, in float32 for
-      leaves of fewer bits; `()` where there is but one tower.
-    total_weight: The sum of their weights, float32 [], or float64 if a
-      parameter is.
-    oldest_local_step: The minimum of the local steps of those that have a
-      weight, int32 []; the largest int32 where no tower gave one.
+    total: The (weighted) sum of the updates of these towers, a tree like the
+      parameters, in float32 for leaves of fewer than 32 bits; `()` if
+      `num_towers` is 1.
+    total_weight: The sum of the weights of these towers, float32 [], or float64
+      if a parameter is float64.
+    oldest_local_step: The minimum `local_step` of the towers with positive
+      weight, int32 []; the largest int32 if no tower has given a `local_step`.
     inner_state: State of the inner transformation.
-    summed: Tells `resize_state` that the result is the sum of the towers; `()`
-      for their mean. No arrays.
+    summed: A marker without arrays, by which `resize_state` recognizes
+      `reduction='sum'`; `()` for `'mean'`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -119,44 +121,48 @@ def tower_reduce(
   r"""Gradient accumulation: sums several updates and applies them once.
 
   Each call of `update` takes the update of one tower, that is, of one
-  micro-batch. All but the last of `num_towers` calls return zero updates and do
-  not run `inner`; the last runs `inner` with the mean (or sum) over all towers.
-  With the extra argument `weight`, a scalar :math:`w_t` a tower, that mean is
+  micro-batch. The first `num_towers - 1` calls of a window return zero updates
+  and do not run `inner`; the last call runs `inner` with the mean (or sum) over
+  all towers. With the extra argument `weight`, one scalar :math:`w_t` per
+  tower, the mean is
 
   .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
      \quad W = \sum_{t: w_t > 0} w_t
 
   and `inner` receives the weight :math:`W`, so that a `cross_shard_mean` inside
-  gives the mean over all tokens of all towers of all shards. With
-  `reduction='sum'` the sum contains the weights, and `inner` receives 1 for a
-  shard that has any, else 0. If the total over all shards is zero, the update
-  is zero, the state of `inner` keeps every bit, and the window starts again.
-  Give `weight` with every tower of a window or with none.
+  computes the mean over all tokens of all towers and shards. With
+  `reduction='sum'`, the sum contains the weights, and `inner` receives the
+  weight 1 if :math:`W > 0` on the shard, else 0. If the total weight over all
+  shards is zero, the update is zero, the state of `inner` keeps every bit, and
+  a new window starts. Pass `weight` with every tower of a window or with none.
 
-  Where a tower has `None` in place of a gradient, it adds zero, and counts in
-  the mean. `inner` receives the minimum of the `local_step`s of those towers of
-  a window that have a weight; any other extra argument is the last tower's.
-  Collectives inside `inner` run once a window.
+  A tower whose gradient is `None` for some leaf adds zero to that leaf, and
+  counts in its mean. `inner` receives the minimum `local_step` of the towers
+  with positive weight; the values of all other extra arguments are those of the
+  last tower. Collectives inside `inner` run once per window.
 
-  Without `inner`, the result goes to the next link of an `optax.chain`, as
-  zeros in all calls but the last. That is right only for links that keep no
-  state and do not read the parameters, such as `optax.clip_by_global_norm` and
-  `optax.sgd` with a fixed rate and without momentum. All others belong in
-  `inner`: behind a link, weight decay would shrink the parameters in each call,
-  a schedule would count the calls, and moments would decay in each. No error
-  tells. Weights raise, and the next link sees the last tower's `local_step`.
+  Without `inner`, the result is passed to the next transformation of an
+  `optax.chain`, as zeros in all calls except the last of a window. This is
+  correct only for transformations that keep no state and do not read the
+  parameters, such as `optax.clip_by_global_norm`, or `optax.sgd` with a fixed
+  learning rate and without momentum. All other transformations belong in
+  `inner`. In a chain, weight decay would shrink the parameters in each call, a
+  schedule would count calls, and moments would decay in each call, and there is
+  no error in these cases. Passing `weight` raises an error, and the next
+  transformation receives the `local_step` of the last tower.
 
   Args:
-    num_towers: How many updates count as one step, at least 1. With 1, each
-      call is a window, and nothing is kept.
-    inner: The transformation that is applied once a window.
-    axis_name: The mapped axis, or a sequence of them, between whose shards the
-      updates differ; the sum is then kept per shard (see `init_state`). `None`
-      if updates are already the same on all shards.
+    num_towers: The number of updates per window, at least 1. With 1, each call
+      is a window, and the state has no sums.
+    inner: The transformation that is applied once per window.
+    axis_name: The mapped axis, or a sequence of mapped axes, over whose shards
+      the updates differ; the sum is then kept per shard (see `init_state`).
+      `None` if updates are already the same on all shards.
     reduction: `'mean'` or `'sum'` over the towers.
-    assume_weighted: Turns off the check that `inner` uses `weight` in all of
-      its sums over shards. Set it if `inner` is refused although it does: a sum
-      without the weight then counts all shards, without an error.
+    assume_weighted: Turns off the check that `inner` uses `weight` in all its
+      sums over shards. Set it only if `inner` is refused although it uses the
+      weight: a sum without the weight then includes all shards, without an
+      error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, whose
@@ -164,14 +170,15 @@ def tower_reduce(
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, an extra argument is of the wrong kind, or the state
-      is of another transformation.
-    ValueError: If `num_towers` is less than 1, or `reduction` unknown; in
-      `update`, if the tree is not the one that the state was made for, updates
-      are already reduced although `axis_name` is given, or differ between
-      shards although it is not, an extra argument has a wrong value, or `inner`
-      reduces over shards without the weight.
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
+      integer or boolean, an extra argument has the wrong type, or the state
+      belongs to another transformation.
+    ValueError: If `num_towers` is less than 1, or `reduction` is unknown; in
+      `update`, if the tree of the updates differs from that of the parameters
+      in `init`, if updates are already reduced although `axis_name` is given,
+      or differ between shards although it is not given, if an extra argument
+      has an invalid value, or if `inner` reduces over shards without the
+      weight.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -231,7 +238,7 @@ def tower_reduce(
     window = _collect(state, updates, weight, local_step, axes)
     # `end` must not close over arrays: `jax.checking_leaks` would find them.
     is_weighted, has_steps = weight is not None, local_step is not None
-    # The window has used the weights that gates around it care about.
+    # The sums of the window already use the weights of outer gates.
     checked = checked._replace(unchecked=(), may_be_local=True)
 
     def end(window, updates, params, /, **extra_args):
@@ -258,7 +265,7 @@ def tower_reduce(
 
 
 class _Sums(NamedTuple):
-  """Those fields of the state that each shard keeps for itself."""
+  """The per-shard fields of the state."""
 
   total: optax.Updates
   total_weight: jax.Array
@@ -266,16 +273,16 @@ class _Sums(NamedTuple):
 
 
 def _own_sums(window, axes):
-  """Returns the sums of this shard."""
+  """Returns the sums of this shard, without the leading axis of shards."""
   sums = _Sums(*(getattr(window, name) for name in _Sums._fields))
   return states.own(sums, axes, _CALLER)
 
 
 def _collect(state, updates, weight, local_step, axes):
-  """Returns the window with one more tower.
+  """Adds a tower to the window.
 
   Raises:
-    TypeError: If the local step is of the wrong kind.
+    TypeError: If the local step has the wrong type.
     ValueError: If updates do not fit the window, or differ between shards where
       the window does not.
   """
@@ -285,13 +292,13 @@ def _collect(state, updates, weight, local_step, axes):
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
     if weight is not None:
-      # A tower without weight adds no gradient to the window.
+      # A tower of weight zero adds no gradient to the window.
       step = jnp.where(weights.usable(weight) > 0, step, _NO_STEP)
     oldest = jnp.minimum(oldest, step)
   add = functools.partial(_add, weights.weighing(weight))
   sums = _Sums(
       leaves_lib.tree_map(add, total, updates),
-      # In place, `+=` would change a state that is in NumPy.
+      # `+=` would modify a state of NumPy arrays in place.
       total_weight + _counted(weight, total_weight.dtype),
       oldest,
   )
@@ -304,7 +311,7 @@ def _collect(state, updates, weight, local_step, axes):
 
 
 def _counted(weight, dtype):
-  """Returns the number by which a tower counts."""
+  """Returns the weight of a tower; 1 without weights."""
   return 1 if weight is None else weight.astype(dtype)
 
 
@@ -318,14 +325,16 @@ def _add(weigh, total, update):
 def _reduced(sums, updates, params, divides):
   """Returns the mean or sum of the towers of a full window.
 
-  A window without weights has that of its towers, also if `num_towers` has
-  changed since it began.
+  The mean of a window without weights is that of the towers it has collected,
+  even if `num_towers` has changed since the window began.
 
   Args:
     sums: The sums of this shard.
-    updates: Those of the last tower, whose dtypes the result gets.
-    params: They give the dtype where the last tower has no gradient.
-    divides: Whether the mean is wanted.
+    updates: The updates of the last tower, which determine the dtypes of the
+      result.
+    params: The parameters, which determine the dtypes of leaves for which the
+      last tower has no gradient.
+    divides: Whether to return the mean instead of the sum.
   """
   divisor = weights.safe_divisor(sums.total_weight) if divides else 1
   in_dtype = functools.cache(jnp.asarray(divisor).astype)
@@ -344,7 +353,7 @@ def _reduced(sums, updates, params, divides):
 
 
 def _weighted(weight, updates, divides):
-  """Returns the mean or sum of one tower: zero where it has no weight."""
+  """Returns the mean or sum of a single tower; zero if its weight is zero."""
   zero_unless_counted = leaves_lib.zeroing_unless(weight > 0)
   weigh = zero_unless_counted if divides else weights.weighing(weight)
 
@@ -370,10 +379,10 @@ def _emptied(window, inner_state):
 
 
 def _check_single(state):
-  """Checks that a state is of no window of several towers.
+  """Checks that a state was made with `num_towers=1`.
 
   Raises:
-    ValueError: If it is of one.
+    ValueError: If the state has sums of several towers.
   """
   if jax.tree.leaves(state.total):
     raise ValueError(
