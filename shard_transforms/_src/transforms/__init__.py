@@ -1,4 +1,5 @@
 """Floor 4: the transformations that go into `optax.chain`.
 
-They never import each other, and meet in the chain. Imports the floors below.
+These transformations do not import each other; users combine them in a chain.
+They import only the floors below.
 """

@@ -1,4 +1,4 @@
-"""`accumulated_value_and_grad`: windows of micro-batches under `jax.jit`."""
+"""`accumulated_value_and_grad`: gradient accumulation under plain `jax.jit`."""
 
 import collections
 from collections.abc import Callable
@@ -35,60 +35,64 @@ def accumulated_value_and_grad(
     weight_fn: Callable[..., chex.Numeric] | None = None,
     reduction: Literal['mean', 'sum'] = 'mean',
 ) -> Callable[..., tuple[Any, Any]]:
-  r"""Gradient accumulation under `jax.jit` with one reduction a window.
+  r"""Gradient accumulation under `jax.jit` with one reduction per window.
 
-  `jax.value_and_grad` of the mean over the micro-batches (towers) of a batch,
-  for global arrays, outside of `jax.shard_map`. In a loop over micro-batches,
-  the compiler reduces the gradients of each: it sends k times as much. Here,
-  each shard of the batch adds up its own gradients in a `lax.scan`, and they
-  are reduced once: by an all-reduce, or by a reduce-scatter where parameters
-  are sharded over `axis_name` (FSDP), which are then gathered once. The
-  compiler goes on to shard the model over other axes of the mesh.
+  Computes `jax.value_and_grad` of the mean over the micro-batches (towers) of a
+  batch, for global arrays, outside of `jax.shard_map`. In a plain loop over k
+  micro-batches, the compiler reduces the gradient of each micro-batch, and so
+  communicates k times as much. Here, each shard of the batch adds up its local
+  gradients in a `lax.scan`, and the sums are reduced once. Gradients are
+  all-reduced; if parameters are sharded over `axis_name` (FSDP), the parameters
+  are gathered once and their gradients are reduce-scattered. The compiler still
+  shards the model over the other axes of the mesh.
 
-  With weights :math:`w_t`, such as numbers of tokens, both results are
+  With weights :math:`w_t`, such as token counts, the value and the gradient are
 
   .. math:: \sum_{t: w_t > 0} w_t x_t / \sum_{t: w_t > 0} w_t
 
-  over the micro-batches t of all shards, and zero where no weight is positive.
+  over the micro-batches t of all shards, and zero if no weight is positive.
 
-  Each device holds the whole gradient along `axis_name`, in float32, until it
-  is reduced. If it does not fit, accumulate in a plain `lax.scan`.
+  Until the reduction, each device holds a float32 gradient that is not sharded
+  over `axis_name`. If it does not fit, accumulate in a plain `lax.scan`.
 
   Args:
-    fun: The loss of the parameters and of rows of a batch, as `fun(params,
-      *batch, **kwargs)`: a mean over the rows that it is given, which are those
-      of one micro-batch on one shard, or with `has_aux` a pair of it and
-      anything. Pass all else as keyword arguments.
+    fun: The loss, called as `fun(params, *batch, **kwargs)` with the rows of
+      one micro-batch on one shard. It returns the mean over these rows, or with
+      `has_aux` a pair of this mean and any auxiliary results. Pass all
+      arguments that are not part of the batch as keyword arguments.
     axis_name: The axis of the mesh over which the batch is sharded, or a
-      sequence of them. Where it is of type `Explicit`, `fun` is traced with all
-      axes of type `Auto`, so that it must not name an `out_sharding`.
-    num_towers: How many micro-batches the rows of each shard are split into.
-      `None` if they are stacked already: leaves are [towers, rows, ...].
-    param_specs: The `PartitionSpec`s of the parameters, a tree or a prefix of
-      one; the gradients get them, too. `None` reads them from the types of the
-      parameters, which show axes of type `Explicit`. Under `jax.jit`, types do
-      not show axes of type `Auto`: a parameter that is sharded over `axis_name`
-      without being named here is gathered, and its gradient is all-reduced.
+      sequence of axes. If the axis is of type `Explicit`, `fun` is traced with
+      all axes of type `Auto`, so it must not set an `out_sharding`.
+    num_towers: The number of micro-batches into which the rows of each shard
+      are split. `None` if micro-batches are already stacked: then leaves are
+      [towers, rows, ...].
+    param_specs: The `PartitionSpec`s of the parameters and gradients, a tree or
+      a prefix of one. `None` reads them from the types of the parameters, which
+      show axes of type `Explicit`. Under `jax.jit`, types do not show axes of
+      type `Auto`: without `param_specs`, a parameter that is sharded over such
+      an `axis_name` is gathered, and its gradient is all-reduced.
     mesh: The mesh; `None` for that of `jax.set_mesh`.
     has_aux: Whether `fun` returns a pair.
-    weight_fn: How much a micro-batch counts on a shard, a scalar, as
-      `weight_fn(*batch)`. `None` if all count the same.
-    reduction: `'mean'`, or `'sum'` over the micro-batches of all shards.
+    weight_fn: A function `weight_fn(*batch)` that returns the weight of a
+      micro-batch on a shard, a scalar. `None` for equal weights.
+    reduction: `'mean'` or `'sum'` over the micro-batches of all shards.
 
   Returns:
     A function of the parameters and of one or more trees `batch`, whose leaves
     are [rows, ...] or [towers, rows, ...], with the rows sharded over
-    `axis_name`. It returns the pair (value, gradient) as `jax.value_and_grad`
-    does, gradients in the dtypes of the parameters. Each auxiliary leaf has a
-    leading axis of all micro-batches, [shards * towers, ...], in the order of
-    the rows; for stacked micro-batches it has two, [towers, shards, ...].
+    `axis_name`. It returns the pair (value, gradient) like
+    `jax.value_and_grad`, with gradients in the dtypes of the parameters. Each
+    auxiliary leaf has a leading axis of all micro-batches, [shards * towers,
+    ...], in the order of the rows; for stacked micro-batches, it has two
+    leading axes, [towers, shards, ...].
 
   Raises:
-    TypeError: If an argument is of the wrong kind; when called, if a weight is
-      no number.
-    ValueError: If an argument has a wrong value; when called, if there is no
-      mesh with axes `axis_name`, or one is mapped already, if rows cannot be
-      divided, or if stacked leaves have different numbers of towers.
+    TypeError: If an argument has the wrong type; when called, if a weight is
+      not a number.
+    ValueError: If an argument has an invalid value; when called, if there is no
+      mesh with the axes `axis_name`, if such an axis is already mapped, if rows
+      cannot be divided evenly, or if stacked leaves have different numbers of
+      towers.
 
   Examples:
     >>> import jax
@@ -143,7 +147,7 @@ def accumulated_value_and_grad(
     slices = partition_specs.restricted(specs, axes)
     here = jax.sharding.get_abstract_mesh()
     is_typed = not set(axes).isdisjoint(here.explicit_axes)
-    # Types would refuse a loss that was not written with them in mind.
+    # Type checks would reject a loss that was not written for `jax.shard_map`.
     mapped = jax.shard_map(
         shard,
         mesh=None if is_typed else mesh,
@@ -154,7 +158,7 @@ def accumulated_value_and_grad(
     )
     if is_typed:
       mapped = jax.sharding.auto_axes(mapped, out_sharding=(values, specs))
-    # JAX 0.10 maps some of the axes of a mesh under `jax.jit` alone.
+    # JAX 0.10 maps a subset of the axes of a mesh only under `jax.jit`.
     out, grads = jax.jit(mapped)(params, arrays, batch)
     if param_specs is not None and not is_typed:
       constrain = functools.partial(_constrain_mixed, axes, mesh)
@@ -176,7 +180,8 @@ def _num_shards(mesh, axes):
 
   Raises:
     TypeError: If `mesh` is not a mesh.
-    ValueError: If there is no mesh with `axes` that are left to the compiler.
+    ValueError: If there is no mesh with these axes, or one of the axes is
+      already mapped.
   """
   here = jax.sharding.get_abstract_mesh()
   if mesh is None:
@@ -195,7 +200,7 @@ def _num_shards(mesh, axes):
           f' with {mesh.axis_names}. Call it inside `with jax.set_mesh(mesh)`,'
           ' or give `mesh`.'
       )
-    # JAX changes the types of axes of the mesh in use alone.
+    # JAX can change axis types only on the mesh of `jax.set_mesh`.
     if axis in mesh.explicit_axes and not here.axis_names:
       raise ValueError(
           f'`{_CALLER}` must be called inside `with jax.set_mesh(mesh)`,'
@@ -205,10 +210,11 @@ def _num_shards(mesh, axes):
 
 
 def _check_rows(batch, num_shards, num_towers):
-  """Returns the number of micro-batches of a shard.
+  """Checks the rows of a batch, and returns the number of towers per shard.
 
   Raises:
-    ValueError: If rows cannot be divided, or numbers of towers differ.
+    ValueError: If rows cannot be divided evenly, or if the leaves have
+      different numbers of towers.
   """
   leaves = [
       (f'{jnp.shape(x)} at {leaves_lib.name_of(path)}', jnp.shape(x))
@@ -253,15 +259,16 @@ def _collect(grad_fn, has_aux, weight_fn, params, batch):
   """Returns sums over the micro-batches of a shard.
 
   Args:
-    grad_fn: Gives the loss, or a pair with it, and the gradient.
-    has_aux: Whether it gives a pair.
-    weight_fn: Gives a weight, or is `None`.
-    params: The parameters, gathered.
-    batch: The micro-batches, stacked.
+    grad_fn: A function that returns the loss and the gradient.
+    has_aux: Whether `grad_fn` returns a pair (loss, auxiliary results) instead
+      of the loss.
+    weight_fn: A function that returns the weight of a micro-batch, or `None`.
+    params: The gathered parameters.
+    batch: The stacked micro-batches.
 
   Returns:
-    The weighted sums of losses and gradients with the sum of the weights, or
-    `None`; and what comes with the losses, stacked.
+    A triple of the weighted sums of the losses and of the gradients, and the
+    sum of the weights or `None`; and the stacked auxiliary results.
   """
 
   def tower(total, batch):
@@ -285,10 +292,10 @@ def _collect(grad_fn, has_aux, weight_fn, params, batch):
 
 
 def _reduce(axes, sums, specs):
-  """Returns sums over shards, each once; of some gradients, a shard's slice."""
+  """Sums over the shards; gradients of sharded parameters become slices."""
   leaves, treedef = jax.tree.flatten(sums)
   of_grads = jax.tree.leaves(specs)
-  # The loss comes before them, and the weight, if any, after them.
+  # The loss comes before the gradients, and the weight, if any, after them.
   others = [P()] * (len(leaves) - 1 - len(of_grads))
   todo = collections.defaultdict(dict)
   for i, spec in enumerate([P(), *of_grads, *others]):
@@ -307,8 +314,8 @@ def _divided(sums, count, params):
   """Returns the loss and gradients, in the dtypes of the parameters.
 
   Args:
-    sums: The sums of losses, of gradients and of weights, if any.
-    count: The number of summands of a mean, or `None` for a sum.
+    sums: The sums of the losses, the gradients and the weights, if any.
+    count: The number of terms in a mean, or `None` for a sum.
     params: The parameters.
   """
   loss, grads, weight = sums
@@ -324,7 +331,7 @@ def _divided(sums, count, params):
 
 
 def _gather(axes, x, spec):
-  """Returns a parameter of which a shard has a slice, whole along `axes`."""
+  """Gathers a parameter from the slices of the shards along `axes`."""
 
   def gather(x):
     for dimension, axis in reversed(_slices(spec, axes)):
@@ -335,7 +342,7 @@ def _gather(axes, x, spec):
 
 
 def _scatter(axes, x, spec):
-  """Returns a shard's slice of a sum over the shards along which it is cut."""
+  """Reduce-scatters an array over the axes in its spec."""
 
   def scatter(x):
     for dimension, axis in _slices(spec, axes):
@@ -346,9 +353,10 @@ def _scatter(axes, x, spec):
 
 
 def _beside(axes, spec, fn):
-  """Returns `fn` for arrays that other axes shard, too.
+  """Returns `fn` for arrays that are also sharded over other axes.
 
-  The compiler would gather them along the other axes before it sends them.
+  Without a map over the other axes, the compiler would gather the arrays along
+  these axes before the communication in `fn`.
   """
   others = partition_specs.axes_of(spec).difference(axes)
   other_spec = partition_specs.restricted(spec, others)
@@ -364,14 +372,14 @@ def _beside(axes, spec, fn):
 
 
 def _is_mixed(axes, spec):
-  """Whether a dimension is sliced over both kinds of axes, interleaved."""
+  """Whether a dimension is sliced over `axes` and over other axes as well."""
   others = partition_specs.axes_of(spec).difference(axes)
   kinds = [partition_specs.restricted(spec, kind) for kind in (axes, others)]
   return any(map(all, zip(*kinds, strict=True)))
 
 
 def _constrain_mixed(axes, mesh, grad, spec):
-  """Says how a gradient is sharded, where the compiler cannot tell."""
+  """Constrains the sharding of a gradient that the compiler cannot infer."""
   if not _is_mixed(axes, spec):
     return grad
   to = spec if mesh is None else jax.NamedSharding(mesh, spec)
@@ -379,7 +387,7 @@ def _constrain_mixed(axes, mesh, grad, spec):
 
 
 def _slices(spec, axes):
-  """Returns (dimension, axis) for those of `axes` in a spec, in its order."""
+  """Returns the pairs (dimension, axis) of a spec whose axis is in `axes`."""
   return [
       (dimension, axis)
       for dimension, entry in enumerate(spec)

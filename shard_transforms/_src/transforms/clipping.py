@@ -22,19 +22,20 @@ def clip_by_global_norm(
 
   .. math:: u \cdot \min(1, m / \lVert u \rVert)
 
-  where :math:`m` is `max_norm`. Before the reduction, each shard is clipped by
-  its own norm, so that an exploding gradient does not dominate the mean; after
-  it, all are clipped by the norm of the mean::
+  where :math:`m` is `max_norm`. Before a reduction, the update of each shard is
+  clipped by its own norm, so that an exploding gradient on one shard does not
+  dominate the mean. After a reduction, the mean is clipped by its norm::
 
     optax.chain(clip_by_global_norm(1.0), cross_shard_mean('data'), adam)
     optax.chain(cross_shard_mean('data'), clip_by_global_norm(1.0), adam)
 
-  Name the axes over which leaves are sliced, such as those of a model that is
-  larger than a device, or, inside `shard_update`, its axis:
+  `axis_name` must name the axes over which leaves are sliced, such as the axes
+  of a model that is larger than one device, or the axis of `shard_update` if
+  the clipping is inside of it:
   `shard_update(optax.chain(clip_by_global_norm(1.0, 'data'), adam), 'data')`.
 
-  A norm of zero leaves zeros; an infinite norm turns finite elements into zeros
-  and all others into NaN.
+  If the norm is zero, the updates stay zero. If the norm is infinite, finite
+  elements become zero and all other elements NaN.
 
   Args:
     max_norm: The norm above which updates are scaled down, a positive number.
@@ -47,11 +48,11 @@ def clip_by_global_norm(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If `max_norm` is not a real number, or `sharded` not made of
-      `PartitionSpec`s; in `update`, if a leaf is an integer or boolean.
-    ValueError: If `max_norm` is not positive; in `update`, as in `global_norm`,
-      or if some leaves vary over an axis that `axis_name` lacks, and some do
-      not.
+    TypeError: If `max_norm` is not a real number, or if `sharded` is not a tree
+      of `PartitionSpec`s; in `update`, if a leaf is an integer or boolean.
+    ValueError: If `max_norm` is not positive; in `update`, in the cases of
+      `global_norm`, or if only some leaves vary over an axis that is not in
+      `axis_name`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -102,7 +103,7 @@ def _check_alike(tree, axes):
   """Checks that all leaves vary over the same axes, apart from `axes`.
 
   Raises:
-    ValueError: If they do not, so that some seem to be slices.
+    ValueError: If only some leaves vary over an axis, and so may be slices.
   """
   kinds = {
       axes_lib.varying_axes(leaf).difference(axes)

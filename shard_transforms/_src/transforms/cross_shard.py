@@ -1,4 +1,4 @@
-"""`cross_shard_mean` and `cross_shard_sum`: one update from all shards."""
+"""`cross_shard_mean`, `cross_shard_sum`: reductions of updates over shards."""
 
 import chex
 import jax
@@ -18,36 +18,39 @@ def cross_shard_mean(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
 
-  With the extra argument `weight`, a scalar :math:`w_i` a shard,
+  With the extra argument `weight`, one scalar :math:`w_i` per shard, the mean
+  is
 
   .. math:: u \leftarrow \sum_{i: w_i > 0} w_i u_i / \sum_{i: w_i > 0} w_i
 
-  so that uneven batches count by their tokens, and a shard of weight zero does
-  not count at all, even where its update is NaN. Weights that are negative or
-  not finite count as zero; a total of zero gives a zero update. Without
-  `weight`, all shards count the same. Weights are multiplied in float32, or in
-  the dtype of a wider leaf, before they are divided by their sum: in place of
-  numbers near 1e-30 or 1e30, give them as multiples of their largest.
+  With token counts as weights, uneven batches count by their tokens. A shard of
+  weight zero does not count at all, even if its update is NaN. Weights that are
+  negative or not finite count as zero, and if the total weight is zero, the
+  update is zero. Without `weight`, all shards count equally. Updates are
+  multiplied by their weights in float32, or in the dtype of a wider leaf,
+  before the division by the sum of the weights. Weights near 1e-30 or 1e30 can
+  therefore underflow or overflow; divide them by the largest weight first.
 
-  Put it where per-shard gradients become one: before whatever keeps moments,
-  before clipping by the global norm, after clipping each shard by its own. The
-  axis must be bound: call `update` inside `jax.shard_map`, `jax.pmap` or
-  `jax.vmap`. Under `jax.shard_map`, take the gradient with
-  `shard_transforms.value_and_grad` or of `shard_transforms.per_shard`
-  parameters; a gradient that JAX has summed already raises.
+  Put this transformation where per-shard gradients become one gradient: before
+  transformations that keep moments, before clipping by the global norm, and
+  after clipping each shard by its own norm. The axis must be bound: call
+  `update` inside `jax.shard_map`, `jax.pmap` or `jax.vmap`. Under
+  `jax.shard_map`, compute the gradient with `shard_transforms.value_and_grad`,
+  or with respect to `shard_transforms.per_shard` parameters; a gradient that
+  JAX has already summed raises an error.
 
-  Leaves of fewer than 32 bits are summed in float32 and cast back; complex
-  leaves are reduced like real ones; `None`, `optax.MaskedNode` and `float0`
-  leaves pass.
+  Leaves of fewer than 32 bits are summed in float32 and cast back. Complex
+  leaves are reduced like real leaves. `None`, `optax.MaskedNode` and `float0`
+  leaves pass through unchanged.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
-    groups: A partition of the shards into groups of one size, such as
-      `[[0, 1], [2, 3]]`, each of which reduces among itself. The result then
-      differs between shards; see `init_state(..., per_shard=True)`.
-    on_invariant: How to read a leaf whose type says that it is the same on all
-      shards: `'error'`, or `'averaged'`, which leaves it as it is and sends
-      nothing.
+    axis_name: The mapped axis to reduce over, or a sequence of mapped axes.
+    groups: A partition of the shards into groups of equal size, such as
+      `[[0, 1], [2, 3]]`. Each group reduces only among its own shards. The
+      result then differs between shards; see `init_state(..., per_shard=True)`.
+    on_invariant: The treatment of a leaf whose type shows that it is the same
+      on all shards: `'error'` raises an error; `'averaged'` assumes that the
+      leaf is already the mean, and returns it without communication.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -55,12 +58,12 @@ def cross_shard_mean(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is
-      an integer or boolean, or `weight` is not a real number.
-    ValueError: If an argument has a wrong value, such as groups of different
-      sizes; in `update`, if a leaf is already reduced, `weight` is not a
-      scalar or known to be negative, the groups do not fit the axis, or types
-      show that `params` are slices over the axis (FSDP).
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
+      integer or boolean, or `weight` is not a real number.
+    ValueError: If an argument has an invalid value, such as groups of different
+      sizes; in `update`, if a leaf is already reduced, if `weight` is not a
+      scalar, or is a negative concrete value, if the groups do not fit the
+      axis, or if types show that `params` are slices over the axis (FSDP).
 
   Examples:
     >>> import jax
@@ -87,13 +90,14 @@ def cross_shard_sum(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their sum over all shards of a mapped axis.
 
-  With the extra argument `weight`, a scalar :math:`w_i` a shard, the sum is
-  :math:`\sum_{i: w_i > 0} w_i u_i`. All else is as in `cross_shard_mean`.
+  With the extra argument `weight`, one scalar :math:`w_i` per shard, the sum is
+  :math:`\sum_{i: w_i > 0} w_i u_i`. In all other respects, this is like
+  `cross_shard_mean`.
 
   Args:
-    axis_name: The mapped axis to reduce over, or a sequence of them.
-    groups: A partition of the shards into groups of one size, each of which
-      reduces among itself.
+    axis_name: The mapped axis to reduce over, or a sequence of mapped axes.
+    groups: A partition of the shards into groups of equal size. Each group
+      reduces only among its own shards.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` without state, whose `update`
@@ -130,23 +134,24 @@ def shard_mean(
 ) -> chex.ArrayTree:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 
-  The rule of `cross_shard_mean`, as a function, for losses, metrics and batch
+  This is `cross_shard_mean` as a function, for losses, metrics and batch
   statistics.
 
   Args:
-    tree: Tree of arrays of any shapes; integers and booleans give float32.
-    axis_name: The mapped axis, or a sequence of them.
-    weight: A scalar a shard, such as its number of tokens, or `None`.
-    on_invariant: How to read a leaf that is the same on all shards; see
-      `cross_shard_mean`. `'averaged'` leaves it as it is.
+    tree: Tree of arrays of any shapes; integers and booleans become float32.
+    axis_name: The mapped axis, or a sequence of mapped axes.
+    weight: One scalar per shard, such as its token count, or `None`.
+    on_invariant: The treatment of a leaf that is the same on all shards; see
+      `cross_shard_mean`. `'averaged'` returns the leaf unchanged.
 
   Returns:
     A tree of the same shapes, the same on all shards.
 
   Raises:
     NameError: If an axis is not bound.
-    TypeError: If an argument is of the wrong kind.
-    ValueError: If a leaf is already reduced, or an argument has a wrong value.
+    TypeError: If an argument has the wrong type.
+    ValueError: If a leaf is already reduced, or an argument has an invalid
+      value.
 
   Examples:
     >>> import jax
@@ -176,7 +181,8 @@ def _cross_shard(kind, axis_name, groups, on_invariant):
   )
 
   def init_fn(params):
-    # These may be marked as per shard, for moments before the reduction.
+    # Parameters may be marked as per shard, for moments before the reduction,
+    # so they are not checked here.
     del params
     return optax.EmptyState()
 

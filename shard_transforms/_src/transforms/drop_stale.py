@@ -24,8 +24,8 @@ class DropStaleState(NamedTuple):
     global_step: Number of accepted updates, int32 [].
     stale_count: Number of updates that were dropped because of their age,
       int32 [].
-    stale_shard_count: Number of updates of single shards that were dropped,
-      int32 []; without `axis_name`, the caller counts as one shard.
+    stale_shard_count: Number of dropped updates, counted over all shards, int32
+      []; without `axis_name`, all shards together count as one.
     inner_state: State of the inner transformation.
 
   Examples:
@@ -55,7 +55,7 @@ class DropStaleState(NamedTuple):
 
   @property
   def stale_fraction(self) -> jax.Array:
-    """The fraction of updates that was dropped, float32 []; 0 at the start."""
+    """The fraction of dropped updates, float32 []; 0 before any update."""
     stale, taken = (
         jnp.asarray(count, jnp.float32)
         for count in (self.stale_count, self.global_step)
@@ -73,43 +73,47 @@ def drop_stale(
   r"""Drops updates that were computed too many steps ago.
 
   Each call of `update` takes `local_step`, the global step at which the
-  parameters of the update were read. The update is accepted if
+  parameters for this update were read. The update is accepted if
 
   .. math:: \text{global step} - \text{local step} \le \text{staleness}
 
-  Then `inner` takes a step, and the global step grows by one. Otherwise the
-  update is dropped: the result is zero, the global step and every bit of the
-  state of `inner` stay, and `stale_count` grows by one. (`inner` runs in that
-  step too, on zeros, and its result is thrown away: only side effects such as
-  `jax.debug.print` remain.) Read `global_step` of this state when you read the
-  parameters, and pass it with the gradient of these parameters.
+  For an accepted update, `inner` takes a step, and the global step is
+  incremented. Otherwise the update is dropped: the result is zero, the global
+  step and every bit of the state of `inner` are unchanged, and `stale_count` is
+  incremented. (`inner` also runs in that step, on zeros, and its result is
+  discarded; only side effects such as `jax.debug.print` remain.) Read
+  `global_step` from this state when you read the parameters, and pass it as
+  `local_step` with the gradient for these parameters.
 
-  With `axis_name`, each shard has its own `local_step`. Shards that are too
-  late, or whose extra argument `weight` is zero, get weight zero and an update
-  of zero, and `inner` receives both: a `cross_shard_mean` inside leaves them
-  out. If no shard has any weight left, nothing changes, and the step counts as
-  dropped if any shard was late. All shards of the axis decide together, even if
-  `inner` reduces in groups.
+  With `axis_name`, each shard has its own `local_step`. A shard whose update is
+  too old, or whose extra argument `weight` is zero, gets an update of zero and
+  weight zero, which `inner` receives, so that a `cross_shard_mean` inside
+  leaves the shard out. If the total weight is then zero, nothing changes, and
+  the step counts as dropped if any shard was too late. All shards of the axis
+  share one decision, even if `inner` reduces in groups.
 
-  Without `inner`, the update goes to the next link of an `optax.chain`, as
-  zeros if it is dropped. That is right only for links that keep no state and do
-  not read the parameters: with a dropped update, weight decay would still
-  shrink them, a schedule would count, and moments would decay. No error tells.
+  Without `inner`, the update is passed to the next transformation of an
+  `optax.chain`, as zeros if it is dropped. This is correct only for
+  transformations that keep no state and do not read the parameters. For a
+  dropped update, weight decay would still shrink the parameters, a schedule
+  would count the step, and moments would decay, and there is no error in these
+  cases.
 
   Args:
-    staleness: The age up to which updates are accepted, in steps. 0 accepts
-      updates that were computed from the present parameters; a negative number
-      accepts only updates that claim a later step.
+    staleness: The maximum age of accepted updates, in steps. 0 accepts updates
+      that were computed from the current parameters; a negative value accepts
+      only updates with a `local_step` after the global step.
     inner: The transformation for accepted updates.
-    axis_name: The mapped axis, or a sequence of them, between whose shards
-      `local_step` may differ; needs `inner`. `None` if it is the same on all
-      shards, or if updates are already reduced: where JAX tracks types, the
-      smallest `local_step` of the shards then decides, without shards whose
-      `weight` is zero, and updates that are not reduced raise an error. Where
-      it does not, different steps let shards diverge.
-    assume_weighted: Turns off the check that `inner` uses `weight` in all of
-      its sums over shards. Set it if `inner` is refused although it does: a sum
-      without the weight then counts all shards, without an error.
+    axis_name: The mapped axis, or a sequence of mapped axes, over whose shards
+      `local_step` may differ; needs `inner`. `None` if `local_step` is the same
+      on all shards, or if updates are already reduced. In the latter case, if
+      JAX tracks types, the decision uses the smallest `local_step` of the
+      shards with positive `weight`, and updates that are not reduced raise an
+      error; if JAX does not track types, shards with different steps diverge.
+    assume_weighted: Turns off the check that `inner` uses `weight` in all its
+      sums over shards. Set it only if `inner` is refused although it uses the
+      weight: a sum without the weight then includes all shards, without an
+      error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `DropStaleState`, whose
@@ -117,13 +121,13 @@ def drop_stale(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if `local_step`
+    TypeError: If an argument has the wrong type; in `update`, if `local_step`
       is missing or not an integer, a leaf is an integer or boolean, or the
-      state is of another transformation.
+      state belongs to another transformation.
     ValueError: If `axis_name` is given without `inner`; in `update`, if
-      `local_step` is not a scalar or differs between shards, as the updates
-      do, without `axis_name`; or, with it, if updates are already reduced or
-      `inner` does not use the weight.
+      `local_step` is not a scalar; without `axis_name`, if `local_step` and the
+      updates differ between shards; with `axis_name`, if updates are already
+      reduced or `inner` does not use the weight.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -198,9 +202,9 @@ def drop_stale(
 
 
 def _is_fresh(local_step, global_step, staleness):
-  """Returns whether an update is at most `staleness` steps old, bool []."""
-  # The oldest accepted step, in arithmetic that cannot overflow: below the
-  # range of int32 every step is fresh, and above it none is.
+  """Checks that an update is at most `staleness` steps old, bool []."""
+  # The oldest accepted step, in arithmetic that cannot overflow. If it is below
+  # the range of int32, every step is fresh; if it is above, no step is.
   lowest = _INT32.min + max(staleness, 0)
   highest = _INT32.max + min(staleness, 0)
   oldest = jnp.clip(global_step, lowest, highest) - staleness

@@ -1,4 +1,4 @@
-"""`value_and_grad`: the gradient of each shard, in every mode."""
+"""`value_and_grad` and `per_shard`: per-shard gradients, in every mode."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -18,23 +18,24 @@ from shard_transforms._src.transforms import stacked_gradients
 
 
 def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
-  """Marks replicated parameters as varying: one copy a shard.
+  """Marks replicated parameters as varying: one copy per shard.
 
-  Under `jax.shard_map`, the gradient with respect to replicated parameters is
-  summed over the shards by JAX. The gradient with respect to `per_shard`
-  parameters is each shard's own, in every mapping mode, which is what the
-  transformations of this library reduce. Values do not change; nothing is sent.
-  Idempotent, and the identity under `jax.pmap`, `jax.vmap` and
-  `jax.shard_map(..., check_vma=False)`, where gradients are per shard already.
+  Under `jax.shard_map`, JAX sums the gradient with respect to replicated
+  parameters over the shards. The gradient with respect to `per_shard`
+  parameters is the local gradient of each shard, in every mapping mode, and the
+  transformations of this library reduce such gradients. The values do not
+  change, and there is no communication. The function is idempotent, and it is
+  the identity under `jax.pmap`, `jax.vmap` and `jax.shard_map(...,
+  check_vma=False)`, where gradients are already per shard.
 
   Args:
-    params: Tree of arrays of any shapes and dtypes. Other leaves, such as a
-      function in a model of Equinox, stay.
-    axis_name: The mapped axis, or a sequence of them.
+    params: Tree of arrays of any shapes and dtypes. Leaves that are not arrays,
+      such as a function in an Equinox model, are returned unchanged.
+    axis_name: The mapped axis, or a sequence of mapped axes.
 
   Returns:
-    The same tree, its leaves typed as varying over the axes where JAX tracks
-    this.
+    The same tree, with leaves typed as varying over the axes if JAX tracks
+    varying axes.
 
   Raises:
     NameError: If an axis is not bound.
@@ -76,65 +77,66 @@ def value_and_grad(
     weight_fn: Callable[..., chex.Numeric] | None = None,
     mesh: mapping.AnyMesh | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-  r"""Returns a function for the loss and for the gradient of each shard.
+  r"""Returns a function that computes the loss and the gradient of each shard.
 
-  As `jax.value_and_grad`, of a loss that is written for one device and takes
-  the rows of a batch. The gradient of a shard is that of the loss of its own
-  rows; a reduction such as `cross_shard_mean` averages it.
+  Like `jax.value_and_grad`, for a loss that is written for one device and takes
+  the rows of a batch. The gradient of a shard is the gradient of the loss of
+  its own rows; a reduction such as `cross_shard_mean` averages these gradients.
 
   Under plain `jax.jit`, and outside of any mapping, the function is called with
   global arrays. It returns the mean of the losses of the shards, and their
-  gradients as a `Stacked` tree of arrays [shards, ...], each on the devices of
-  its shard, for the `update` of `on_mesh(tx, mesh)`. Nothing but the loss is
-  communicated. The mean of the gradients is the gradient of the mean of the
-  losses. If the loss is a mean over the rows, this is the gradient of the whole
-  batch; a mean over tokens needs `weight_fn`. Inside the loss, the axes of the
-  batch are mapped: an `out_sharding` or sharding constraint must leave them
-  out. Axes that are not in `axis_name` stay as they are. Parameters that are
-  sharded over `axis_name` (FSDP) are gathered once.
+  gradients as a `Stacked` tree of arrays [shards, ...], with each entry on the
+  devices of its shard, for the `update` of `on_mesh(tx, mesh)`. Only the loss
+  is communicated. The mean of the gradients is the gradient of the mean of the
+  losses. If the loss is a mean over the rows, this is the gradient of the
+  entire batch; a mean over tokens needs `weight_fn`. Inside the loss, the axes
+  of the batch are mapped, so an `out_sharding` or sharding constraint must not
+  name them. Axes that are not in `axis_name` are unaffected. Parameters that
+  are sharded over `axis_name` (FSDP) are gathered once.
 
   Under `jax.shard_map` (checked or not), `jax.pmap` and `jax.vmap`, the
   function is called with the rows of a shard, and returns the value and the
-  gradient of that shard, in every mode. Average the value, for display, with
-  `shard_mean`.
+  gradient of that shard. Use `shard_mean` to average the value for display.
 
   Args:
-    fun: A function of arrays whose result is a scalar, or a pair of a scalar
-      and anything with `has_aux`. Where types are tracked, the scalar must not
-      be reduced over the shards: return `jnp.mean(losses)`, not its
+    fun: A function of arrays that returns a scalar, or with `has_aux` a pair of
+      a scalar and any auxiliary results. If JAX tracks types, the scalar must
+      not be reduced over the shards: return `jnp.mean(losses)` and not its
       `lax.pmean`.
-    axis_name: The axis over which the batch is sharded, or a sequence of them.
-    argnums: Which positional arguments to differentiate with respect to.
+    axis_name: The axis over which the batch is sharded, or a sequence of axes.
+    argnums: The positional arguments to differentiate with respect to.
     has_aux: Whether `fun` returns a pair.
     holomorphic: Whether `fun` is promised to be holomorphic.
     allow_int: Whether integer arguments may be differentiated, with a `float0`
       result.
-    in_axes: Which arguments are split over the shards where no axis is mapped,
-      as in `jax.vmap`: a tuple with an entry for each positional argument, 0 if
-      its arrays are split along their first dimension, `None` if each shard
-      gets all of it, or a tree of both. By default, the types decide if the
-      axes are of type `Explicit`: arrays whose first dimension is sharded over
-      `axis_name` are split. On `Auto` axes, positional arguments are split but
-      for the parameters and scalars, and keyword arguments are not.
-    weight_fn: How much a shard counts, such as its number of tokens: a
-      function of all positional arguments but the parameters, which returns a
-      scalar. The value then is `(loss, weight)`, or `(loss, weight, aux)`; give
-      the weight to `update`. The mean of the losses is weighted by it.
+    in_axes: The arguments that are split over the shards if no axis is mapped,
+      as in `jax.vmap`: a tuple with one entry per positional argument. The
+      entry is 0 if the arrays of the argument are split along their first
+      dimension, `None` if each shard receives the entire argument, or a tree of
+      these values. By default, on axes of type `Explicit`, arrays are split if
+      the first dimension in their type is sharded over `axis_name`. On `Auto`
+      axes, all positional arguments except the parameters and scalars are
+      split, and keyword arguments are not.
+    weight_fn: A function of all positional arguments except the parameters that
+      returns the weight of a shard, a scalar such as its token count. The value
+      is then `(loss, weight)`, or `(loss, weight, aux)`; pass the weight to
+      `update`. The mean of the losses uses these weights.
     mesh: The mesh; `None` for that of `jax.set_mesh`.
 
   Returns:
     A function of the arguments of `fun` that returns the pair (value,
-    gradient). Where no axis is mapped, auxiliary results and weights are arrays
+    gradient). If no axis is mapped, auxiliary results and weights are arrays
     [shards, ...].
 
   Raises:
     NameError: When called, if an axis is neither mapped nor in the mesh.
     TypeError: If an argument has the wrong type.
     ValueError: If `axis_name` is empty or names an axis twice; when called, if
-      no argument is split, if rows cannot be split evenly or differ in number;
-      if the loss is already reduced over an axis, where JAX tracks this, under
-      `jax.shard_map`. Elsewhere it cannot be seen: a `lax.psum` in the loss
-      makes the gradient N times as large.
+      no argument is split, if rows cannot be split evenly, or if arguments have
+      different numbers of rows; under `jax.shard_map`, if the loss is already
+      reduced over an axis and JAX tracks types. Otherwise, a reduced loss
+      cannot be detected: a `lax.psum` in the loss makes the gradient N times
+      too large.
 
   Examples:
     >>> import jax
@@ -203,7 +205,7 @@ def value_and_grad(
 
 
 def _checked(fun, axes, has_aux):
-  """Returns the loss, which checks that it is that of a shard."""
+  """Wraps a loss in a check that its result is not reduced over the axes."""
 
   @functools.wraps(fun)
   def checked(*args, **kwargs):
@@ -224,7 +226,7 @@ def _checked(fun, axes, has_aux):
 
 def _positions(argnums, args):
   """Returns the positions of the parameters, counted from the left."""
-  # JAX has the better error for an argument that is not there.
+  # JAX has the better error for a missing argument.
   return {i % len(args) for i in argnums if -len(args) <= i < len(args)}
 
 

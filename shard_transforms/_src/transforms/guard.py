@@ -22,7 +22,7 @@ _CALLER = 'guard'
 
 
 def _stalled(state: Any) -> str | None:
-  """Returns the error of `check_health` as a message, `None` if there is none."""
+  """Returns the error message of `check_health`; `None` if training is fine."""
   num_skipped = states.largest_here(state.consecutive_skipped)
   if num_skipped < states.largest_here(state.max_consecutive):
     return None

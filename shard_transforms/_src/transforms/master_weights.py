@@ -17,9 +17,9 @@ class MasterWeightsState(NamedTuple):
   """State of `master_weights`.
 
   Attributes:
-    master_weights: The float32 copies of the parameters, in their tree.
-      Parameters of 32 bits and more need none: `optax.MaskedNode()` is in
-      their place.
+    master_weights: The float32 copies of the parameters, in the tree of the
+      parameters, with `optax.MaskedNode()` for parameters of 32 bits or more,
+      which need no copy.
     inner_state: State of the inner transformation, made for the copies.
 
   Examples:
@@ -45,34 +45,36 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Runs the optimizer on float32 copies of 16-bit parameters.
 
-  A step of less than 1/512 of a bfloat16 parameter is lost when it is added to
-  the parameter. Here, it is added to a float32 copy, the master weight m, and
-  the update takes the parameter p to the rounded copy:
+  A step that is smaller than 1/512 of a bfloat16 parameter is lost when it is
+  added to the parameter. Here, the step is added to a float32 copy of the
+  parameter p, the master weight m, and the update is the difference between the
+  rounded copy and p:
 
   .. math:: m \leftarrow m + \mathrm{inner}(g, m), \quad
      u = \mathrm{round}_{16}(m) - p
 
-  `inner` receives gradients and parameters in float32, so its moments are in
-  float32, too. Leaves of 32 bits and more pass through: for these, the result
-  is that of `inner`. Updates keep their dtypes. Updates of 16 bits are what
-  `shard_update(master_weights(inner), axis_name)` gathers, in half the bytes;
-  it also divides the copies among the shards.
+  `inner` receives gradients and parameters in float32, so its moments are also
+  in float32. Leaves of 32 bits or more are passed through, and their updates
+  are those of `inner`. Updates keep their dtypes, so
+  `shard_update(master_weights(inner), axis_name)` gathers updates of 16 bits,
+  which halves the bytes; it also divides the copies among the shards.
 
-  `optax.apply_updates` gives exactly the rounded copy if a step at most halves
-  or doubles the parameter. After a larger step, or one that changes the sign,
-  the update may be rounded once more, to its own dtype. The next step starts
-  from the parameter as it is and corrects the error. Errors never add up,
-  because the copies are not rounded.
+  The result of `optax.apply_updates` is exactly the rounded copy if a step at
+  most halves or doubles the parameter. After a larger step, or a step that
+  changes the sign, the update may be rounded once more, to its own dtype. The
+  next update starts from the actual parameter and corrects this error. Errors
+  do not accumulate, because the copies are not rounded.
 
   The parameters must change only by these updates: the next update undoes any
   other change. Put transformations that change the size of the step, such as
-  `optax.scale`, into `inner`, those that decide whether a step is taken, such
-  as `guard`, `drop_stale` and `tower_reduce`, around, and `delay_updates`
-  before. To train on from other parameters, make a new state with `init`.
+  `optax.scale`, inside `inner`. Put transformations that decide whether a step
+  is taken, such as `guard`, `drop_stale` and `tower_reduce`, around
+  `master_weights`, and `delay_updates` before it. To continue training from
+  other parameters, make a new state with `init`.
 
-  `init` copies the parameters as they are, in 16 bits. To start from float32
-  values, replace `master_weights` in the state by `optax.tree_utils.tree_set`;
-  in a sharded state, do this between `full_state` and `place_state`.
+  `init` copies the 16-bit values of the parameters. To start from float32
+  values, use `optax.tree_utils.tree_set` to replace `master_weights` in the
+  state; in a sharded state, do this between `full_state` and `place_state`.
 
   Args:
     inner: The optimizer that runs in float32.
@@ -85,7 +87,7 @@ def master_weights(
   Raises:
     TypeError: If `inner` is not an Optax transformation; in `init`, if a
       16-bit parameter is not an array; in `update`, if a leaf is an integer or
-      boolean, or the state is of another transformation.
+      boolean, or the state belongs to another transformation.
     ValueError: In `update`, if parameters are missing, or if updates or
       parameters do not fit the state.
 
@@ -133,10 +135,10 @@ def master_weights(
 
 
 def _master(param):
-  """Returns the float32 copy of a parameter, if it has fewer bits.
+  """Returns the float32 copy of a parameter, or `MaskedNode` if it needs none.
 
   Raises:
-    TypeError: If there are no values to copy.
+    TypeError: If the parameter is a type without values to copy.
   """
   if not _is_narrow(param):
     return optax.MaskedNode()
@@ -161,12 +163,12 @@ def _has_no_copy(node):
 
 
 def _map(fn, masters, *trees):
-  """Maps trees, also where a leaf has no copy."""
+  """Maps trees, including the leaves that have no copy."""
   return jax.tree.map(fn, masters, *trees, is_leaf=_has_no_copy)
 
 
 def _chosen(masters, params):
-  """Returns what `inner` updates: copies, and parameters that have none."""
+  """Returns the parameters for `inner`, replaced by their copies if any."""
   return _map(lambda m, p: p if _has_no_copy(m) else m, masters, params)
 
 
@@ -184,7 +186,7 @@ def _moved(master, step):
 
 
 def _update(master, step, update, param):
-  """Returns what takes a parameter to its rounded copy."""
+  """Returns the difference between the rounded copy and its parameter."""
   if _has_no_copy(master) or step is None:
     return step
   rounded = master.astype(param.dtype).astype(master.dtype)
@@ -195,7 +197,8 @@ def _check_params(params, masters):
   """Checks that a state was made for these parameters.
 
   Raises:
-    ValueError: If it was not, or there are none.
+    ValueError: If the state was made for other parameters, or `params` is
+      `None`.
   """
   if params is None:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""`on_mesh`: binds a transformation to a mesh, outside of a mapped step."""
+"""`on_mesh`: binds a transformation to a mesh, for plain `jax.jit`."""
 
 import math
 
@@ -27,52 +27,54 @@ def on_mesh(
 ) -> optax.GradientTransformationExtraArgs:
   """Binds a transformation to a mesh, to be used under plain `jax.jit`.
 
-  `init` takes global parameters and makes the state on the mesh. `update` takes
-  the gradients of the shards, as `value_and_grad` returns them where no axis is
-  mapped, and returns global updates, in the shapes and with the shardings of
-  the parameters. Both map the axes of `tx` over the mesh themselves, so that
-  the step needs no `jax.shard_map`; what is communicated is the same.
+  `init` takes global parameters and creates the state on the mesh. `update`
+  takes per-shard gradients, as `value_and_grad` returns them if no axis is
+  mapped, and returns global updates, with the shapes and shardings of the
+  parameters. Both functions map the axes of `tx` over the mesh, so the step
+  needs no `jax.shard_map`. The communication is the same as in a mapped step.
 
-  Where `in_specs` shards parameters, `update` also takes the gradient of the
-  whole batch, sharded like its parameter, as `jax.grad` returns it here.
-  Transformations that would reduce it again refuse it by its type; those that
-  are told that it is reduced take it, such as `owners.owned_update` with
+  If `in_specs` shards parameters, `update` also accepts the gradient of the
+  entire batch, sharded like its parameter, as `jax.grad` returns it under plain
+  `jax.jit`. A transformation that would reduce this gradient again refuses it
+  because of its type. Transformations with an option for gradients that are
+  already reduced accept it, such as `owners.owned_update` with
   `on_sliced='averaged'` and `on_invariant='averaged'`.
 
-  The extra arguments `weight`, `local_step` and `value` have an element for
-  each shard, [shards], or are scalars, which count for all shards. All other
+  The extra arguments `weight`, `local_step` and `value` are arrays [shards],
+  with one element per shard, or scalars, which apply to all shards. All other
   extra arguments are the same for all shards, unless they are a `Stacked`.
 
-  Where an axis of the mesh is mapped, as in a step under `jax.shard_map`,
-  `init` and `update` are those of `tx`. Frameworks that call `tx.init(params)`
-  where no axis is mapped, such as `TrainState.create` and `nnx.Optimizer` of
-  flax, can so be used with both.
+  If an axis of the mesh is mapped, as in a step under `jax.shard_map`, `init`
+  and `update` are those of `tx`. Therefore frameworks that call
+  `tx.init(params)` outside of a mapped function, such as `TrainState.create`
+  and `nnx.Optimizer` of Flax, work with mapped and unmapped steps.
 
   Args:
     tx: The transformation.
     mesh: The mesh of the step.
     axis_name: The axes that `tx` names. The compiler shards the step over the
-      other axes of the mesh, and the state over them is sharded like the
-      parameters, so that every transformation sees whole parameters. `None`
-      stands for all axes of the mesh.
+      other axes of the mesh, and shards the state over these axes like the
+      parameters, so every transformation receives parameters that are not
+      sliced over these axes. `None` stands for all axes of the mesh.
     in_specs: The `PartitionSpec`s of parameters that are slices inside the
-      mapped step, as for `init_state`.
-    per_shard: As for `init_state`; only where the step is mapped.
+      mapped step, as in `init_state`.
+    per_shard: As in `init_state`; only for steps that are mapped.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with the state of `tx`.
 
   Raises:
     NameError: If `tx` names an axis that is neither in `axis_name` nor mapped.
-    TypeError: If an argument has the wrong type; in `update`, as `tx` does.
+    TypeError: If an argument has the wrong type; in `update`, in the cases of
+      `tx`.
     ValueError: If `axis_name` or `in_specs` names an axis that the mesh lacks;
-      in `init`, as in `init_state`, or if parameters are sharded over an axis
-      of a mesh of several, and `axis_name` does not say which of them `tx`
-      maps; in `update`, if updates are not gradients as above, or
-      differ between shards or have other shapes than the parameters in the end
+      in `init`, in the cases of `init_state`, or if the mesh has several axes,
+      parameters are sharded over some of its axes, and `axis_name` is not
+      given; in `update`, if updates are not gradients as above, if the updates
+      of `tx` differ between shards or do not have the shapes of the parameters,
       because `tx` does not reduce them, if `tx` closes over arrays on a mesh of
-      `Explicit` axes, if `in_specs` names axes of the batch, or if
-      the step maps an axis of another size than that of the mesh.
+      `Explicit` axes, if `in_specs` names axes of the batch, or if the step
+      maps an axis whose size is not that of the mesh.
 
   Examples:
     >>> import jax
@@ -103,7 +105,7 @@ def on_mesh(
   axes = _axes(mesh, axis_name, in_specs)
 
   def init_fn(params):
-    # `full_state` reads the shapes of the state on one shard, of any mesh.
+    # `full_state` calls `init` on one shard to get the shapes of the state.
     if _check_sizes(mesh, or_one=True):
       return inner.init(params)
     if axis_name is None:
@@ -132,7 +134,7 @@ def _axes(mesh, axis_name, in_specs):
   """Returns the axes that are mapped, in the order of the mesh.
 
   Raises:
-    ValueError: If the mesh lacks one.
+    ValueError: If the mesh lacks one of the axes.
   """
   named = mesh.axis_names if axis_name is None else axes_lib.as_axes(axis_name)
   specs = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
@@ -146,10 +148,11 @@ def _axes(mesh, axis_name, in_specs):
 
 
 def _check_axes_are_named(params, mesh, in_specs):
-  """Checks that it is known which axes are left to the compiler.
+  """Checks that all axes can be mapped if `axis_name` is not given.
 
   Raises:
-    ValueError: If parameters are sharded over one of several axes.
+    ValueError: If parameters are sharded over only some axes of the mesh, which
+      may be meant for the compiler.
   """
   told = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
   told = set().union(*map(specs_lib.axes_of, told))
@@ -168,7 +171,7 @@ def _check_sizes(mesh, or_one=False):
   """Returns the mapped axes of a mesh, and checks their sizes.
 
   Raises:
-    ValueError: If one is of another size.
+    ValueError: If the size of a mapped axis is not that of the mesh.
   """
   mapped = {
       axis: lax.axis_size(axis)

@@ -23,24 +23,27 @@ def reduce_towers(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation: reduces a leading axis of updates to one update.
 
-  Each leaf [num_towers, ...], as `jax.vmap(jax.grad(...))` over a batch that
-  was split into towers gives it, becomes its mean (or sum) [...] over the
-  towers. With the extra argument `weight`, a :math:`w_t` for each tower, and
+  Each leaf [num_towers, ...] is replaced by its mean (or sum) [...] over the
+  towers, that is, micro-batches. Such leaves come from
+  `jax.vmap(jax.grad(...))` over a batch that was split into towers. With the
+  extra argument `weight`, one scalar :math:`w_t` per tower, the mean is
 
   .. math:: u = \sum_{t: w_t > 0} w_t u_t / W,
      \quad W = \sum_{t: w_t > 0} w_t
 
-  `inner` gets the weight :math:`W`, a scalar, so that a `cross_shard_mean`
-  inside gives the mean over all tokens. With `reduction='sum'` it gets 1 where
-  any tower has a weight, else 0. A total of zero gives a zero update. Of
-  several `local_step`s, one a tower, the minimum is passed on.
+  and `inner` receives the weight :math:`W`, a scalar, so that a
+  `cross_shard_mean` inside computes the mean over all tokens. With
+  `reduction='sum'`, `inner` receives the weight 1 if :math:`W > 0`, else 0. If
+  the total weight is zero, the update is zero. If there is one `local_step` per
+  tower, `inner` receives the minimum.
 
-  `tower_reduce` does the same for towers that come one call after another.
+  `tower_reduce` does the same for towers that arrive in separate calls.
 
   Args:
     num_towers: The length of the leading axis, at least 1.
-    inner: The transformation that the result goes through. `None` leaves it to
-      the next link of an `optax.chain`; weights then raise.
+    inner: The transformation that receives the result. `None` passes the result
+      to the next transformation of an `optax.chain`, in which case `weight`
+      raises an error.
     reduction: `'mean'` or `'sum'` over the towers.
 
   Returns:
@@ -50,13 +53,13 @@ def reduce_towers(
     [num_towers].
 
   Raises:
-    TypeError: If `num_towers` is not an integer, or `inner` no transformation;
-      in `update`, if a leaf is an integer or boolean, or an extra argument is
-      of the wrong kind.
-    ValueError: If `num_towers` is less than 1, or `reduction` unknown; in
-      `update`, if a leaf lacks the leading axis, updates are already reduced
-      over an axis over which their weights differ, or an extra argument has a
-      wrong value.
+    TypeError: If `num_towers` is not an integer, or `inner` is not a
+      transformation; in `update`, if a leaf is an integer or boolean, or an
+      extra argument has the wrong type.
+    ValueError: If `num_towers` is less than 1, or `reduction` is unknown; in
+      `update`, if a leaf lacks the leading axis, if updates are already reduced
+      over an axis over which their weights differ, or if an extra argument has
+      an invalid value.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -103,7 +106,7 @@ def reduce_towers(
 
 
 def _reduce(towers, weight, divisor):
-  """Returns the sum of the towers of a leaf over a divisor, in its dtype."""
+  """Returns the sum of a leaf over its towers, divided by `divisor`."""
   if leaves.is_float0(towers):
     return towers[0]
   total = _sum(towers, weight)

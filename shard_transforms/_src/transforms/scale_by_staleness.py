@@ -1,4 +1,4 @@
-"""`scale_by_staleness`: updates scaled down by their age."""
+"""`scale_by_staleness`: scales updates down by their age."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -17,7 +17,8 @@ from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'scale_by_staleness'
-# Of shards: products of a smaller one with updates could all be zero.
+# The smallest factor of a shard: with a smaller factor, all products with
+# updates could underflow to zero.
 _LEAST_EXPONENTIAL = 2.0**-60
 
 Kind = Literal['inverse', 'exponential'] | Callable[[jax.Array], chex.Numeric]
@@ -54,49 +55,54 @@ def scale_by_staleness(
     axis_name: axes_lib.AxisName | None = None,
     assume_weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Scales updates down by how many steps ago they were computed.
+  r"""Scales updates down by their age, the number of steps that they are late.
 
   Each call of `update` takes `local_step`, the global step at which the
-  parameters of the update were read, as for `drop_stale`. Its age is
+  parameters for this update were read, as in `drop_stale`. The age of the
+  update is
 
   .. math:: \tau = \max(\text{global step} - \text{local step}, 0)
 
-  and it counts by a factor :math:`f(\tau)`: :math:`1 / \max(\tau, 1)` for
-  `'inverse'`, :math:`e^{-\text{rate} \cdot \tau}` for `'exponential'`, or the
-  result of a function.
+  and the update is scaled by a factor :math:`f(\tau)`, which is
+  :math:`1 / \max(\tau, 1)` for `'inverse'`,
+  :math:`e^{-\text{rate} \cdot \tau}` for `'exponential'`, or the result of a
+  function.
 
   Without `inner` and `axis_name`, updates are multiplied by the factor, before
-  or after a reduction. An update of factor zero is zero, even where it is NaN.
+  or after a reduction. If the factor is zero, the update is zero, even if it
+  was NaN.
 
-  With both, each shard has its own `local_step`, and the factor goes into its
-  weight: `inner` receives :math:`f(\tau_i) w_i`, where :math:`w_i` is the extra
-  argument `weight`, or 1. A `cross_shard_mean` inside then gives
+  With `inner` and `axis_name`, each shard has its own `local_step`, and the
+  factor multiplies the weight of the shard: `inner` receives the weight
+  :math:`f(\tau_i) w_i`, where :math:`w_i` is the extra argument `weight`, or 1.
+  A `cross_shard_mean` inside then computes
 
   .. math:: u = \sum_i f(\tau_i) w_i u_i / \sum_i f(\tau_i) w_i
 
-  so that only differences in age matter: if all shards are equally old, it is
-  the plain mean. An exponential of shards is at least :math:`2^{-60}`, so that
-  shards of any age keep a weight. If no shard has any weight left, nothing
-  changes. All shards of the axis decide together, even if `inner` reduces in
-  groups.
+  so only differences in age matter: if the updates of all shards have the same
+  age, :math:`u` is the plain mean. The exponential factor of a shard is at
+  least :math:`2^{-60}`, so every shard keeps a weight. If the total weight of
+  all shards is zero, nothing changes. All shards of the axis share one
+  decision, even if `inner` reduces in groups.
 
-  The global step grows by one with each call, except if nothing changes. Inside
-  `drop_stale` it equals the global step there.
+  The global step is incremented in each call, unless the total weight is zero.
+  Inside `drop_stale`, it equals the global step of `drop_stale`.
 
   Args:
-    kind: `'inverse'`, `'exponential'`, or a function of the age, int32 [], for
-      the factor, a real scalar. A factor that is negative, not finite or no
-      normal float32 counts as zero.
+    kind: `'inverse'`, `'exponential'`, or a function that takes the age, int32
+      [], and returns the factor, a real scalar. A factor that is negative, not
+      finite or not a normal float32 counts as zero.
     inner: The transformation that receives the weight.
-    rate: By how much the logarithm of the factor falls with each step of age, a
-      positive number; only for `'exponential'`.
-    axis_name: The mapped axis, or a sequence of them, between whose shards
-      `local_step` may differ; comes with `inner`. Without it, the smallest
-      `local_step` of the shards, without those whose `weight` is zero, scales
-      updates that are already reduced, where JAX tracks types.
-    assume_weighted: Turns off the check that `inner` uses `weight` in all of
-      its sums over shards. Set it if `inner` is refused although it does: a sum
-      without the weight then counts all shards, without an error.
+    rate: The rate of the exponential decay per step of age, a positive number;
+      only for `'exponential'`.
+    axis_name: The mapped axis, or a sequence of mapped axes, over whose shards
+      `local_step` may differ; must be given together with `inner`. Without
+      `axis_name`, updates that are already reduced are scaled by the smallest
+      `local_step` of the shards with positive `weight`, if JAX tracks types.
+    assume_weighted: Turns off the check that `inner` uses `weight` in all its
+      sums over shards. Set it only if `inner` is refused although it uses the
+      weight: a sum without the weight then includes all shards, without an
+      error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ScaleByStalenessState`,
@@ -104,14 +110,14 @@ def scale_by_staleness(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if `local_step`
+    TypeError: If an argument has the wrong type; in `update`, if `local_step`
       is missing or not an integer, a leaf is an integer or boolean, the factor
-      is not real, or the state is of another transformation.
-    ValueError: If `kind` is unknown, `rate` does not fit it or is not positive,
-      or `inner` and `axis_name` do not come together; in `update`, if
-      `local_step` or the factor is not a scalar, updates are already reduced
-      although `axis_name` is given, only some are where local steps differ, or
-      `inner` does not use the weight.
+      is not real, or the state belongs to another transformation.
+    ValueError: If `kind` is unknown, if `rate` does not fit `kind` or is not
+      positive, or if only one of `inner` and `axis_name` is given; in `update`,
+      if `local_step` or the factor is not a scalar, if updates are already
+      reduced although `axis_name` is given, if only some updates are reduced
+      and local steps differ, or if `inner` does not use the weight.
 
   Examples:
     >>> import jax
@@ -184,21 +190,23 @@ def scale_by_staleness(
 
 
 def _age(local_step, global_step):
-  """Returns how many steps ago parameters were read, at least 0, int32 []."""
-  # The difference may not fit int32; it fits uint32 where it is not negative.
+  """Returns the age of an update in steps, at least 0, int32 []."""
+  # The difference may overflow int32, but fits uint32 if it is not negative.
   age = global_step.astype(jnp.uint32) - local_step.astype(jnp.uint32)
   age = jnp.minimum(age, states.MAX_COUNT).astype(jnp.int32)
   return jnp.where(local_step < global_step, age, 0)
 
 
 def _as_factor(kind, rate, least):
-  """Returns a function of the age and a dtype for the factor, in that dtype.
+  """Returns a function that computes the factor from an age and a dtype.
 
-  An exponential is not less than `least`.
+  The exponential factor is at least `least`.
 
   Raises:
-    TypeError: If `kind` is neither a name nor a function, or `rate` no number.
-    ValueError: If `kind` is unknown, or `rate` not for it, or not positive.
+    TypeError: If `kind` is neither a name nor a function, or if `rate` is not a
+      number.
+    ValueError: If `kind` is unknown, or if `rate` does not fit `kind` or is not
+      positive.
   """
   if not isinstance(kind, str) and not callable(kind):
     raise TypeError(
@@ -230,11 +238,11 @@ def _as_factor(kind, rate, least):
 
 
 def _as_scalar(factor, dtype):
-  """Returns the result of a user's function of the age, checked.
+  """Checks and casts the factor that a function of the user returns.
 
   Raises:
-    TypeError: If it is not real.
-    ValueError: If it is no scalar.
+    TypeError: If the factor is not real.
+    ValueError: If the factor is not a scalar.
   """
   name = 'The factor that `kind` of `scale_by_staleness` gives'
   dtype = leaves_lib.dtype_of_number(factor)
@@ -251,7 +259,7 @@ def _scale(updates, factor):
   """Returns the updates times the factor, in their own dtypes.
 
   Raises:
-    ValueError: If the factor differs between shards, and an update does not.
+    ValueError: If the factor differs between shards and an update does not.
   """
   arguments.check_varies_with(
       updates, jax.tree.map(lambda _: factor, updates), _CALLER

@@ -1,4 +1,4 @@
-"""`shard_update`: ZeRO-1, each shard runs the optimizer on its part."""
+"""`shard_update`: ZeRO-1, where each shard runs the optimizer on its slices."""
 
 from typing import NamedTuple
 
@@ -21,10 +21,11 @@ class ShardUpdateState(NamedTuple):
 
   Attributes:
     inner_state: State of the inner transformation. Inside the mapped function,
-      a leaf of the shape of a parameter is the shard's slice of it. Outside it
-      has the shape of the parameter, or of a row of its elements, with zeros at
-      the end of a dimension that cannot be divided. With `groups`, a slice has
-      a leading axis of length 1, and of the number of shards outside.
+      a leaf with the shape of a parameter is the shard's slice of that leaf.
+      Outside, the leaf has the shape of the parameter, or is a vector of its
+      elements, with zeros at the end of a dimension that cannot be divided
+      evenly. With `groups`, a slice has a leading axis, of length 1 inside the
+      mapped function and of the number of shards outside.
 
   Examples:
     >>> import jax
@@ -54,65 +55,70 @@ def shard_update(
     on_invariant: leaf_sums.OnInvariant = 'error',
     assume_elementwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Shards the optimizer (ZeRO-1): each shard updates its part of the leaves.
+  r"""Shards the optimizer (ZeRO-1): each shard updates its slice of each leaf.
 
-  Gives what `optax.chain(cross_shard_mean(axis_name), inner)` gives, with the
-  state and the work of `inner` divided among the N shards. A reduce-scatter
-  gives each shard the mean of its slice of every leaf, `inner` turns that into
-  a slice of the updates, and an all-gather joins the slices. Together these
-  send as many bytes as the all-reduce that they replace.
+  Computes the same updates as `optax.chain(cross_shard_mean(axis_name),
+  inner)`, with the state and the work of `inner` divided among the N shards. A
+  reduce-scatter gives each shard the mean of its slice of every leaf, `inner`
+  computes a slice of the updates from it, and an all-gather joins the slices.
+  The two collectives communicate as many bytes as the all-reduce that they
+  replace.
 
-  A leaf is sliced along the first dimension that the shards divide, as by
-  `state_shardings`, or else along the one that needs the least padding. Where
-  that is more than 1/16, all its elements are sliced as one row. Over
-  several axes it is sliced axis by axis, if possible along a dimension each.
-  So the state is that of the replicated optimizer, sharded.
+  A leaf is sliced along its first dimension that is divisible by the number of
+  shards, as in `state_shardings`, or else along the dimension that needs the
+  least padding. If the padding would exceed 1/16 of the leaf, the leaf is
+  flattened before it is sliced. With several axes, the leaf is sliced over one
+  axis after the other, along a different dimension for each axis if possible.
+  The state is therefore that of the replicated optimizer, but sharded.
 
-  `inner` sees the tree of the parameters, and the rank of each: masks and
-  labels that use paths or ranks work unchanged. It must treat each element
-  alone, as SGD, Adam, AdamW, Lion, Adagrad and RMSProp do. An `inner` that
-  looks across elements is refused, because a shard sees only a slice: LAMB,
-  Adafactor, Muon, noise. For these, use `owners.owned_update`. A sum of all
-  elements of sliced leaves is right if one `psum` over `axis_name` follows. To
-  clip by the global norm, put
-  `clip_by_global_norm(max_norm, axis_name)` of this library first in `inner`.
+  `inner` receives the tree of the parameters, with leaves of the same rank, so
+  masks and labels that use paths or ranks work unchanged. It must be
+  element-wise, like SGD, Adam, AdamW, Lion, Adagrad and RMSProp. An `inner`
+  that combines elements of a leaf or draws noise, such as LAMB, Adafactor or
+  Muon, is refused, because each shard has only a slice. Use
+  `owners.owned_update` for such transformations. A sum over all elements of
+  sliced leaves is correct if it is followed by one `psum` over `axis_name`. To
+  clip by the global norm, put `clip_by_global_norm(max_norm, axis_name)` of
+  this library first in `inner`.
 
-  Scalars are not sliced: they are reduced as by `cross_shard_mean`, and all
-  shards update them. Make the state with `init_state`, and map it with the
-  specs of `state_specs`. `full_state` removes the padding for a checkpoint, and
-  `resize_state` converts it to another number of shards. All axes of the mesh
-  must be mapped, and parameters may be sharded over others than `axis_name`.
+  Scalars are not sliced: they are reduced as in `cross_shard_mean`, and every
+  shard updates them. Create the state with `init_state`, and map it with the
+  specs from `state_specs`. `full_state` removes the padding for a checkpoint,
+  and `resize_state` converts the state to another number of shards. All axes of
+  the mesh must be mapped, and parameters may be sharded over axes other than
+  `axis_name`.
 
   Args:
     inner: The transformation that runs on slices.
-    axis_name: The mapped axis, or a sequence of them, over whose shards the
-      updates are reduced and sliced. The last axis of the mesh is scattered
-      first, so that the others carry only a part: make it the fast one.
+    axis_name: The mapped axis, or a sequence of mapped axes, over whose shards
+      the updates are reduced and sliced. The last axis of the mesh is scattered
+      first, and the other axes then communicate only a slice, so the last axis
+      should be the one with the fastest links.
     reduction: `'mean'` or `'sum'` over the shards.
-    groups: A partition of the shards into groups of one size, each of which
-      reduces among itself and holds the state once.
-    on_invariant: How to read a leaf whose type says that it is the same on all
-      shards, for a mean; see `cross_shard_mean`.
-    assume_elementwise: Turns off the check that `inner` treats each element
-      alone. Set it if `inner` is refused although it does: one that looks
-      across elements then trains wrongly without an error.
+    groups: A partition of the shards into groups of equal size. Each group
+      reduces only among its own shards and holds the state once.
+    on_invariant: The treatment of a leaf whose type is the same on all shards,
+      for a mean; see `cross_shard_mean`.
+    assume_elementwise: Turns off the check that `inner` is element-wise. Set it
+      only if `inner` is refused although it is element-wise: any other `inner`
+      then trains incorrectly without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ShardUpdateState`, whose
-    `update` takes the optional extra argument `weight`, as that of
-    `cross_shard_mean` does, and passes all others to `inner`.
+    `update` takes the optional extra argument `weight`, as in
+    `cross_shard_mean`, and passes all other extra arguments to `inner`.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, `weight` is not a real number, or the state is of
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state belongs to
       another transformation.
-    ValueError: If an argument has a wrong value, such as groups of different
+    ValueError: If an argument has an invalid value, such as groups of different
       sizes; in `init`, if the tree of the state of `inner` depends on the
       shapes of the parameters, or if types show that the parameters are slices
-      over `axis_name` (FSDP); in `update`, if `inner` looks across elements,
-      unless it is assumed not to, as in `cross_shard_mean`, or if the state
-      was made for other parameters or another number of shards.
+      over `axis_name` (FSDP); in `update`, in the cases of `cross_shard_mean`,
+      if `inner` is not element-wise, unless `assume_elementwise` is set, or if
+      the state was made for other parameters or another number of shards.
 
   Examples:
     >>> import jax

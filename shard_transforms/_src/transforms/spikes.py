@@ -191,7 +191,7 @@ class Statistics(NamedTuple):
     return lax.dynamic_index_in_dim(self.mean, row, axis=-2, keepdims=False)
 
   def moments(self) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean and standard deviation of one shard's value, [signals].
+    """Returns mean and standard deviation of a shard's value, each [signals].
 
     The mean variance within steps, plus the sample variance of the means of the
     steps, is an unbiased estimate of the variance of a single value in another
@@ -229,8 +229,8 @@ class SpikeState(NamedTuple):
 
   Attributes:
     statistics: Mean and variance of the signals; `()` without `max_stds`.
-    spike_count: Number of spikes, counted over all shards and including updates
-      that were not finite, int32 [].
+    spike_count: Number of updates with a spike, counted over all shards and
+      including updates that were not finite, int32 [].
     consecutive_spikes: Number of consecutive steps, up to the last step, in
       which at least one shard had a spike, int32 [].
     last_spike: Index of the last update in which each signal was a spike,

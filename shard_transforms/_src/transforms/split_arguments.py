@@ -1,4 +1,4 @@
-"""Which arguments of a loss are split over the shards, as rows of the batch."""
+"""Splitting the arguments of a loss over the shards, as rows of the batch."""
 
 from collections.abc import Collection
 from collections.abc import Hashable
@@ -14,7 +14,7 @@ from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import stacked as stacked_lib
 
 _CALLER = 'value_and_grad'
-# The entry of an argument whose arrays tell by themselves.
+# The entry of an argument whose arrays are split according to their types.
 _BY_ARRAY = 'by array'
 
 
@@ -26,13 +26,14 @@ def split_arguments(
     argnums: Collection[int],
     in_axes: Sequence[Any] | None,
 ) -> list[bool | None]:
-  """Returns for each leaf of `(args, kwargs)` whether it is split over `axes`.
+  """Decides which leaves of `(args, kwargs)` are split over `axes`.
 
-  Leaves that are not arrays are `None`: they are not passed to the shards.
+  The result has one entry per leaf. The entry is `None` for a leaf that is not
+  an array, which is not passed through the map over the shards.
 
   Raises:
     TypeError: If `in_axes` does not have an entry for each argument.
-    ValueError: If it has a wrong one, or if rows cannot be split.
+    ValueError: If `in_axes` has an invalid entry, or if rows cannot be split.
   """
   are_typed = set(axes) <= set(mesh.explicit_axes)
   if in_axes is None:
@@ -66,7 +67,7 @@ def split_arguments(
 
 
 def _in_stacks(arg):
-  """Returns for each leaf whether it is that of a stack."""
+  """Returns one bool per leaf, true if the leaf belongs to a `Stacked`."""
   return [
       stacked_lib.is_stacked(node)
       for node in jax.tree.leaves(arg, is_leaf=stacked_lib.is_stacked)
@@ -75,11 +76,11 @@ def _in_stacks(arg):
 
 
 def _checked(in_axes, num_args, argnums):
-  """Returns `in_axes`.
+  """Returns `in_axes` after checks.
 
   Raises:
-    TypeError: If it does not have an entry for each positional argument.
-    ValueError: If it splits parameters.
+    TypeError: If `in_axes` does not have an entry for each positional argument.
+    ValueError: If `in_axes` splits parameters.
   """
   if not isinstance(in_axes, tuple | list) or len(in_axes) != num_args:
     raise TypeError(
@@ -97,7 +98,7 @@ def _checked(in_axes, num_args, argnums):
 
 
 def _broadcast(entry, arg):
-  """Returns for each leaf of an argument whether its entry splits it.
+  """Returns one bool per leaf of an argument, true if its entry is 0.
 
   Raises:
     ValueError: If an entry is neither 0 nor `None`, or has another tree.
@@ -119,10 +120,11 @@ def _broadcast(entry, arg):
 
 
 def _check_rows(args, kwargs, splits, axes, mesh, argnums, must_be_equal):
-  """Checks that there are rows, and that the shards can divide them.
+  """Checks that there are rows, and that they divide evenly over the shards.
 
   Raises:
-    ValueError: If not.
+    ValueError: If there are no rows, if they do not divide evenly, or if their
+      numbers differ between arguments.
   """
   num_shards = mapping.num_shards(mesh, axes)
   paths = jax.tree.leaves_with_path((args, kwargs))
@@ -157,7 +159,7 @@ def _check_rows(args, kwargs, splits, axes, mesh, argnums, must_be_equal):
 
 
 def _name(path):
-  """Returns what errors call an argument: its number or keyword, and leaf."""
+  """Returns the name of a leaf for error messages: its argument and path."""
   first, second, *rest = path
   in_arg = jax.tree_util.keystr(tuple(rest))
   if first.idx:

@@ -1,4 +1,4 @@
-"""Gradients of single shards where no axis is mapped, as under `jax.jit`."""
+"""Per-shard gradients under plain `jax.jit`, where no axis is mapped."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -24,16 +24,18 @@ def map_shards(
     kwargs: dict[str, Any],
     splits: Sequence[bool | None],
 ) -> Any:
-  """Returns the results of a function on all shards, [shards, ...].
+  """Maps a function over the shards, and stacks its results, [shards, ...].
 
   Args:
-    fn: A function of `args` and `kwargs`, called where `axes` are mapped.
+    fn: A function of `args` and `kwargs`, called inside a map over `axes`.
     axes: The axes of the mesh over which the batch is sharded.
     mesh: The mesh.
-    args: Positional arguments. Of a `Stacked`, the function gets its own entry.
+    args: Positional arguments. For a `Stacked`, the function receives the entry
+      of its shard.
     kwargs: Keyword arguments.
-    splits: For each leaf of both whether it is split; `None` for what is not an
-      array, and stays as it is.
+    splits: One entry per leaf of `(args, kwargs)`: whether the leaf is split
+      over the shards, or `None` for a leaf that is not an array, which is
+      passed unchanged.
   """
   leaves, treedef = jax.tree.flatten((args, kwargs))
   if mesh.explicit_axes:
@@ -49,8 +51,9 @@ def map_shards(
     results = jax.tree.map(_as_array, fn(*args, **kwargs))
     return jax.tree.map(_with_shard_axis, results)
 
-  # Unchecked, because a loss that is written for one device has constants in
-  # the carries of its loops, which JAX types as the same on all shards.
+  # The map does not check types, because a loss that is written for one device
+  # has constants in the carries of its loops, which JAX types as the same on
+  # all shards.
   specs = [s if s is None else P(axes) if s else P() for s in splits]
   explaining = mapping.explaining_closures(
       'The loss of `value_and_grad`',
@@ -69,10 +72,10 @@ def map_shards(
     )
 
 
-# Constants need devices, which an abstract mesh has only where JAX traces.
+# Constants need devices, and an abstract mesh has devices only under tracing.
 @jax.jit
 def mean_loss(losses: jax.Array, weight: jax.Array | None = None) -> jax.Array:
-  """Returns the mean of the losses [shards], by the weights if there are."""
+  """Returns the (weighted) mean of the losses [shards]."""
   if weight is None:
     return jnp.mean(losses)
   weighed = jax.vmap(lambda w, x: weights.weighing(w)(x))(weight, losses)
