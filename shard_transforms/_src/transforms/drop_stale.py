@@ -202,7 +202,7 @@ def drop_stale(
 
 
 def _is_fresh(local_step, global_step, staleness):
-  """Checks that an update is at most `staleness` steps old, bool []."""
+  """Returns a bool [], true if an update is at most `staleness` steps old."""
   # The oldest accepted step, in arithmetic that cannot overflow. If it is below
   # the range of int32, every step is fresh; if it is above, no step is.
   lowest = _INT32.min + max(staleness, 0)

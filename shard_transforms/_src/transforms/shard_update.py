@@ -97,8 +97,8 @@ def shard_update(
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of equal size. Each group
       reduces only among its own shards and holds the state once.
-    on_invariant: The treatment of a leaf whose type is the same on all shards,
-      for a mean; see `cross_shard_mean`.
+    on_invariant: The treatment, in a mean, of a leaf whose type shows that it
+      is the same on all shards; see `cross_shard_mean`.
     assume_elementwise: Turns off the check that `inner` is element-wise. Set it
       only if `inner` is refused although it is element-wise: any other `inner`
       then trains incorrectly without an error.

@@ -451,16 +451,10 @@ def after(
     step: jax.Array,
     axes: tuple[Hashable, ...],
 ) -> SpikeState | tuple[()]:
-  """Returns the state after the step with index `step`.
+  """Returns the state after the step with index `step`, accepted or skipped.
 
-  Args:
-    rule: The rule.
-    state: The state before the step.
-    is_spike: Whether each signal of this shard is a spike, bool [signals].
-    totals: The sum of `Judgement.tally` over all shards.
-    accept: Whether the step is accepted, bool [].
-    step: The index of the step, int32 [].
-    axes: The axes over whose shards updates differ.
+  `is_spike` has the signals of this shard that are spikes, bool [signals], and
+  `totals` is the sum of `Judgement.tally` over all shards.
   """
   if rule is None or not isinstance(state, SpikeState):
     return ()
