@@ -1,6 +1,6 @@
-"""Floor 1: what everything stands on, without a collective.
+"""Floor 1: utilities for all other packages, without collectives.
 
-Axes and what the types of arrays say about them, groups, leaves, weights, the
-arguments of users, and the layout of state that is kept per shard. Imports
-nothing of the library but itself.
+This package has the utilities for mapped axes, varying types, groups, leaves,
+weights, checks of arguments, and the layout of per-shard state. It imports no
+other package of the library.
 """

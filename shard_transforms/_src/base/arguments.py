@@ -1,4 +1,4 @@
-"""Checks of arguments: numbers, steps, transformations, updates."""
+"""Checks of arguments: numbers, steps, transformations and updates."""
 
 from collections.abc import Hashable
 import operator
@@ -15,10 +15,10 @@ from shard_transforms._src.base import leaves
 
 
 def as_int(name: str, value: Any) -> int:
-  """Returns `value` as a Python integer, known at construction.
+  """Returns `value`, which must not be traced, as a Python integer.
 
   Raises:
-    TypeError: If it is no integer, or an array of JAX.
+    TypeError: If `value` is not an integer, or is a JAX array.
   """
   if isinstance(value, jax.Array):
     raise TypeError(
@@ -37,7 +37,8 @@ def as_at_least(name: str, value: Any, least: int) -> int:
   """Returns `value` as a Python integer that is not less than `least`.
 
   Raises:
-    ValueError: If it is less.
+    TypeError: As in `as_int`.
+    ValueError: If `value` is less than `least`.
   """
   value = as_int(name, value)
   if value < least:
@@ -46,24 +47,24 @@ def as_at_least(name: str, value: Any, least: int) -> int:
 
 
 def as_positive(name: str, value: Any) -> Any:
-  """Returns a real number, which may be traced, if it is positive."""
+  """Returns a real number, checked to be positive unless it is traced."""
   return _as_real(name, value, 'be positive', lambda x: x > 0)
 
 
 def as_not_negative(name: str, value: Any) -> Any:
-  """Returns a real number, which may be traced, if it is not negative."""
+  """Returns a real number, checked to be non-negative unless it is traced."""
   return _as_real(name, value, 'not be negative', lambda x: x >= 0)
 
 
 def as_decay(name: str, value: Any) -> Any:
-  """Returns the decay of a moving mean, which may be traced."""
+  """Returns a decay rate, checked to be in [0, 1) unless it is traced."""
   return _as_real(
       name, value, 'be at least 0 and less than 1', lambda x: 0 <= x < 1
   )
 
 
 def _as_real(name, value, requirement, fits):
-  """Returns a real scalar that fits a requirement, as far as it is known."""
+  """Returns a real scalar; a requirement is checked unless it is traced."""
   dtype = leaves.dtype_of_number(value)
   kinds = (jnp.integer, jnp.floating)
   is_real = dtype is not None and any(jnp.issubdtype(dtype, k) for k in kinds)
@@ -75,20 +76,20 @@ def _as_real(name, value, requirement, fits):
 
 
 def check_bool(name: str, value: Any) -> None:
-  """Checks that a switch is `True` or `False`.
+  """Checks that an argument is `True` or `False`.
 
   Raises:
-    TypeError: If it is not.
+    TypeError: If it is not a boolean.
   """
   if not isinstance(value, bool):
     raise TypeError(f'`{name}` must be a boolean, got {value!r}.')
 
 
 def check_reduction(reduction: Any) -> None:
-  """Checks a kind of reduction.
+  """Checks the argument `reduction`.
 
   Raises:
-    ValueError: If it is unknown.
+    ValueError: If the reduction is unknown.
   """
   if reduction not in ('mean', 'sum'):
     raise ValueError(f"`reduction` must be 'mean' or 'sum', got {reduction!r}.")
@@ -97,11 +98,11 @@ def check_reduction(reduction: Any) -> None:
 def as_local_step(
     local_step: Any, caller: str, shape: tuple[int, ...] = ()
 ) -> jax.Array:
-  """Returns `local_step`, one step or one for each of `shape`, in int32.
+  """Returns `local_step` as int32; it is a scalar or has the shape `shape`.
 
   Raises:
-    TypeError: If it is missing, or no integer.
-    ValueError: If it has another shape, or does not fit int32.
+    TypeError: If `local_step` is missing, or is not an integer.
+    ValueError: If `local_step` has another shape, or does not fit int32.
   """
   name = f'`local_step` of `{caller}`'
   if local_step is None:
@@ -130,10 +131,10 @@ def as_local_step(
 def as_inner(
     inner: Any, caller: str, argument: str = 'inner'
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns a transformation, as one that takes extra arguments.
+  """Returns a transformation with support for extra arguments.
 
   Raises:
-    TypeError: If it is no Optax transformation.
+    TypeError: If `inner` is not an Optax transformation.
   """
   parts = (getattr(inner, name, None) for name in ('init', 'update'))
   if not all(map(callable, parts)):
@@ -145,10 +146,10 @@ def as_inner(
 
 
 def check_state(state: Any, kind: type, caller: str) -> None:
-  """Checks that `update` is given the state of its own transformation.
+  """Checks that `update` receives the state of its own transformation.
 
   Raises:
-    TypeError: If it is of another one.
+    TypeError: If the state has another type.
   """
   if not isinstance(state, kind):
     raise TypeError(
@@ -165,10 +166,11 @@ def check_update(
     axes: tuple[Hashable, ...],
     caller: str,
 ) -> None:
-  """Checks what `update` of a gate is given, before any arithmetic.
+  """Checks the arguments of the `update` of a gate, before any arithmetic.
 
-  A mask or another result of a gate may vary over an axis where the updates do
-  not: multiplied by it, reduced updates would look unreduced.
+  The mask of a gate may vary over an axis over which the updates do not vary.
+  Multiplying already-reduced updates by such a per-shard mask would make them
+  look per-shard.
   """
   check_state(state, kind, caller)
   leaves.check_inexact(updates, caller)
@@ -177,11 +179,11 @@ def check_update(
 
 
 def check_like(tree: Any, reference: Any, caller: str) -> None:
-  """Checks updates against what a state holds; a leaf may be `None`.
+  """Checks that updates match a tree of the state; leaves may be `None`.
 
   Raises:
-    TypeError: If an update is complex where the state is real.
-    ValueError: If they have another tree or other shapes.
+    TypeError: If an update is complex but the leaf of the state is real.
+    ValueError: If the trees or the shapes differ.
   """
   got = dict(jax.tree.leaves_with_path(tree, is_leaf=leaves.is_none))
   want = dict(jax.tree.leaves_with_path(reference, is_leaf=leaves.is_none))
@@ -210,10 +212,10 @@ def check_like(tree: Any, reference: Any, caller: str) -> None:
 
 
 def check_varies_with(tree: Any, others: Any, caller: str) -> None:
-  """Checks that leaves vary over each axis over which others do.
+  """Checks that each leaf varies over all axes of its counterpart in `others`.
 
-  A result of both varies, so that a reduced leaf would look unreduced. A leaf
-  may be `None`, in both trees.
+  An operation on both leaves gives a varying result, which would make a reduced
+  leaf look per-shard. Leaves of both trees may be `None`.
   """
   axes = set().union(*map(axes_lib.varying_axes, jax.tree.leaves(others)))
   for axis in sorted(axes, key=str):

@@ -1,6 +1,7 @@
-"""Mapped axes: their sizes, and what the type of a leaf says about them.
+"""Mapped axes: their names, their sizes, and arrays that vary over them.
 
-The only file that knows how JAX binds axes, and how its versions differ.
+This module handles the binding of axes, and most differences between versions
+of JAX.
 """
 
 from collections.abc import Hashable
@@ -16,23 +17,24 @@ import jax.numpy as jnp
 
 AxisName = Hashable | Sequence[Hashable]
 
-# 'untracked': under `pmap`, `vmap` and `shard_map(check_vma=False)` types say
-# nothing. 'invariant': the same on all shards, so it was reduced or replicated.
+# 'untracked': types carry no information about the axis, as under `pmap`,
+# `vmap` and `shard_map(check_vma=False)`. 'invariant': the value is the same on
+# all shards, because it was reduced or replicated.
 State = Literal['varying', 'invariant', 'unreduced', 'untracked']
 
 
 def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
-  """Returns an axis name, or a sequence of them, as a tuple.
+  """Returns an axis name, or a sequence of axis names, as a tuple.
 
   Raises:
-    TypeError: If a name cannot be one.
-    ValueError: If there is none, or one twice.
+    TypeError: If a name is not a valid axis name.
+    ValueError: If the sequence is empty or contains a name twice.
   """
   if isinstance(axis_name, Sequence) and not isinstance(axis_name, str):
     axes = tuple(axis_name)
   else:
     axes = (axis_name,)
-  # An integer is a positional axis to JAX's collectives, not a mapped one.
+  # JAX's collectives treat integers as positional axes, not as mapped axes.
   if any(
       not isinstance(axis, Hashable) or axis is None or isinstance(axis, int)
       for axis in axes
@@ -50,12 +52,12 @@ def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
 
 
 def optional_axes(axis_name: AxisName | None) -> tuple[Hashable, ...]:
-  """Returns `as_axes(axis_name)`; no axes for `None`."""
+  """Returns `as_axes(axis_name)`, or an empty tuple for `None`."""
   return () if axis_name is None else as_axes(axis_name)
 
 
 def size(axes: Sequence[Hashable], caller: str) -> int:
-  """Returns the number of shards over all of `axes`.
+  """Returns the total number of shards over `axes`.
 
   Raises:
     NameError: If an axis is not bound.
@@ -77,7 +79,7 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
 
 
 def is_bound(axis: Hashable) -> bool:
-  """Whether a mapped axis of this name is bound here."""
+  """Whether a mapped axis of this name is bound in the current trace."""
   try:
     lax.axis_size(axis)
   except NameError:
@@ -86,18 +88,19 @@ def is_bound(axis: Hashable) -> bool:
 
 
 def on_mapped_mesh(axes: Sequence[Hashable]) -> bool:
-  """Whether `axes` are of a mesh whose axes are all mapped."""
+  """Whether `axes` belong to a mesh whose axes are all mapped."""
   mapped = jax.sharding.get_abstract_mesh().manual_axes
   return set(axes).issubset(mapped) and not unmapped_axes(axes)
 
 
 def unmapped_axes(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
-  """Returns the axes of the mesh of `axes` that are left to the compiler."""
+  """Returns the mesh axes beside `axes` that are left to the compiler."""
   mesh = jax.sharding.get_abstract_mesh()
   is_mapped = len(mesh.manual_axes) == len(mesh.axis_names)
   if is_mapped or not set(axes).issubset(mesh.manual_axes):
     return ()
-  # An axis of length 1 shards nothing, but one in types forbids reshapes.
+  # An `Auto` axis of length 1 shards nothing. An `Explicit` axis of length 1
+  # still appears in types, and prevents reshapes.
   auto = (axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
   return (*mesh.explicit_axes, *auto)
 
@@ -111,34 +114,35 @@ def in_mesh_order(axes: Sequence[Hashable]) -> tuple[Hashable, ...]:
 
 
 def platform() -> str:
-  """Returns for which platform a program is traced, such as 'cpu'."""
-  # Under `jax.vmap`, what is traced has no devices yet.
+  """Returns the platform for which JAX currently traces, such as 'cpu'."""
+  # Under `jax.vmap`, the mesh has no devices yet.
   device = jax.sharding.get_abstract_mesh().abstract_device
   return jax.default_backend() if device is None else device.platform
 
 
 def between_processes() -> bool:
-  """Whether CPU devices talk through gloo, as those of several processes do."""
-  # Those of a single process, too, if it has joined.
+  """Whether CPU devices communicate through gloo, as between processes."""
+  # A single process also uses gloo after `jax.distributed.initialize`.
   return jax.distributed.is_initialized() and platform() == 'cpu'
 
 
 def scatters_are_safe() -> bool:
-  """Whether a reduce-scatter is right, however late a shard may be."""
-  # Before JAX 0.12, gloo's fails after 30 seconds (jax#40831), and sometimes
-  # gives shard 0 wrong numbers without an error (jax#40830).
+  """Whether a reduce-scatter is correct even if a shard is late."""
+  # Before JAX 0.12, the reduce-scatter of gloo fails after 30 seconds
+  # (jax#40831), and sometimes silently returns wrong values on shard 0
+  # (jax#40830).
   return jax.__version_info__ >= (0, 12) or not between_processes()
 
 
 def fuses_up_to_barriers() -> bool:
-  """Whether XLA fuses nothing across a `lax.optimization_barrier`."""
-  # Before JAX 0.12, XLA for CPUs drops barriers before it fuses. On other
-  # platforms nobody has measured what a barrier costs.
+  """Whether XLA respects a `lax.optimization_barrier` when it fuses."""
+  # Before JAX 0.12, XLA for CPUs drops barriers before fusion. The cost of a
+  # barrier has not been measured on other platforms.
   return jax.__version_info__ >= (0, 12) and platform() == 'cpu'
 
 
 def untracked_axes() -> tuple[Hashable, ...]:
-  """Returns the mapped mesh axes over which types do not tell what varies."""
+  """Returns the mapped mesh axes over which JAX does not track variation."""
   return tuple(
       axis
       for axis in jax.sharding.get_abstract_mesh().manual_axes
@@ -147,15 +151,15 @@ def untracked_axes() -> tuple[Hashable, ...]:
 
 
 def varying_axes(leaf: Any) -> frozenset[Hashable]:
-  """Returns the axes over which an array or its type says that it varies."""
+  """Returns the axes over which an array varies, according to its type."""
   is_type = isinstance(leaf, core.AbstractValue)
   kind: Any = leaf if is_type else jax.typeof(leaf)
   return frozenset(kind.manual_axis_type.varying)
 
 
 def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
-  """Returns the entries of a spec, which may also name unreduced axes."""
-  # A spec with such axes refuses to be indexed.
+  """Returns the entries of a spec, which may also have unreduced axes."""
+  # JAX does not allow indexing a spec with unreduced axes.
   return tuple(getattr(spec, 'partitions', spec))
 
 
@@ -165,13 +169,13 @@ def unreduced_axes(leaf: Any) -> frozenset[Hashable]:
 
 
 def is_tracked(axis: Hashable) -> bool:
-  """Whether types say which values vary over `axis`, a bound axis."""
-  # An index differs between shards by definition, so that its type tells.
+  """Whether JAX tracks in types which values vary over a bound axis."""
+  # The index of a shard always varies, so its type shows whether JAX tracks.
   return axis in varying_axes(lax.axis_index(axis))
 
 
 def state(leaf: Any, axis: Hashable) -> State:
-  """Returns what the type of a leaf says about `axis`, a bound axis."""
+  """Returns the state of a leaf over a bound axis, according to its type."""
   if axis in varying_axes(leaf):
     return 'varying'
   if axis in unreduced_axes(leaf):
@@ -180,13 +184,13 @@ def state(leaf: Any, axis: Hashable) -> State:
 
 
 def to_varying(tree: Any, axes: Sequence[Hashable]) -> Any:
-  """Marks the leaves of `tree` as varying over those of `axes` with types."""
+  """Marks the leaves of a tree as varying over the tracked axes in `axes`."""
   tracked = functools.cache(is_tracked)
 
   def mark(leaf):
     kind = jax.typeof(leaf).manual_axis_type
     unknown = filter(tracked, set(axes) - kind.varying - kind.unreduced)
-    # The order of axes is a part of the program.
+    # Sorted, because the order of axes is part of the jaxpr.
     missing = tuple(sorted(unknown, key=axes.index))
     return lax.pcast(leaf, missing, to='varying') if missing else leaf
 
@@ -194,13 +198,13 @@ def to_varying(tree: Any, axes: Sequence[Hashable]) -> Any:
 
 
 def mark_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
-  """Marks a leaf as varying over `axes`, which are all tracked."""
+  """Marks a leaf as varying over `axes`, all of which must be tracked."""
   missing = tuple(axis for axis in axes if axis not in varying_axes(leaf))
   return lax.pcast(leaf, missing, to='varying') if missing else leaf
 
 
 def zeros(kind: Any) -> jax.Array:
   """Returns invariant zeros of the shape, dtype and sharding of a type."""
-  # On mesh axes of the explicit type, the branches of a `cond` must have the
+  # On mesh axes of type `Explicit`, both branches of a `cond` must have the
   # same sharding.
   return jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding)

@@ -1,9 +1,10 @@
-"""How a leaf is divided among shards: along a dimension for each mapped axis.
+"""Division of leaves among shards, along one dimension per mapped axis.
 
-Where dimensions are too short, a row of all elements is divided. The slices of
-all shards, side by side, are the leaf: state that is sliced so has the shapes
-of the replicated state, and a `PartitionSpec`. Slices along a dimension are
-what XLA for TPUs reduces and scatters; of flat ones it sums the whole.
+If no dimension divides well, the leaf is flattened and split. The slices of all
+shards, side by side, form the leaf, so sliced state has the shapes of the
+replicated state (up to padding) and can be described by a `PartitionSpec`. XLA
+for TPUs reduce-scatters slices along a dimension, but all-reduces the whole
+array for a flattened leaf.
 """
 
 from collections.abc import Hashable
@@ -20,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import partition_specs
 
-# Of the elements of a leaf that is divided along its dimensions.
+# Maximum padding along dimensions, as a fraction of the elements.
 _MOST_PADDING = 1 / 16
-# That a state without a mesh may have been made for.
+# Search limits when the original mesh of a state is unknown.
 _MOST_SHARDS, _MOST_AXES = 2**16, 3
 
 
@@ -31,8 +32,8 @@ def dimension(
 ) -> int:
   """Returns the dimension along which an array is divided.
 
-  It is the one that needs the least padding, which is none where its size can
-  be divided; among equals the first one that is not divided over another axis.
+  This is the dimension that needs the least padding, relative to its size. On
+  ties, it is the first dimension that is not divided over another axis yet.
   """
   return min(
       range(len(sizes)),
@@ -41,9 +42,9 @@ def dimension(
 
 
 def divide(shape: tuple[int, ...], num_slices: Sequence[int]) -> 'Division':
-  """Returns how a leaf is divided, given the number of shards of each axis.
+  """Returns the division of a leaf, given the number of shards of each axis.
 
-  Where its dimensions are too short, all its elements are divided as one row.
+  The leaf is flattened if its dimensions would need too much padding.
   """
   division = along_dimensions(shape, num_slices)
   if is_tight(division.padded, shape) or len(shape) == 1:
@@ -57,7 +58,7 @@ def divide(shape: tuple[int, ...], num_slices: Sequence[int]) -> 'Division':
 def along_dimensions(
     shape: tuple[int, ...], num_slices: Sequence[int]
 ) -> 'Division':
-  """Returns how a leaf is divided along its dimensions, however padded."""
+  """Returns the division along dimensions, however much padding it needs."""
   left, dims = list(shape), []
   for number in num_slices:
     is_used = [x < y for x, y in zip(left, shape, strict=True)]
@@ -68,23 +69,24 @@ def along_dimensions(
 
 
 def is_tight(padded_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-  """Whether there is little padding."""
+  """Whether the padding is below the limit for a division by dimensions."""
   added = math.prod(padded_shape) - math.prod(shape)
   return added <= _MOST_PADDING * math.prod(shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-  """How a leaf is divided among shards.
+  """A division of a leaf among shards.
 
   Attributes:
-    shape: Its shape.
-    laid: The shape that is divided: its own, or that of one row of its
-      elements, [1, ..., 1, elements].
-    num_slices: The number of shards along each axis, the last one of the mesh
-      first. It is scattered first, so that the others send only a part.
-    dims: The dimension that each axis divides. Of two axes that divide one, the
-      first divides it into larger parts.
+    shape: The shape of the leaf.
+    laid: The shape that is divided: the shape of the leaf, or, if the leaf is
+      flattened, [1, ..., 1, elements].
+    num_slices: The number of shards along each axis, in the reverse order of
+      the mesh. The last mesh axis is scattered first, so the other axes
+      communicate only a part.
+    dims: The dimension that each axis divides. If two axes divide the same
+      dimension, the first axis divides it into larger parts.
     of_slice: The shape of a slice.
   """
 
@@ -96,14 +98,14 @@ class Division:
 
   @property
   def padded(self) -> tuple[int, ...]:
-    """The shape of all slices side by side."""
+    """The shape of the padded leaf: all slices side by side."""
     shape = list(self.of_slice)
     for number, dim in zip(self.num_slices, self.dims, strict=True):
       shape[dim] *= number
     return tuple(shape)
 
   def spec(self, axes: Sequence[Hashable], spec: P = P()) -> P:
-    """Returns the spec of slices of a leaf that is itself a part by `spec`."""
+    """Returns the spec of the slices of a leaf that `spec` already shards."""
     entries = partition_specs.entries(spec)
     entries += [()] * (len(self.shape) - len(entries))
     if self.laid != self.shape:
@@ -115,15 +117,15 @@ class Division:
     return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
 
   def pad(self, leaf: chex.Array) -> jax.Array:
-    """Returns a leaf, laid as it is divided, with zeros at its ends."""
+    """Flattens a leaf if needed, and pads it with zeros at its ends."""
     return padded(leaf, self.padded)
 
   def crop(self, leaf: jax.Array) -> jax.Array:
-    """Returns the leaf that `pad` has laid and padded."""
+    """Restores the leaf from the result of `pad`."""
     return cropped(leaf, self.shape)
 
   def own(self, leaf: jax.Array, index: Sequence[chex.Numeric]) -> jax.Array:
-    """Returns the slice of a shard, given its index along each axis."""
+    """Returns the slice of the shard with this index along each axis."""
     x = self.pad(leaf)
     for i, number, dim in zip(index, self.num_slices, self.dims, strict=True):
       size = x.shape[dim] // number
@@ -140,7 +142,7 @@ class Division:
     return lax.reshape(x, (math.prod(self.num_slices), *self.of_slice))
 
   def join(self, rows: jax.Array) -> jax.Array:
-    """Returns the leaf, given its slices, [shards, ...]."""
+    """Joins the slices of all shards, [shards, ...], into the leaf."""
     x = lax.reshape(rows, (*reversed(self.num_slices), *self.of_slice))
     for i in reversed(range(len(self.dims))):
       at = i + self.dims[i]
@@ -150,7 +152,7 @@ class Division:
 
 
 def padded(leaf: chex.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns an array in the shape of all its slices, with zeros at its ends."""
+  """Pads an array with zeros to `shape`; flattens it if it must be."""
   leaf = jnp.asarray(leaf)
   if any(x > y for x, y in zip(leaf.shape, shape, strict=True)):
     leaf = leaf.reshape(_row(leaf.shape))
@@ -162,7 +164,7 @@ def padded(leaf: chex.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def cropped(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns the array of this shape that `padded` has padded."""
+  """Restores an array of this shape from the result of `padded`."""
   if leaf.shape == shape:
     return leaf
   is_row = any(x < y for x, y in zip(leaf.shape, shape, strict=True))
@@ -171,14 +173,14 @@ def cropped(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def is_padded(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-  """Whether a shape may be that of a leaf of another, divided and padded."""
+  """Whether `found` may be the padded shape of a divided leaf of `shape`."""
   if len(found) != len(shape):
     return False
   is_long = [
       all(x >= y for x, y in zip(found, like, strict=True))
       for like in (shape, _row(shape))
   ]
-  # Of a row, the padding depends on the number of shards alone.
+  # The padding of a flattened leaf depends only on the number of shards.
   is_row = is_long[1] and found[:-1] == _row(shape)[:-1]
   return is_row or (is_long[0] and is_tight(found, shape))
 
@@ -186,13 +188,13 @@ def is_padded(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 def is_of_one_mesh(
     pairs: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> bool:
-  """Whether some numbers of shards give all these shapes of padded leaves.
+  """Whether all these padded shapes may come from the same mesh.
 
   Args:
-    pairs: For each leaf, the shape that is found, and its own.
+    pairs: For each leaf, its padded shape and its original shape.
   """
   padded = {(found, shape) for found, shape in pairs if found != shape}
-  # Without any, all shapes are those of one shard.
+  # If no leaf is padded, all shapes fit one shard.
   total = math.gcd(*(math.prod(found) for found, _ in padded)) or 1
   most = min(total, _MOST_SHARDS)
   numbers = [n for n in range(1, most + 1) if total % n == 0]
@@ -203,7 +205,7 @@ def is_of_one_mesh(
 
 
 def _splits(total, numbers, num_axes):
-  """Yields numbers of shards along axes whose product divides the total."""
+  """Yields the numbers of shards along axes whose product divides `total`."""
   if not num_axes:
     yield ()
     return
@@ -214,5 +216,5 @@ def _splits(total, numbers, num_axes):
 
 
 def _row(shape):
-  """Returns the shape of one row of the elements of an array."""
+  """Returns the shape of a flattened array, with the same rank."""
   return (*(1,) * (len(shape) - 1), math.prod(shape))

@@ -1,4 +1,4 @@
-"""How a sharded part of a state gets the shapes of the replicated state."""
+"""Rules that convert sharded state to the shapes of the replicated state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from shard_transforms._src.base import states
 
 
 def made_for_others(got: str, name: str) -> str:
-  """Returns what errors say of state that is made for other parameters."""
+  """Returns the error message for state that was made for other parameters."""
   return (
       '`state` must be made by this transformation for these parameters, got'
       f' {got} at {name}'
@@ -21,16 +21,17 @@ def made_for_others(got: str, name: str) -> str:
 def rule(
     join: Callable[[Any, Any], Any], place: Callable[[Any, Any], Any]
 ) -> states.Rule:
-  """Returns the rule of a part whose leaves are joined, and placed again.
+  """Returns a rule that joins the leaves of a field, and places them again.
 
   Args:
-    join: Takes a leaf and its type on one shard; returns it in that shape, or
-      `None` if it is of another.
-    place: Its reverse: takes the full leaf, and its type on the new shards.
+    join: Takes a leaf and its type on one shard. Returns the leaf in the shape
+      of this type, or `None` if the shapes do not match.
+    place: The inverse of `join`: takes the full leaf, and its type on the new
+      shards.
 
   Raises:
-    ValueError: In `full` of the rule, if a part is of another tree, or a leaf
-      of a shape that is not joined.
+    ValueError: In `full` of the rule, if a field has another tree, or a leaf
+      cannot be joined to the shape on one shard.
   """
 
   def full(slices, one_shard, name):
@@ -60,12 +61,11 @@ def rule(
 
 
 def _crop(leaf, like):
-  """Returns what a leaf has before the zeros at its ends."""
+  """Removes the padding of a leaf; `None` if the shapes do not match."""
   if not like.shape or not divisions.is_padded(jnp.shape(leaf), like.shape):
     return None
   return divisions.cropped(leaf, like.shape)
 
 
-# Each leaf is divided as by `shard_update`: along its dimensions, or as a row
-# of its elements.
+# Divides each leaf like `shard_update`: along its dimensions, or flattened.
 DIVIDED = rule(_crop, lambda leaf, like: divisions.padded(leaf, like.shape))

@@ -1,4 +1,4 @@
-"""Groups: a partition of the shards into sets that reduce among themselves."""
+"""Groups: a partition of the shards into sets that reduce separately."""
 
 import collections
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
-# As users give them.
+# The types that users may pass.
 GroupsLike = Sequence[Sequence[int]] | np.ndarray
 
 
 def as_groups(groups: Any) -> Groups:
-  """Returns groups of one size as tuples.
+  """Returns groups of equal size as tuples.
 
   Raises:
-    TypeError: If they are no sequences of integers.
-    ValueError: If they are no partition of `range(number of ids)`, or of
-      different sizes.
+    TypeError: If `groups` is not a sequence of sequences of integers.
+    ValueError: If `groups` is not a partition of `range(number of ids)`, or the
+      groups have different sizes.
   """
   checked = tuple(_as_group(group, groups) for group in _items(groups, groups))
   ids = [shard for group in checked for shard in group]
@@ -46,10 +46,10 @@ def as_groups(groups: Any) -> Groups:
 
 
 def check_size(groups: Groups, num_shards: int) -> None:
-  """Checks that `groups` cover an axis of `num_shards`.
+  """Checks that `groups` covers an axis with `num_shards` shards.
 
   Raises:
-    ValueError: If they do not.
+    ValueError: If ids are missing, or exceed the number of shards.
   """
   ids = {shard for group in groups for shard in group}
   wrong = sorted(ids ^ set(range(num_shards)))

@@ -1,4 +1,4 @@
-"""What JAX has no public name for: clusters, their keys, and staging."""
+"""Private JAX APIs: cluster detection, the key-value store and staging."""
 
 from collections.abc import Sequence
 import functools
@@ -13,19 +13,21 @@ import jax.extend
 def detect_cluster(
     methods: Sequence[str], timeout: int
 ) -> tuple[str, int, int, Sequence[int] | None] | None:
-  """Returns what JAX detects of the cluster that started this process.
+  """Detects the cluster that started this process, with JAX's methods.
 
   Args:
-    methods: JAX's names of the ways of detection that may be taken.
-    timeout: Seconds in which the host of process 0 must be known.
+    methods: JAX's names of the allowed detection methods.
+    timeout: The time in seconds within which the host of process 0 must be
+      known.
 
   Returns:
-    The address of the coordinator, the number of processes, that of this one,
-    and the devices that are its own, if not all; `None` for no cluster.
+    The address of the coordinator, the number of processes, the index of this
+    process, and its local devices (`None` for all devices); `None` if JAX does
+    not detect a cluster.
   """
   clusters = importlib.import_module('jax._src.clusters').ClusterEnv
   for kind in clusters._cluster_types:
-    # The name of Kubernetes is empty in JAX.
+    # JAX's name for Kubernetes is empty.
     if (kind.name or 'k8s') in methods and kind.is_env_present():
       return clusters.auto_detect_unset_distributed_params(
           *(None, None, None, None), kind.name, timeout
@@ -34,12 +36,12 @@ def detect_cluster(
 
 
 def publish(key: str, value: str) -> None:
-  """Tells the processes that JAX has joined the value of a key, once."""
+  """Publishes a value under a key to all processes; a key is set only once."""
   _client().key_value_set(key, value)
 
 
 def published(key: str, timeout: int) -> str:
-  """Returns the value of a key, for which it waits some seconds."""
+  """Returns the value of a key; waits up to `timeout` seconds for it."""
   return _client().blocking_key_value_get(key, 1000 * timeout)
 
 
@@ -48,7 +50,7 @@ def _client():
 
 
 def trace_state() -> Any:
-  """Returns a value that is equal for two places in the same trace."""
+  """Returns a value that compares equal only within the same trace."""
   return jax.extend.core.get_opaque_trace_state(convention='flax')
 
 
@@ -59,9 +61,9 @@ def _untraced_state():
 
 
 def is_staged() -> bool:
-  """Whether JAX traces here for a program that it caches, as `jax.jit` does."""
+  """Whether the current trace builds a jaxpr, as under `jax.jit`."""
   if trace_state() == _untraced_state():
     return False
-  # Under `jax.vmap` and `jax.grad` alone, new arrays are concrete. Placing one
-  # compiles nothing; computing one would compile once a trace.
+  # If there is only `jax.vmap` or `jax.grad`, new arrays are concrete. Unlike
+  # the computation of an array, `jax.device_put` compiles nothing.
   return isinstance(jax.device_put(0.0), core.Tracer)

@@ -1,4 +1,4 @@
-"""Leaves of trees: their dtypes, checks of them, and their slices."""
+"""Utilities for the leaves of trees: dtypes, checks and slices."""
 
 from collections.abc import Callable
 from collections.abc import Collection
@@ -19,7 +19,7 @@ import optax
 
 from shard_transforms._src.base import axes as axes_lib
 
-# Parameters, or their shapes where nothing is computed with them.
+# Parameters, or their shapes if nothing is computed with them.
 ParamTree = (
     optax.Params
     | jax.ShapeDtypeStruct
@@ -48,17 +48,17 @@ def is_none(leaf: Any) -> bool:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-  """Maps leaves as `jax.tree.map`, but for `None`, which is a leaf too."""
+  """Like `jax.tree.map`, but treats `None` as a leaf."""
   return jax.tree.map(fn, tree, *rest, is_leaf=is_none)
 
 
 def is_float0(leaf: Any) -> bool:
-  """Whether `leaf` is the empty gradient of an integer parameter."""
+  """Whether `leaf` is the float0 gradient of an integer parameter."""
   return getattr(leaf, 'dtype', float) == jax.dtypes.float0
 
 
 def name_of(path: Sequence[Any]) -> str:
-  """Returns what errors call the leaf at a path of keys in its tree."""
+  """Returns the name of the leaf at a path of keys, for error messages."""
   return jax.tree_util.keystr(tuple(path)) or 'the root'
 
 
@@ -68,7 +68,7 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def dtype_of_number(value: Any) -> np.dtype | None:
-  """Returns the dtype of an array or a Python number, else `None`."""
+  """Returns the dtype of an array or a Python number; otherwise `None`."""
   if isinstance(value, (bool, int, float, complex)):
     return np.dtype(type(value))
   is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
@@ -82,9 +82,9 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 
 def accumulators(tree: Any) -> Any:
-  """Returns zeros to add leaves to; `None` for those without a gradient.
+  """Returns zeros that leaves can be added to; `None` for integer leaves.
 
-  Unlike those of `jnp.zeros`, they vary over the axes over which a leaf does.
+  Unlike `jnp.zeros`, the result varies over the same axes as the leaf.
   """
 
   def zeros(leaf):
@@ -97,14 +97,14 @@ def accumulators(tree: Any) -> Any:
 
 
 def as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
-  """Returns an array in this dtype, not weakly; one that has it is not cast."""
+  """Casts to `dtype`, strongly typed; a no-op if the array already has it."""
   kind = jax.typeof(x)
   is_same = kind.dtype == dtype and not kind.weak_type
   return x if is_same else x.astype(dtype)
 
 
 def as_accumulator(leaf: Any) -> jax.Array:
-  """Returns a leaf as an array of the dtype in which it is summed."""
+  """Casts a leaf to the dtype in which it is summed."""
   x = jnp.asarray(leaf)
   return as_dtype(x, accumulator_dtype(x.dtype))
 
@@ -112,10 +112,10 @@ def as_accumulator(leaf: Any) -> jax.Array:
 def split_arrays(
     tree: Any,
 ) -> tuple[list[jax.Array | None], Callable[[list[jax.Array | None]], Any]]:
-  """Returns the arrays in a tree, and how the tree is restored from them."""
+  """Returns the arrays in a tree, and a function that restores the tree."""
   leaves, treedef = jax.tree.flatten(tree)
   arrays = [x if isinstance(x, jax.Array) else None for x in leaves]
-  # What JAX keeps of `join` must not keep tracers alive.
+  # JAX may keep `join` alive, which must not keep tracers alive.
   others = [None if isinstance(x, jax.Array) else x for x in leaves]
 
   def join(arrays):
@@ -140,11 +140,11 @@ def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
 
 
 def zero_unless(condition: jax.Array, tree: Any) -> Any:
-  """Returns a tree of zeros, unless a scalar condition holds."""
+  """Replaces a tree by zeros unless a scalar condition holds."""
   choose = zeroing_unless(condition)
 
   def zero(leaf):
-    # For an array without elements, JAX loses the type of the condition.
+    # For an empty array, JAX loses the axes over which the condition varies.
     if is_float0(leaf) or not jnp.size(leaf):
       return leaf
     return choose(jnp.asarray(leaf))
@@ -153,7 +153,7 @@ def zero_unless(condition: jax.Array, tree: Any) -> Any:
 
 
 def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
-  """Returns a leaf that needs no sum (float0, empty); `None` for all others."""
+  """Returns the sum of a float0 or empty leaf; `None` for all other leaves."""
   if is_float0(leaf):
     return leaf
   if jnp.size(leaf) > 0:
@@ -163,7 +163,7 @@ def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
 
 
 def check_inexact(tree: Any, caller: str) -> None:
-  """Checks that leaves are real, complex or `float0`, and not parts of a sum.
+  """Checks that leaves are real, complex or `float0`, and not unreduced.
 
   Raises:
     TypeError: If a leaf is an integer or boolean.
@@ -194,11 +194,11 @@ def check_per_shard(
     caller: str,
     allowed: Collection[axes_lib.State] = (),
 ) -> None:
-  """Checks that each shard still has its own values.
+  """Checks that leaves vary over `axes`, as per-shard gradients do.
 
   Raises:
-    ValueError: If a leaf is the same on all shards of one of `axes`, or is
-      still to be summed, unless that is allowed.
+    ValueError: If a leaf is invariant or unreduced over one of `axes`, unless
+      `allowed` contains this state.
   """
   found = jax.tree.leaves_with_path(tree)
   for axis in filter(axes_lib.is_tracked, axes):
@@ -218,15 +218,15 @@ def check_per_shard(
 def check_not_slices(
     params: Any, axes: Sequence[Hashable], caller: str
 ) -> None:
-  """Checks that parameters are not slices over the axes of a reduction.
+  """Checks that parameters are not sliced over the axes of a reduction.
 
-  The gradient of a slice has other elements on each shard, so that neither a
-  mean nor a sum over the shards is the gradient of anything.
+  The gradients of slices have different elements on each shard, so a mean or
+  sum over the shards would be meaningless.
 
   Raises:
     ValueError: If the type of a parameter varies over one of `axes`.
   """
-  # On one shard, a slice is whole.
+  # On one shard, the slice is the whole parameter.
   axes = [a for a in axes if axes_lib.is_bound(a) and lax.axis_size(a) > 1]
   for path, leaf in jax.tree.leaves_with_path(params) if axes else ():
     if not isinstance(leaf, jax.Array):
@@ -246,10 +246,10 @@ def check_not_slices(
 
 
 def check_not_explicit(updates: Any, caller: str) -> None:
-  """Checks that JAX lets leaves be cut: none has an axis of type `Explicit`.
+  """Checks that no leaf is sharded over `Explicit` axes; JAX cannot slice it.
 
   Raises:
-    ValueError: If one has.
+    ValueError: If a leaf is sharded over an axis of type `Explicit`.
   """
   for path, leaf in jax.tree.leaves_with_path(updates):
     if not is_float0(leaf) and any(jax.typeof(leaf).sharding.spec):
@@ -262,17 +262,17 @@ def check_not_explicit(updates: Any, caller: str) -> None:
 
 
 def is_cut(leaf: chex.Array | jax.ShapeDtypeStruct, num_slices: int) -> bool:
-  """Whether a leaf carries a gradient, and is neither empty nor a scalar."""
+  """Whether a leaf is sliced: inexact, neither empty nor a scalar."""
   is_inexact = jnp.issubdtype(dtype_of(leaf), jnp.inexact)
   has_axis = bool(jnp.shape(leaf)) and math.prod(jnp.shape(leaf)) > 0
   return is_inexact and has_axis and num_slices > 1
 
 
 def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
-  """Returns a slice of a leaf for each shard, [slices, 1, ..., 1, elements].
+  """Slices a leaf into one slice per shard, [slices, 1, ..., 1, elements].
 
-  The leaf is flattened, padded with zeros at its end, and split into equal
-  parts. A slice keeps the rank of its leaf.
+  The leaf is flattened, padded with zeros at the end, and split into equal
+  parts. Each slice has the rank of the leaf.
   """
   rows = jnp.asarray(leaf)
   if padding := -rows.size % num_slices:
@@ -284,7 +284,7 @@ def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
 def join(
     slices: jax.Array, like: chex.Array | jax.ShapeDtypeStruct
 ) -> jax.Array:
-  """Returns the leaf that was cut, in the shape of `like`."""
+  """Joins the slices of `cut` into a leaf of the shape of `like`."""
   shape = jnp.shape(like)
   num_elements = math.prod(shape)
   if slices.size > num_elements:

@@ -1,4 +1,4 @@
-"""Mapping axes of a mesh from outside of a mapped function."""
+"""Utilities to map axes of a mesh from outside of a mapped function."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -29,10 +29,10 @@ def num_shards(mesh: AnyMesh, axes: Iterable[Hashable]) -> int:
 def mesh_with(
     axes: Sequence[Hashable], mesh: AnyMesh | None, caller: str
 ) -> AnyMesh:
-  """Returns the mesh that is given, or that of `jax.set_mesh`.
+  """Returns `mesh`, or, if it is `None`, the mesh of `jax.set_mesh`.
 
   Raises:
-    NameError: If it does not have these axes.
+    NameError: If the mesh does not have these axes.
   """
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   missing = [axis for axis in axes if axis not in mesh.axis_names]
@@ -43,7 +43,7 @@ def mesh_with(
 
 @contextlib.contextmanager
 def in_use(mesh: AnyMesh) -> Iterator[None]:
-  """Uses a mesh that has axes of type `Explicit`, unless one is in use."""
+  """Sets the abstract mesh if it has `Explicit` axes, unless one is set."""
   if not mesh.explicit_axes or jax.sharding.get_abstract_mesh().axis_names:
     yield
     return
@@ -63,22 +63,23 @@ def call(
     out_types: Any = None,
     check_vma: bool = True,
 ) -> Any:
-  """Calls a function where `axes` are mapped, with global arrays.
+  """Calls a function of global arrays with `axes` mapped.
 
-  The other axes of the mesh stay as they are. What is not an array, such as the
-  empty gradient of an integer, goes in and comes out as it is.
+  The other axes of the mesh are left unchanged. Leaves that are not arrays,
+  such as the float0 gradient of an integer, are passed through.
 
   Args:
     fn: The function.
-    args: Its positional arguments.
-    in_specs: The specs of their leaves, with `None` for what is not an array.
+    args: The positional arguments of `fn`.
+    in_specs: A list with the specs of the leaves of `args`; `None` for leaves
+      that are not arrays.
     out_specs: The specs of the results, or of their leaves as a list.
     mesh: The mesh.
-    axes: The axes.
-    out_types: How the leaves of the results are typed on axes of type
-      `Explicit`, specs in a list; `fn` then sees `Auto` axes. `None` leaves
-      other `Explicit` axes as they are.
-    check_vma: Whether types tell what varies over `axes`.
+    axes: The axes to map.
+    out_types: A list with the specs of the leaves of the results on axes of
+      type `Explicit`, which `fn` then gets as `Auto` axes. `None` keeps the
+      types of `Explicit` axes that are not mapped.
+    check_vma: As in `jax.shard_map`.
   """
   leaves, treedef = jax.tree.flatten(args)
   restored = []
@@ -95,7 +96,7 @@ def call(
 
   def call_mapped(arrays: Any) -> Any:
     is_in_use = bool(jax.sharding.get_abstract_mesh().axis_names)
-    # JAX 0.10 maps some of the axes of a mesh under `jax.jit` only.
+    # JAX 0.10 supports a partly mapped mesh only under `jax.jit`.
     call = jax.jit(
         jax.shard_map(
             mapped,
@@ -123,7 +124,7 @@ def call(
 
 @contextlib.contextmanager
 def explaining_closures(what: str, remedy: str) -> Iterator[None]:
-  """Explains what to do about a closed-over array, which JAX cannot map.
+  """Replaces JAX's error about closed-over arrays by one that names a remedy.
 
   Raises:
     ValueError: If the body closes over an array.
@@ -140,13 +141,13 @@ def explaining_closures(what: str, remedy: str) -> Iterator[None]:
 
 
 def is_array(x: Any) -> bool:
-  """Whether a leaf is passed to mapped functions."""
+  """Whether a leaf is an array that can be passed to a mapped function."""
   is_one = isinstance(x, jax.Array | np.ndarray)
   return is_one and not leaves_lib.is_float0(x)
 
 
 def flat_specs(specs: Any, tree: Any) -> list[P | None]:
-  """Returns the spec of each leaf, or `None` for what is not an array."""
+  """Returns the spec of each leaf, or `None` for leaves that are not arrays."""
   specs = jax.tree.broadcast(specs, tree, is_leaf=partition_specs.is_spec)
   pairs = zip(
       jax.tree.leaves(tree),
@@ -157,17 +158,17 @@ def flat_specs(specs: Any, tree: Any) -> list[P | None]:
 
 
 def spec_of(x: Any) -> P:
-  """Returns how an array is sharded over axes of type `Explicit`."""
+  """Returns the spec of an array over axes of type `Explicit`."""
   if not is_array(x):
     return P()
   return P(*axes_lib.partitions(jax.typeof(x).sharding.spec))
 
 
 def resharded(x: Any, axes: Sequence[Hashable], is_split: bool) -> jax.Array:
-  """Returns an array that `axes` split along its first dimension, or nowhere.
+  """Reshards an array such that `axes` split its first dimension, or nothing.
 
-  An array that is sharded over axes of type `Explicit` in another way than
-  `in_specs` cannot be passed to a mapped function. Others are left alone.
+  An array whose sharding over axes of type `Explicit` differs from `in_specs`
+  cannot be passed to a mapped function. All other arrays are unchanged.
   """
   x = jnp.asarray(x)
   explicit = jax.sharding.get_abstract_mesh().explicit_axes

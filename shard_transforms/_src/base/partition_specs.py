@@ -1,4 +1,4 @@
-"""`PartitionSpec`s of trees: which leaves are sharded, and over which axes."""
+"""Utilities for trees of `PartitionSpec`s."""
 
 from collections.abc import Collection
 from collections.abc import Hashable
@@ -25,23 +25,23 @@ def is_spec(spec: Any) -> bool:
 
 
 def axes_of(spec: P) -> frozenset[Hashable]:
-  """Returns all axes that a `PartitionSpec` names."""
+  """Returns the set of all axes in a `PartitionSpec`."""
   return frozenset(a for e in entries(spec) for a in e)
 
 
 def entries(spec: P) -> list[tuple[Hashable, ...]]:
-  """Returns the axes of each dimension for which a spec has an entry."""
+  """Returns the entries of a spec, each as a tuple of axes."""
   return [e if isinstance(e, tuple) else (e,) * (e is not None) for e in spec]
 
 
 def joined(spec: P, other: P) -> P:
-  """Returns the spec of an array that one spec shards, and then another."""
+  """Returns the spec of an array that is sharded by `spec`, then by `other`."""
   pairs = itertools.zip_longest(entries(spec), entries(other), fillvalue=())
   return P(*(x + y or None for x, y in pairs))
 
 
 def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
-  """Returns `PartitionSpec`s that name those of `axes` alone."""
+  """Removes all axes but `axes` from a tree of `PartitionSpec`s."""
 
   def restrict(spec):
     kept = [tuple(axis for axis in e if axis in axes) for e in entries(spec)]
@@ -51,10 +51,10 @@ def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
 
 
 def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
-  """Checks that `sharded` is a `PartitionSpec` or a tree of them.
+  """Checks that `sharded` is a tree of `PartitionSpec`s.
 
   Raises:
-    TypeError: If it is neither.
+    TypeError: If a leaf is not a `PartitionSpec`.
   """
   if not all(map(is_spec, jax.tree.leaves(sharded, is_leaf=is_spec))):
     raise TypeError(
@@ -67,10 +67,10 @@ def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
 def check_names_all(
     sharded: SpecTree, axes: Collection[Hashable], caller: str
 ) -> None:
-  """Checks that specs slice leaves over no mapped axis but `axes`.
+  """Checks that all mapped axes that specs name are in `axes`.
 
   Raises:
-    ValueError: If they name another.
+    ValueError: If a spec names another mapped axis.
   """
   specs = jax.tree.leaves(sharded, is_leaf=is_spec)
   others = frozenset().union(*map(axes_of, specs)).difference(axes)
@@ -85,11 +85,12 @@ def check_names_all(
 
 
 def of_params(in_specs: SpecTree, params: Any, caller: str) -> Any:
-  """Returns the `PartitionSpec` of each parameter, from those that are given.
+  """Broadcasts `in_specs` to one `PartitionSpec` per parameter.
 
   Raises:
-    TypeError: If they are no `PartitionSpec`s.
-    ValueError: If they are not of the tree of the parameters.
+    TypeError: If `in_specs` contains values that are not `PartitionSpec`s.
+    ValueError: If `in_specs` does not have the tree of the parameters or a
+      prefix of this tree.
   """
   check(in_specs, caller, 'in_specs')
   try:
@@ -104,10 +105,10 @@ def of_params(in_specs: SpecTree, params: Any, caller: str) -> Any:
 def sliced_axes(
     tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
 ) -> list[tuple[Hashable, ...]]:
-  """Returns over which of `axes` each leaf is sliced, by specs or by types.
+  """Returns the axes over which each leaf is sliced, from specs or types.
 
   Raises:
-    ValueError: If specs come without axes.
+    ValueError: If `sharded` is given without axes, or contradicts the types.
   """
   if sharded is not None and not axes:
     raise ValueError(
@@ -127,7 +128,7 @@ def sliced_axes(
 
 
 def _is_sliced(path, leaf, axis, spec, caller):
-  # Neither an array without elements nor a scalar can be sliced.
+  # Neither an empty array nor a scalar can be sliced.
   if leaves_lib.is_float0(leaf) or not jnp.size(leaf):
     return False
   state = axes_lib.state(leaf, axis)
@@ -143,7 +144,7 @@ def _is_sliced(path, leaf, axis, spec, caller):
     )
   by_type = told if state == 'untracked' else state == 'varying'
   contradicted = told is not None and told != by_type
-  # With one shard, a whole leaf is its own slice.
+  # With one shard, the slice is the whole leaf, so nothing is contradicted.
   if state == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
     raise ValueError(
         f'`sharded` of `{caller}` must agree with the types of the leaves, got'

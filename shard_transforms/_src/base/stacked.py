@@ -1,4 +1,4 @@
-"""`Stacked`: an entry per shard, as global arrays, where no axis is mapped."""
+"""`Stacked`: per-shard values as global arrays, outside of mapped functions."""
 
 from collections.abc import Hashable
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 
 from shard_transforms._src.base import leaves as leaves_lib
 
-# What the tree is called in paths: `nnx.Optimizer` keeps nothing but these.
+# The name of the tree in paths. `nnx.Optimizer` only preserves the paths.
 NAMES = ('tree', 'weighted_tree')
 
 
@@ -19,23 +19,22 @@ NAMES = ('tree', 'weighted_tree')
 class Stacked:
   """A tree of arrays [shards, ...] with one entry per shard.
 
-  Under plain `jax.jit` no axis is mapped, so each shard's own gradient is an
-  entry of a global array that is sharded along its first dimension:
+  Under plain `jax.jit` no axis is mapped, so the gradients of the shards are
+  the entries of a global array that is sharded along its first dimension.
   `value_and_grad` returns gradients of this type, and the `update` of
-  `on_mesh(tx, mesh)` takes them. Entries stay on their devices. Adding two
-  stacks, or mapping one with `jax.vmap`, communicates nothing.
+  `on_mesh(tx, mesh)` accepts them. Entries stay on their devices: adding two
+  stacks, or mapping a stack with `jax.vmap`, communicates nothing.
 
-  The type is a pytree node of its own, because a plain optimizer that took the
-  arrays for gradients would train N times too fast. Optax and flax raise an
-  error instead: "Expected dict, got Stacked(...)", or "Custom node type
-  mismatch".
+  The type is a separate pytree node, because a plain optimizer would otherwise
+  use the arrays as gradients and train N times too fast. Instead, Optax and
+  flax raise an error such as "Expected dict, got Stacked(...)" or "Custom node
+  type mismatch".
 
   Args:
     tree: The tree of arrays, each [shards, ...].
-    axes: The axes of the mesh over which the first dimension is sharded.
-      Parameters of `local_params` need none.
-    is_weighted: Whether the shards count by a weight, which `update` then
-      requires.
+    axes: The axes of the mesh over which the first dimension is sharded. Empty
+      for the parameters of `local_params`.
+    is_weighted: Whether the shards have weights, which `update` then requires.
 
   Examples:
     >>> import jax
@@ -52,22 +51,22 @@ class Stacked:
   is_weighted: bool = False
 
   def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-    """Returns the tree with its name, and what is static."""
+    """Returns the tree with its key, and the static fields."""
     name = jax.tree_util.GetAttrKey(NAMES[self.is_weighted])
     return ((name, self.tree),), (self.axes, self.is_weighted)
 
   @classmethod
   def tree_unflatten(cls, static: Any, children: Any) -> Any:
-    """Returns the stack of a tree."""
+    """Returns the stack with this tree and these static fields."""
     return cls(*children, *static)
 
   def __contains__(self, key: Any) -> bool:
-    """Returns False: a stack is not a mapping, which flax tests."""
+    """Returns `False`, because flax tests whether a stack has a key."""
     del key
     return False
 
 
-# What JAX's errors call it.
+# The public name, which JAX shows in errors.
 Stacked.__module__ = 'shard_transforms'
 
 
@@ -77,7 +76,7 @@ def is_stacked(x: Any) -> bool:
 
 
 def own(x: Any) -> Any:
-  """Returns a shard's own entry of a stack, where it is mapped; else `x`.
+  """Returns this shard's entry if `x` is a stack; otherwise `x`.
 
   Raises:
     ValueError: If the stack does not have one entry per shard.

@@ -1,12 +1,12 @@
-"""The fields of states: counters, those of each shard, and rules for all.
+"""Fields of optimizer state: rules, counters and per-shard values.
 
-`resize_state`, `full_state`, `metrics` and `check_health` know no state of this
-library by name. They read the `rules` of each node of a state, which any class
-may have.
+`resize_state`, `full_state`, `metrics` and `check_health` do not depend on
+specific state classes. They read the `rules` attribute that any class of state
+can declare.
 
-A field that differs between shards has a leading axis, whose length is 1 inside
-the mapped function, and the number of shards outside. A counter saturates at
-the largest int32.
+A field that differs between shards has a leading axis. Its length is 1 inside
+the mapped function and the number of shards outside. Counters saturate at the
+largest int32.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 
 MAX_COUNT = jnp.iinfo(jnp.int32).max
-# Stands for the number of a step where there has been none.
+# Placeholder for a step number before the first such step.
 NEVER = -1
 
 Reduction = Literal['mean', 'sum', 'weighted']
@@ -47,60 +47,64 @@ Summary = Literal['same', 'sum', 'mean', 'minimum', 'maximum']
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-  """How a part of a state is resized, measured, checked and saved.
+  """A rule for resizing, reporting, checking and saving one field of a state.
 
-  A state declares `rules`, an attribute of its class: a `Rule` by name for each
-  field that is resized, joined, measured or checked. A property may be a
-  metric, too. A field that is not resized is kept, or asked itself if it is a
-  state.
+  A state class declares its rules in a class attribute `rules`, which maps the
+  names of fields to `Rule`s. Fields without a rule are copied, or, if they are
+  states themselves, handled by their own rules. A rule with a `metric` can also
+  be declared for a property.
 
-  To be resized, each shard has a row: the leading axis that differs between
-  shards, of length 1 inside the mapped function. Neighbouring shards are
-  combined into one, or shards are added, so that the sum, mean, minimum or
-  maximum over all shards stays as it is, up to rounding. A mean is merged as
-  a sum is, and scaled by the new number of shards over the old one.
+  Resizing needs one row per shard: a leading axis that differs between shards
+  and has length 1 inside the mapped function. When the number of shards
+  changes, the rows of neighbouring shards are combined, or rows are added, such
+  that the sum, mean, minimum or maximum over all shards is preserved up to
+  rounding. A mean is merged like a sum and then scaled by the ratio of the new
+  number of shards to the old one.
 
   Args:
-    resize: How the part fits another number of shards. `'keep'` for parts that
-      any number can use; `'sum'`, `'mean'`, `'minimum'` or `'maximum'`;
-      `'average'` for rows that each become the mean of all finite ones;
-      `'share'` for rows that each become an equal part of the sum of all;
-      `'begin_anew'` for parts that are initialized again; `'refuse'` for parts
-      that cannot be carried over. Where it depends on values, a function of the
-      state and of the `reduction` that `resize_state` is given, which returns a
-      `Rule`.
-    metric: How the shards' values become one number of `metrics`. `'same'` for
-      a value that all shards share; `'sum'`, `'mean'`, `'minimum'` or
-      `'maximum'` where each has its own: a leading axis, of length 1 inside the
-      mapped function. A mapping gives a metric for each of its values. `None`
-      for what is no metric.
-    problem: What `check_health` raises: a function of the state that returns
-      what is wrong, in sentences, or `None`. Of an array that is spread over
-      several processes, it may read the addressable shards only.
-    empty: To resize, the value of a shard that is added, and of a part that
-      starts again. `None` is 0; for `'minimum'` and `'maximum'` it is the
-      extreme of all shards so far.
-    reason: Why the part cannot be carried over, a sentence; `{name}` in it
-      stands for the name of the leaf.
-    row_weights: For `'average'` and `'share'`, how much each row counts,
-      [rows]. All rows count the same if it is left out; for `'average'` also
-      if the weights of all finite rows are 0.
-    full: For a part that is sharded, and in place of `resize`: how `full_state`
-      gives it the shapes of the replicated state. A function of the part, in
-      arrays of JAX or of NumPy; of the types that it has on one shard; and of
-      what errors call it. It returns the part in its full form, which it may
-      have already.
-    place: With `full`, its reverse: a function of the part in its full form,
-      and of the types that it has on the new shards. It returns the part as
-      these keep it.
-    replaces_params: Whether `update` takes the parameters to this part, and so
-      undoes what else has changed them, such as a mean of `local_updates`.
+    resize: How to convert the field to another number of shards. `'keep'`
+      copies a field that does not depend on the number of shards; `'sum'`,
+      `'mean'`, `'minimum'` and `'maximum'` preserve this value over all shards;
+      `'average'` sets each row to the mean of all finite rows; `'share'` sets
+      each row to an equal part of the sum of all rows; `'begin_anew'`
+      initializes the field again; `'refuse'` raises an error. If the conversion
+      depends on values, a function that takes the state and the `reduction`
+      argument of `resize_state`, and returns a `Rule`.
+    metric: How `metrics` combines the values of the shards into one value.
+      `'same'` for a value that all shards share; `'sum'`, `'mean'`, `'minimum'`
+      or `'maximum'` for per-shard values, which have a leading axis of length 1
+      inside the mapped function. A field that is a mapping gives one metric per
+      entry. `None` if the field is not a metric.
+    problem: A function that takes the state and returns the message with which
+      `check_health` raises, in full sentences, or `None` if the state is
+      healthy. If an array is spread over several processes, the function may
+      only read its addressable shards.
+    empty: The value of added rows and of a field that is initialized again.
+      `None` is 0, and for `'minimum'` and `'maximum'` the extreme over all
+      existing rows.
+    reason: A sentence that explains why the field cannot be converted;
+      `{name}` is replaced by the name of the leaf.
+    row_weights: The weight of each row for `'average'` and `'share'`, [rows].
+      All rows have the same weight if it is omitted and, for `'average'`, if
+      the weights of all finite rows are 0.
+    full: Converts a sharded field to the shapes of the replicated state, for
+      `full_state`; used instead of `resize`. A function that takes the field,
+      as JAX or NumPy arrays; the types of the field on one shard; and the name
+      of the field in error messages. It returns the full field, and must accept
+      a field that is already full.
+    place: The inverse of `full`: a function that takes the full field and the
+      types of the field on the new shards, and returns the sharded field.
+    replaces_params: Whether `update` moves the parameters to the values of this
+      field, which discards any other change of the parameters, such as the mean
+      of `local_updates`.
 
   Raises:
-    ValueError: If a kind is unknown, or `full` is given without `place`.
+    TypeError: If `problem` is neither `None` nor a function.
+    ValueError: If `resize` or `metric` is unknown, or if only one of `full` and
+      `place` is given.
 
   Examples:
-    A transformation of your own that counts, on each shard, its large updates:
+    A custom transformation that counts the large updates of each shard:
 
     >>> from typing import NamedTuple
     >>> import jax
@@ -135,7 +139,7 @@ class Rule:
   problem: Callable[[Any], str | None] | None = None
   empty: chex.Numeric | None = None
   reason: str = ''
-  # Arrays cannot be compared as a whole.
+  # Excluded from `==`, which is elementwise for arrays.
   row_weights: np.ndarray | None = dataclasses.field(
       default=None, compare=False
   )
@@ -169,14 +173,14 @@ def rules_of(node: Any) -> Mapping[str, Rule]:
   """Returns the rules that the class of a node declares; `{}` if it has none.
 
   Raises:
-    TypeError: If one of them is no `Rule`.
-    ValueError: If a field is not there.
+    TypeError: If a value of `rules` is not a `Rule`.
+    ValueError: If `rules` names a field that the node does not have.
   """
   if not declares(node):
     return {}
   rules = type(node).rules
   for field, rule in rules.items():
-    # `hasattr` would compute a property.
+    # `hasattr` would evaluate properties.
     if field not in dir(node):
       raise ValueError(
           f'`rules` of `{type(node).__name__}` must name fields of the state,'
@@ -187,16 +191,16 @@ def rules_of(node: Any) -> Mapping[str, Rule]:
 
 
 def declares(node: Any) -> bool:
-  """Whether the class of a node has a table of rules."""
-  # A state may have a field of this name.
+  """Whether the class of a node declares rules."""
+  # A state may also have a field called `rules`, so look at the class.
   return isinstance(getattr(type(node), 'rules', None), Mapping)
 
 
 def check_rule(node: Any, field: str, rule: Any) -> None:
-  """Checks what a node declares for a field.
+  """Checks that a node declares a `Rule` for a field.
 
   Raises:
-    TypeError: If it is no `Rule`.
+    TypeError: If the value is not a `Rule`.
   """
   if not isinstance(rule, Rule):
     raise TypeError(
@@ -206,19 +210,19 @@ def check_rule(node: Any, field: str, rule: Any) -> None:
 
 
 def nodes(tree: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
-  """Yields those parts of a state that are wanted, outermost first."""
-  # `optax.tree.get_all_with_path` finds nodes by name; these are of any name.
+  """Yields the nodes of a state that satisfy a predicate, outermost first."""
+  # `optax.tree.get_all_with_path` only finds nodes by name.
   for node in filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)):
     yield node
     parts = jax.tree.leaves(node, is_leaf=lambda x, node=node: x is not node)
-    # A node that is no tree is its own only part.
+    # The only part of a node that is not a pytree is the node itself.
     yield from nodes([x for x in parts if x is not node], is_wanted)
 
 
 def parts_here(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
-  """Yields the parts on this process, each with the number of its first row.
+  """Yields the addressable parts of an array with the index of their first row.
 
-  The devices of other processes hold the other parts of an array.
+  Parts on the devices of other processes are skipped.
   """
   if not isinstance(x, jax.Array):
     yield 0, np.asarray(x)
@@ -229,24 +233,24 @@ def parts_here(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def largest_here(x: chex.Array) -> int:
-  """Returns the largest of the integers that are on this process."""
+  """Returns the largest element among the addressable integers of an array."""
   return max(int(np.max(part)) for _, part in parts_here(x))
 
 
 def counter() -> jax.Array:
-  """Returns a counter at 0, int32 []."""
+  """Returns a counter with the value 0, int32 []."""
   return jnp.zeros([], jnp.int32)
 
 
 @functools.partial(jax.jit, inline=True)
 def count(before: jax.Array, number: Any) -> jax.Array:
-  """Returns the counter plus a number, or plus 1 for `True`."""
+  """Returns a counter increased by `number`; `True` increases it by 1."""
   number = jnp.asarray(number, jnp.int32)
   return jnp.minimum(before, MAX_COUNT - number) + number
 
 
 def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
-  """Returns a shard's own values as its state keeps them."""
+  """Adds the leading axis with which a state keeps per-shard values."""
   if not axes:
     return tree
   # Indexing takes several times as long to trace.
@@ -255,7 +259,7 @@ def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
 
 
 def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
-  """Returns a shard's own values, which its state keeps per shard.
+  """Removes the leading axis from the per-shard values of a state.
 
   Raises:
     ValueError: If a leaf has no leading axis of length 1.
@@ -276,22 +280,23 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
 
 
 def _apart(tree):
-  """Keeps changes of shape apart from arithmetic, where XLA respects barriers.
+  """Separates reshapes from arithmetic by barriers, where XLA respects them.
 
-  XLA for CPUs copies what a fusion of both writes; apart, it writes into the
-  donated array.
+  If XLA for CPUs fuses a reshape with arithmetic, it copies the result;
+  otherwise it writes into the donated array.
   """
   if axes_lib.fuses_up_to_barriers():
-    # One by one: JAX 0.12 cannot transpose a barrier of which a part is known.
+    # One barrier per leaf: JAX 0.12 cannot transpose a barrier if some of its
+    # operands are known.
     return jax.tree.map(lax.optimization_barrier, tree)
   return tree
 
 
 def check_kept(before: Any, after: Any, caller: str) -> None:
-  """Checks that a step leaves shared state the same on all shards.
+  """Checks that replicated state stays the same on all shards.
 
   Raises:
-    ValueError: If it differs between shards.
+    ValueError: If a leaf of the new state differs between shards.
   """
   old = jax.tree.leaves(before)
   new = jax.tree.leaves_with_path(after)

@@ -1,8 +1,9 @@
-"""Which leaves share a buffer: thresholds that were measured, by platform.
+"""Measured thresholds, by platform, for packing leaves into shared buffers.
 
-What pays on one platform costs on another. Where nobody has measured, nothing
-is packed. For TPUs and GPUs, programs were compiled and counted, but never run.
-`python benchmarks/thresholds.py` measures the table on a machine.
+Packing is faster on some platforms and slower on other platforms. Without a
+measurement, nothing is packed. The thresholds for TPUs and GPUs are based on
+the number of collectives in compiled code, which was never run. Run
+`python benchmarks/thresholds.py` to measure the table on a machine.
 """
 
 from collections.abc import Hashable
@@ -15,12 +16,12 @@ Sent = Literal['whole', 'in slices', 'exchanged']
 
 
 class Level(NamedTuple):
-  """One of the steps in which leaves are packed.
+  """The limits of one level of packing.
 
   Attributes:
-    leaf_bytes: Arrays smaller than this share a buffer.
-    bucket_bytes: The most that a buffer holds.
-    num_leaves: The most arrays that share one.
+    leaf_bytes: Arrays smaller than this size share a buffer.
+    bucket_bytes: The maximum size of a buffer.
+    num_leaves: The maximum number of arrays in a buffer.
   """
 
   leaf_bytes: int
@@ -29,32 +30,36 @@ class Level(NamedTuple):
   num_leaves: int = 32
 
 
-# Every operand of a collective costs a barrier of all threads of a process, a
-# buffer two copies. Packed, a mean takes 0.3 of the time with leaves of 48 kB,
-# and `coordinate_median` 0.4, with those of 120 kB 0.5:
+# Every operand of a collective costs a barrier of all threads of a process, and
+# every buffer costs two copies. With packing, a mean of leaves of 48 kB takes
+# 0.3 of the time. `coordinate_median` takes 0.4 of the time with leaves of
+# 48 kB, and 0.5 with leaves of 120 kB:
 # python benchmarks/thresholds.py
-# With 64 leaves to a buffer, a mean compiles in twice the time.
+# With 64 leaves per buffer, a mean takes twice as long to compile.
 _OF_CPUS = Level(128 * 1024, 4 * 1024**2)
-# The copies of 200 leaves of 120 kB no longer fit into caches: packed, their
-# mean takes 1.4 to 1.5 of the time.
+# The copies of 200 leaves of 120 kB do not fit into caches: with packing, their
+# mean takes 1.4 to 1.5 times as long.
 _SUMMED_ON_CPUS = _OF_CPUS._replace(leaf_bytes=64 * 1024)
 
-# Of several processes whose CPUs talk through gloo. Every operand costs a
-# switch between threads, of up to a tick of the scheduler. All leaves are sent
-# together, up to a size at which that no longer matters, packed in several
-# steps of few arrays each: python benchmarks/processes.py
+# For several processes whose CPUs communicate through gloo. Every operand costs
+# a switch between threads, which can take a tick of the scheduler. All leaves
+# are packed together, up to a size at which this cost no longer matters. They
+# are packed in several levels with few arrays each:
+# python benchmarks/processes.py
 _ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2)
 _BETWEEN_PROCESSES = (_OF_CPUS, *2 * (_ALL_TOGETHER,))
 
-# XLA for TPUs joins all-reduces by itself, where buffers cost temporary memory,
-# but neither gathers nor permutes: of GPT-2, 19 gathers in place of 22, and in
-# `reproducible`, 3 permutes in place of 150 for 50 leaves of 400 B. With leaves
-# of 120 kB, buffers take 2.6 times as long to compile, with those of 32 kB 1.5
-# times. Of these figures, a command repeats the 19 gathers alone:
+# XLA for TPUs combines all-reduces, for which buffers would only cost temporary
+# memory, but it combines neither all-gathers nor permutes. With packing, GPT-2
+# needs 19 all-gathers instead of 22, and `reproducible` needs 3 permutes
+# instead of 150 for 50 leaves of 400 B. Compilation takes 2.6 times as long
+# with leaves of 120 kB, and 1.5 times with leaves of 32 kB. Only the 19
+# all-gathers can be reproduced by a command:
 # python benchmarks/hardware.py v5e:2x4 --shapes=gpt2 shard_update
-# XLA for GPUs joins all of these, but on no platform does XLA join all-to-alls:
-# `coordinate_median` of 1,000 leaves sends 16 in place of 1,000, and that of 60
-# compiles in 0.3 to 0.4 of the time:
+# XLA for GPUs combines all of these collectives, but XLA does not combine
+# all-to-alls on any platform. With packing, `coordinate_median` of 1,000 leaves
+# needs 16 all-to-alls instead of 1,000, and for 60 leaves it compiles in 0.3 to
+# 0.4 of the time:
 # python benchmarks/hardware.py v5e:2x4 --shapes=leaves coordinate_median
 #   (and h100:1x8)
 _OF_ACCELERATORS = Level(32 * 1024, 4 * 1024**2, 64)
@@ -71,15 +76,15 @@ _TABLES = {
 
 
 def levels(axes: Sequence[Hashable], sent: Sent) -> tuple[Level, ...]:
-  """Returns the steps in which leaves are packed where this is traced.
+  """Returns the levels of packing for the current trace.
 
   Args:
-    axes: The axes over which they are sent.
-    sent: Whether they are summed whole, scattered and gathered in slices, or
+    axes: The axes over which leaves are communicated.
+    sent: Whether leaves are summed whole, scattered and gathered in slices, or
       exchanged all-to-all and gathered.
   """
-  # A buffer would gather what is sharded over a mesh axis that is not mapped,
-  # and under `vmap` nothing is sent.
+  # A buffer would gather leaves that are sharded over a mesh axis that is not
+  # mapped. Under `vmap`, nothing is communicated.
   if not axes_lib.on_mapped_mesh(axes):
     return ()
   if axes_lib.between_processes():

@@ -1,4 +1,4 @@
-"""Gradients that JAX types as unreduced: each device has a part of a sum."""
+"""Gradients that JAX types as unreduced: each device has one term of a sum."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def axes_of(tree: Any, caller: str) -> tuple[Any, ...]:
   """Returns the axes of the mesh over which leaves are unreduced.
 
   Raises:
-    ValueError: If these are not the same axes for all leaves.
+    ValueError: If leaves are unreduced over different axes.
   """
   by_name = {
       leaves_lib.name_of(path): jax.typeof(x).sharding.spec.unreduced
@@ -39,10 +39,11 @@ def axes_of(tree: Any, caller: str) -> tuple[Any, ...]:
 def to_stacked(
     tree: Any, axes: tuple[Any, ...], mesh: mapping.AnyMesh, weight: Any
 ) -> stacked.Stacked:
-  """Returns the gradients of the shards, of which the parts are the sum.
+  """Converts unreduced gradients to a stack of the gradients of the shards.
 
-  The part of a shard is its gradient divided by the number of shards, or, with
-  weights, times its part of the total weight. Nothing is communicated.
+  The term of a shard is its gradient divided by the number of shards or, with
+  weights, multiplied by its fraction of the total weight. This factor is
+  undone. Nothing is communicated.
   """
   num_shards = mapping.num_shards(mesh, axes)
 
@@ -60,7 +61,8 @@ def to_stacked(
     factor = factors.astype(x.dtype)
     return x * factor.reshape(num_shards, *(1,) * part.ndim)
 
-  # Weights may have no devices, which they then get from the gradients.
+  # In one `jax.jit`, so that weights that are not on devices are placed with
+  # the gradients.
   @jax.jit
   def stack_all(parts, weight):
     factors = None

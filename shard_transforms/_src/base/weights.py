@@ -1,8 +1,8 @@
-"""How much shards and towers count.
+"""Weights of shards and towers in reductions.
 
-Each has a scalar weight; 0 leaves it out. Everything that decides how much an
-update counts is a weight that is passed on to the reduction: a number of
-tokens, the age of a stale update, a shard that is not finite. So all of them
+Every shard and every tower has a scalar weight; 0 excludes it. Numbers of
+tokens, the age of stale updates and the exclusion of non-finite shards are all
+expressed as weights that are passed on to the reduction, so these features
 compose.
 """
 
@@ -25,16 +25,18 @@ Kind = Literal['mean', 'sum']
 def as_weight(
     weight: chex.Numeric, shape: tuple[int, ...], caller: str
 ) -> jax.Array:
-  """Returns `weight` as `usable`; a bad one that is known is an error.
+  """Checks a weight, and returns it as an array of usable weights.
+
+  Only concrete values are checked; a traced value that is not usable becomes 0.
 
   Raises:
-    TypeError: If it is no real number.
-    ValueError: If it has another shape, or is known to be negative or not
-      finite.
+    TypeError: If `weight` is not a real number.
+    ValueError: If `weight` has another shape, or is concrete and negative or
+      not finite.
   """
   name = f'`weight` of `{caller}`'
-  # An array of booleans says which shards count; `True` alone is a flag that
-  # was meant for another argument.
+  # An array of booleans is a mask of shards, but a Python boolean was probably
+  # meant for another argument.
   is_flag = isinstance(weight, (bool, np.bool_))
   dtype = None if is_flag else leaves.dtype_of_number(weight)
   kinds = (np.bool_, jnp.integer, jnp.floating)
@@ -56,9 +58,10 @@ def as_weight(
 
 
 def _dtype_of_weight(dtype):
-  """Returns the dtype in which weights of a dtype are kept: at least float32.
+  """Returns the floating-point dtype for weights: float32 or wider.
 
-  float32 rounds integers of 32 bits, too: with 64 bits, these are float64.
+  Weights of 64 bits become float64 if JAX has 64-bit types. So do 32-bit
+  integers, which float32 would round.
   """
   is_exact = jnp.issubdtype(dtype, jnp.integer)
   is_wide = dtype.itemsize > 4 or (is_exact and dtype.itemsize == 4)
@@ -68,7 +71,8 @@ def _dtype_of_weight(dtype):
 def dtype_for(tree: Any) -> np.dtype:
   """Returns the dtype of a weight that multiplies all leaves of a tree.
 
-  It is float64 if a leaf has 64 bits or, if it is complex, parts of 64 bits.
+  The dtype is float64 if the tree has a float64 or complex128 leaf, and float32
+  otherwise.
   """
   kinds = map(leaves.dtype_of, jax.tree.leaves(tree))
   floating = [jnp.finfo(x) for x in kinds if jnp.issubdtype(x, jnp.inexact)]
@@ -78,18 +82,18 @@ def dtype_for(tree: Any) -> np.dtype:
 
 @functools.partial(jax.jit, inline=True)
 def usable(weight: jax.Array) -> jax.Array:
-  """Returns a weight; all but positive normal numbers of float32 become 0.
+  """Replaces weights that are not positive normal float32 numbers by 0.
 
-  The reciprocal of a subnormal number is infinite.
+  Subnormal numbers are excluded because their reciprocals may be infinite.
   """
   tiny = jnp.finfo(jnp.float32).tiny
-  # Leaves of 32 bits may be multiplied by a wider weight.
+  # A wide weight may be multiplied with 32-bit leaves, so check as float32.
   narrow = weight.astype(jnp.float32)
   return jnp.where(jnp.isfinite(narrow) & (narrow >= tiny), weight, 0)
 
 
 def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:
-  """Returns a function that multiplies by a weight; 0 gives 0, for NaN too."""
+  """Returns a function that multiplies by a weight; 0 times NaN is 0."""
   if weight is None:
     return lambda x: x
   zero_unless_counted = leaves.zeroing_unless(weight > 0)
@@ -98,24 +102,24 @@ def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:
 
 
 def safe_divisor(total_weight: jax.Array) -> jax.Array:
-  """Returns a total weight to divide by: 1 in place of 0, as 0 / 1 is 0."""
+  """Replaces a total weight of 0 by 1, so that a division by it gives 0."""
   return jnp.where(total_weight > 0, total_weight, 1)
 
 
 def passed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
-  """Returns the weight of a reduced update: a mean's total, 1 or 0 for a sum.
+  """Returns the weight of a reduced update for later reductions.
 
-  A sum already contains its weights: later reductions only need to know whether
-  there were any.
+  A mean has the total weight. A sum already contains its weights, so its weight
+  is 1, or 0 if the total weight is 0.
   """
   return jnp.sign(total_weight) if reduction == 'sum' else total_weight
 
 
 def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
-  """Checks that a wrapper without `inner` is given no weight.
+  """Checks that a wrapper without `inner` does not receive a weight.
 
   Raises:
-    ValueError: If it is given one.
+    ValueError: If `weight` is not `None`.
   """
   if weight is not None:
     raise ValueError(
@@ -126,7 +130,7 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
 
 
 def given(**extra_args: Any) -> dict[str, Any]:
-  """Returns those extra arguments that are not `None`.
+  """Returns the extra arguments that are not `None`.
 
   Some transformations reject the keyword `weight`, even if it is `None`.
   """

@@ -1,4 +1,4 @@
-"""Floor 3: rows that shards exchange, for aggregators and compression.
+"""Floor 3: exchanges of rows between shards, for aggregators and compression.
 
 Imports `base` and `reduction`.
 """

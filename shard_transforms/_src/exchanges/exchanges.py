@@ -1,4 +1,7 @@
-"""Rows that shards exchange: small integers in a byte, long rows in pieces."""
+"""Exchanges of rows between shards, in pieces, and packing of small integers.
+
+A long row is communicated in pieces, and several small integers share a byte.
+"""
 
 import math
 
@@ -10,22 +13,25 @@ import numpy as np
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.reduction import collectives
 
-# Between processes with gloo; in larger pieces, receiving hardly overlaps with
-# sending. Of the time with whole rows, `quantize(8)` takes 0.65 over a link of
-# 100 Mbit/s (python benchmarks/wire.py), but 1.5 to 2.4 over loopback
-# (python benchmarks/thresholds.py).
+# The size of a piece between processes with gloo. In larger pieces, receiving
+# hardly overlaps with sending. Compared to unsplit rows, `quantize(8)` takes
+# 0.65 of the time over a link of 100 Mbit/s (python benchmarks/wire.py), but
+# 1.5 to 2.4 times as long over loopback (python benchmarks/thresholds.py).
 _PIECE_BYTES = 256 * 1024
 
 
 def piece_bytes() -> int | None:
-  """Returns the most that is sent at once where this is traced, or `None`."""
+  """Returns the maximum size of a piece, or `None` for no limit.
+
+  The size depends on the platform for which JAX currently traces.
+  """
   return _PIECE_BYTES if axes_lib.between_processes() else None
 
 
 def exchange(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
   """Returns the rows addressed to this shard, ordered by sender.
 
-  There is one for each shard, [shards, ...], in the order of the mesh; see
+  The input has one row per shard, [shards, ...], in mesh order; see
   `collectives.row_index`.
   """
   order = axes_lib.in_mesh_order(axes)
@@ -35,12 +41,12 @@ def exchange(rows: jax.Array, axes: collectives.Axes) -> jax.Array:
 
 
 def gather(row: jax.Array, axes: collectives.Axes) -> jax.Array:
-  """Returns the rows of all shards, as `collectives.gather`."""
+  """Returns the rows of all shards, like `collectives.gather`."""
   return _in_pieces(lambda row: collectives.gather(row, axes), row, 0)
 
 
 def _exchange_by_axes(rows, order):
-  """Returns what `exchange` does where a mesh has other axes, or none."""
+  """Exchanges one axis at a time, for partly mapped meshes and `vmap`."""
   sizes = map(lax.axis_size, order)
   parts = lax.reshape(rows, (*sizes, *rows.shape[1:]))
   for dimension, axis in enumerate(order):
@@ -49,10 +55,10 @@ def _exchange_by_axes(rows, order):
 
 
 def _in_pieces(send, rows, num_leading):
-  """Returns `send(rows)`, [shards, ...], sent in pieces where this pays.
+  """Returns `send(rows)`, [shards, ...], computed in pieces if rows are long.
 
-  A loop sends them, so that there are few operations to compile however many
-  pieces there are.
+  The pieces are processed in a loop, so that the number of operations to
+  compile does not depend on the number of pieces.
   """
   lead, shape = rows.shape[:num_leading], rows.shape[num_leading:]
   most = piece_bytes() or rows.nbytes
@@ -60,8 +66,9 @@ def _in_pieces(send, rows, num_leading):
   num_pieces = math.ceil(length / max(most // rows.dtype.itemsize, 1))
   if num_pieces <= 1:
     return send(rows)
-  # The loop sends all pieces, and they are of one size: with a smaller last one
-  # after it, processes received a piece of another size, and gloo aborted.
+  # All pieces have the same size and are processed by the loop. With a smaller
+  # last piece after the loop, processes received pieces of the wrong size, and
+  # gloo aborted.
   size = math.ceil(length / num_pieces)
   padding = [*[(0, 0)] * len(lead), (0, num_pieces * size - length)]
   flat = jnp.pad(rows.reshape(*lead, length), padding)
@@ -72,11 +79,11 @@ def _in_pieces(send, rows, num_leading):
 
 
 def pack_integers(values: jax.Array, num_values: int) -> jax.Array:
-  """Returns small integers [..., n] as bytes [..., n / num_values].
+  """Packs small integers [..., n] into bytes [..., n / num_values].
 
-  Neighbours in a byte are far apart in the row, so that whole parts of the row
-  are combined by one vector operation. Values, or booleans, are below
-  2 ** (8 / num_values); a byte has 2, 4 or 8 of them.
+  Values that share a byte are far apart in the row, so that large parts of the
+  row are combined by one vector operation. Values are booleans, or integers
+  below 2 ** (8 / num_values). A byte has 2, 4 or 8 values.
   """
   *lead, length = values.shape
   shifts = np.arange(0, 8, 8 // num_values, dtype=np.uint8)
@@ -87,7 +94,7 @@ def pack_integers(values: jax.Array, num_values: int) -> jax.Array:
 
 
 def unpack_integers(packed: jax.Array, num_values: int) -> jax.Array:
-  """Returns the integers [..., num_values n] in bytes [..., n]."""
+  """Unpacks the integers [..., num_values * n] in bytes [..., n]."""
   bits = 8 // num_values
   mask = np.uint8(2**bits - 1)
   parts = [(packed >> np.uint8(i * bits)) & mask for i in range(num_values)]

@@ -1,5 +1,5 @@
-"""Floor 2: sums over shards, of trees and of slices of trees.
+"""Floor 2: reductions of trees, and of slices of trees, over shards.
 
-What is sent, in which buffers, and how it is scaled. Only `collectives` calls
-JAX's collectives. Imports `base`.
+This package packs leaves into buffers, reduces and scales them. Within it, only
+`collectives` calls JAX's collectives. Imports `base`.
 """

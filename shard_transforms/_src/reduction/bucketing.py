@@ -1,7 +1,8 @@
-"""Bucketing: small leaves share a buffer, so that one collective sends them.
+"""Bucketing: packs small leaves into shared buffers for collectives.
 
-A collective has a cost per leaf. Small leaves of one kind are therefore sent
-together in a flat buffer, and large ones alone, in their own shape.
+Every operand of a collective has a fixed cost. Small leaves with equal keys are
+therefore packed into a flat buffer. A large leaf is communicated separately and
+keeps its shape.
 """
 
 from collections.abc import Callable
@@ -24,19 +25,20 @@ def map_packed(
     num_rows: int | None = None,
     growth: int = 1,
 ) -> list[jax.Array]:
-  """Applies a function to leaves, small ones packed together.
+  """Applies a function to leaves, with small leaves packed into buffers.
 
   Args:
-    fn: Takes an array and its key and returns an array of the same dtype, in
-      which each element depends only on the elements at the same place, as in a
-      sum over shards. It may take rows, [num_rows, ...], and return one of
-      them, or take one and return rows.
-    leaves: Arrays, none of size zero.
-    keys: Only leaves with equal keys, so of one dtype, share a buffer.
-    levels: The steps in which they are packed. A leaf that is too large to
-      share a buffer is sent alone, in its own shape.
-    num_rows: How many rows each leaf has, along its first axis, or `None`.
-    growth: The size of a result divided by the size of its leaf.
+    fn: Takes an array and its key, and returns an array of the same dtype in
+      which each element depends only on the elements at the same position, as
+      in a sum over shards. The function may reduce rows, [num_rows, ...], to
+      one row, or expand one row to several.
+    leaves: Arrays, none of which is empty.
+    keys: One key per leaf. Only leaves with equal keys, and therefore equal
+      dtypes, share a buffer.
+    levels: The levels of packing, which are applied in order. A leaf that is
+      too large to share a buffer is passed to `fn` separately, in its shape.
+    num_rows: The number of rows of each leaf, along its first axis, or `None`.
+    growth: The ratio of the size of a result to the size of its leaf.
   """
   lead = () if num_rows is None else (num_rows,)
   joined = []
@@ -63,9 +65,9 @@ def buckets(
     level: thresholds.Level,
     growth: int = 1,
 ) -> list[list[int]]:
-  """Groups the positions of leaves with equal keys by the buffer they share.
+  """Assigns leaves to buffers; returns the positions of the leaves of each one.
 
-  The arguments are those of `map_packed`.
+  The arguments are as in `map_packed`.
   """
   found, filled = [], {}
   for i, (key, leaf) in enumerate(zip(keys, leaves, strict=True)):
@@ -83,7 +85,7 @@ def buckets(
 
 
 def _join(leaves, bucket, lead):
-  """Returns one leaf as it is, several as one buffer [*lead, elements]."""
+  """Packs leaves into a buffer [*lead, elements]; keeps a single leaf as is."""
   if len(bucket) == 1:
     return leaves[bucket[0]]
   flat = [leaves[i].reshape((*lead, -1)) for i in bucket]
@@ -91,9 +93,9 @@ def _join(leaves, bucket, lead):
 
 
 def _split(leaves, bucket, buffer, lead):
-  """Puts the parts of a buffer in the places of its leaves, in their shapes.
+  """Replaces the leaves of a bucket by their parts of a buffer.
 
-  A part has the rows of the buffer, if any.
+  Each part has the shape of its leaf, with the rows of the buffer, if any.
   """
   if len(bucket) == 1:
     leaves[bucket[0]] = buffer

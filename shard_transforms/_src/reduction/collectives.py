@@ -1,6 +1,7 @@
-"""Collectives over shards; only this file and `exchanges` call those of JAX.
+"""Collectives over shards.
 
-Values vary over all axes where JAX tracks this.
+Only this file and `exchanges` call JAX's collectives. Where JAX tracks varying
+axes, the inputs are expected to vary over all axes of a collective.
 """
 
 from collections.abc import Hashable
@@ -16,17 +17,17 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 
 Axes = tuple[Hashable, ...]
-# A partition of the shards along one axis, into groups of one size.
+# A partition of the shards along one axis into groups of equal size.
 Groups = tuple[tuple[int, ...], ...]
 
 
 def total(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the sum of one array over the shards; itself without axes."""
+  """Returns the sum of an array over the shards; `x` itself without axes."""
   return psum(axes_lib.to_varying(x, axes), axes) if axes else x
 
 
 def agreed(decision: jax.Array) -> jax.Array:
-  """Returns the logical AND over the shards that may decide differently."""
+  """Returns the logical AND over all shards between which a decision varies."""
   axes = tuple(axes_lib.varying_axes(decision))
   return lax.pmin(decision.astype(jnp.int32), axes) > 0 if axes else decision
 
@@ -37,16 +38,16 @@ def oldest(
     axes: Axes = (),
     weight: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns the smallest local step of the shards whose updates are the same.
+  """Returns the smallest local step of the shards that share reduced updates.
 
-  Updates that are already reduced are made of the gradients of these shards,
-  without those of weight zero. If all weights are zero, the result is the
-  largest int32.
+  Updates that are already reduced combine the gradients of these shards, except
+  shards with weight zero. If all weights are zero, the result is the largest
+  int32.
 
   Args:
     local_step: The local step of this shard, int32 [].
     updates: The updates, some of which may be reduced.
-    axes: The axes over which each shard keeps its own local step.
+    axes: The axes over which local steps are not combined.
     weight: The weight of this shard in the reduction, [].
   """
 
@@ -63,7 +64,7 @@ def oldest(
 
 
 def largest(x: jax.Array) -> jax.Array:
-  """Returns the maximum over the shards that may hold different numbers."""
+  """Returns the maximum over all shards that may have different values."""
   axes = (*axes_lib.varying_axes(x), *axes_lib.untracked_axes())
   return lax.pmax(x, axes) if axes else x
 
@@ -73,7 +74,7 @@ def combine(
     axes: Axes,
     kind: Literal['sum', 'mean', 'minimum', 'maximum'],
 ) -> jax.Array:
-  """Returns a reduction of a kind over shards; `x` itself without axes."""
+  """Reduces `x` over the shards by `kind`; returns `x` itself without axes."""
   if not axes:
     return x
   send = {
@@ -86,18 +87,18 @@ def combine(
 
 
 def spread(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns max minus min over shards, of integers."""
-  # The minimum has the largest complement, so that one collective is enough.
+  """Returns the maximum minus the minimum of an integer over the shards."""
+  # The minimum has the largest complement, so one collective suffices.
   both = axes_lib.to_varying(jnp.stack([x, ~x]), axes)
   most, complement = lax.pmax(both, axes)
   return most - ~complement
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the sum of `x` over the shards; itself without axes.
+  """Returns the sum of `x` over the shards; `x` itself without axes.
 
   Raises:
-    NotImplementedError: If JAX has no sum over these axes.
+    NotImplementedError: If JAX does not support a sum over these axes.
   """
   if not axes:
     return x
@@ -108,20 +109,23 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
-  """Returns the sum of `x` over the shards of each shard's own group."""
+  """Returns the sum of `x` over the shards of the group of this shard."""
   if axes_lib.on_mapped_mesh((axis,)):
     part = scatter(parts(x, len(groups[0])), (axis,), groups)
     return leaves_lib.join(gather(part, (axis,), groups), x)
-  # `vmap` has no collectives in groups, and slices of a leaf would gather what
-  # is sharded over a mesh axis that is not mapped. There is a row for a group.
+  # `vmap` does not support groups in collectives, and slicing a leaf would
+  # gather it over mesh axes that are not mapped. Instead, sum an array with one
+  # row per group.
   own = _group_index(axis, groups)
   numbers = lax.broadcasted_iota(jnp.int32, (len(groups),) + (1,) * x.ndim, 0)
   return lax.psum(jnp.where(numbers == own, x[None], 0), axis)[own]
 
 
 def parts(x: jax.Array, number: int) -> jax.Array:
-  """Returns equal parts of an array: whole lines of it where that can be."""
-  # XLA for TPUs scatters and gathers lines.
+  """Splits an array into equal parts, which consist of whole rows if possible.
+
+  XLA for TPUs scatters and gathers whole rows.
+  """
   if x.ndim < 2 or math.prod(x.shape[:-1]) % number:
     return leaves_lib.cut(x.ravel(), number)
   return x.reshape(number, -1, x.shape[-1])
@@ -130,10 +134,10 @@ def parts(x: jax.Array, number: int) -> jax.Array:
 def scatter(
     rows: jax.Array, axes: Axes, groups: Groups | None = None
 ) -> jax.Array:
-  """Returns the row of each shard, summed over all shards or a group of them.
+  """Returns the row of this shard, summed over all shards or over its group.
 
-  There is a row for each shard, [shards, ...], in the order of the mesh; see
-  `row_index`. Groups are of one size, [size of a group, ...].
+  The input has one row per shard, [shards, ...], in mesh order; see
+  `row_index`. With groups, it has one row per member, [group size, ...].
   """
   if groups is not None:
     if axes_lib.on_mapped_mesh(axes):
@@ -143,7 +147,8 @@ def scatter(
   if len(axes) > 1:
     sizes = map(lax.axis_size, left)
     rows = lax.reshape(rows, (*sizes, *rows.shape[1:]))
-  # The last axis is the fast one; the other axes then sum only a part.
+  # Scatter over the last axis, which is the fastest, first; the other axes then
+  # only communicate a part.
   for axis in reversed(axes):
     rows = scatter_along(rows, axis, left.index(axis))
     left.remove(axis)
@@ -157,13 +162,14 @@ def scatter_along(
     tiled: bool = False,
     **groups: Any,
 ) -> jax.Array:
-  """Returns each shard's part of the sum of `x` over the shards along an axis.
+  """Returns this shard's part of the sum of `x` over the shards along an axis.
 
-  Parts lie along a dimension, which the result does not have; if they are
-  `tiled`, they are slices of it. With `axis_index_groups`, each group sums.
+  The parts are the entries along `dimension`, which the result does not have;
+  if `tiled`, the parts are slices along `dimension`. With `axis_index_groups`,
+  the sum is over each group.
 
   Raises:
-    NotImplementedError: If JAX has no sum over this axis.
+    NotImplementedError: If JAX does not support a sum over this axis.
   """
   try:
     return _scatter(x, axis, dimension, tiled, **groups)
@@ -176,16 +182,16 @@ def exchange_along(
 ) -> jax.Array:
   """Returns the parts addressed to this shard, ordered by sender.
 
-  There is a part for each shard along a dimension, or for each of its group
-  with `axis_index_groups`.
+  Along `dimension`, there is one part per shard, or, with `axis_index_groups`,
+  one part per member of the group.
   """
-  # For an operand that `vmap` does not batch, JAX returns the wrong shape.
+  # JAX returns the wrong shape if `vmap` does not batch the operand.
   x = jnp.where(lax.axis_index(axis) < 0, jnp.zeros_like(x), x)
   return lax.all_to_all(x, axis, dimension, dimension, **groups)
 
 
 def rotate(x: jax.Array, axes: Axes, distance: int) -> jax.Array:
-  """Returns the array of the shard that is so far ahead, in a ring of all."""
+  """Returns the array of the shard `distance` positions ahead on the ring."""
   order = axes_lib.in_mesh_order(axes)
   num_shards = axes_lib.size(order, '')
   pairs = [((i + distance) % num_shards, i) for i in range(num_shards)]
@@ -195,19 +201,19 @@ def rotate(x: jax.Array, axes: Axes, distance: int) -> jax.Array:
 def permute(
     x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
 ) -> jax.Array:
-  """Returns what each shard is sent: pairs of a source and a destination."""
+  """Sends arrays between shards, by pairs of a source and a destination."""
   return lax.ppermute(x, axes_lib.in_mesh_order(axes), pairs)
 
 
 def gather_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
-  """Returns the slices along a dimension of all shards along an axis."""
+  """Concatenates the slices of all shards of an axis along a dimension."""
   return lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
 def gather(
     row: jax.Array, axes: Axes, groups: Groups | None = None
 ) -> jax.Array:
-  """Returns the rows of all shards, [shards, ...], or of each one's group."""
+  """Returns the rows of all shards, [shards, ...], or of this shard's group."""
   if groups is not None:
     if axes_lib.on_mapped_mesh(axes):
       return lax.all_gather(row, axes[0], axis_index_groups=groups)
@@ -223,12 +229,12 @@ def gather(
 
 
 def join_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
-  """Returns the slices of all shards, typed as the same on all of them."""
+  """Like `gather_along`, but the result is typed as invariant over `axis`."""
   return _all_gather(x, axis, dimension, tiled=True)
 
 
 def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
-  """Returns which row of `scatter` and `gather` is a shard's own, int32 []."""
+  """Returns the row index of this shard in `scatter` and `gather`, int32 []."""
   if groups is not None:
     ranks = {shard: i for group in groups for i, shard in enumerate(group)}
     return _own_entry(ranks, axes[0])
@@ -236,7 +242,7 @@ def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
 
 
 def _no_sum(x, axes):
-  """Returns what to do where JAX has no sum."""
+  """Returns the error message for a sum that JAX does not support."""
   return (
       f'JAX cannot sum {jax.typeof(x)} over the axes {axes!r} here. An axis of'
       ' `jax.vmap` inside `jax.shard_map` needs `check_vma=False`.'
@@ -249,22 +255,23 @@ def _group_index(axis, groups):
 
 
 def _own_entry(entries, axis):
-  """Returns a shard's own of the integers {shard: integer}, int32 []."""
+  """Returns the entry of this shard in {shard: integer}, int32 []."""
   in_order = [entries[shard] for shard in range(len(entries))]
   return jnp.asarray(in_order, jnp.int32)[lax.axis_index(axis)]
 
 
 # Over all chips of many TPU slices, such as 4x4, 8x8, 16x16, 2x2x4 and 4x4x8,
-# XLA has no reduce-scatter: it sums all of an array, and then takes a part. It
-# has one over every second chip, and then over pairs, which send as much as one
-# of a single step; with more columns, more is left for a second step that is
-# too small for a reduce-scatter on v6e: benchmarks/hardware.py
+# XLA does not reduce-scatter: it all-reduces the whole array and then slices
+# it. XLA does reduce-scatter over every second chip and then over pairs, which
+# communicates as many bytes as a single reduce-scatter. With more columns, the
+# second stage has more data, but is too small for a reduce-scatter on v6e:
+# benchmarks/hardware.py
 #   v5e:4x4 --shapes=large shard_update (and v6e:4x4, v5p:2x2x4)
 _LEAST_SHARDS, _COLUMNS = 16, 2
 
 
 def _is_in_two_steps(axis):
-  """Whether a reduce-scatter over an axis takes two steps."""
+  """Whether a reduce-scatter over an axis is split into two stages."""
   mesh = jax.sharding.get_abstract_mesh()
   num_shards = lax.axis_size(axis)
   is_alone = axes_lib.on_mapped_mesh((axis,)) and mesh.size == num_shards
@@ -273,10 +280,10 @@ def _is_in_two_steps(axis):
 
 
 def _scatter_in_two(x, axis, dimension):
-  """Returns what a reduce-scatter does, of columns of shards and then rows.
+  """Reduce-scatters over columns of shards, and then over rows.
 
-  A shard's part is the same: columns divide an array into one part for each
-  row of shards, in their order, and rows divide that.
+  The result equals a single reduce-scatter: columns split an array into one
+  part per row of shards, in order, and each row splits its part further.
   """
   shards = range(lax.axis_size(axis))
   rows = [shards[i : i + _COLUMNS] for i in shards[::_COLUMNS]]
@@ -299,18 +306,20 @@ def _scatter(x, axis, dimension, tiled=False, **groups):
       part = lax.psum_scatter(
           x, axis, scatter_dimension=dimension, tiled=True, **groups
       )
-    # Without tiles, JAX puts the axis of another `vmap` in the wrong place.
+    # With `tiled=False`, JAX inserts the axis of an outer `vmap` in the wrong
+    # position.
     return part if tiled else lax.squeeze(part, (dimension,))
   if tiled:
     before, after = x.shape[:dimension], x.shape[dimension:]
     x = x.reshape(*before, lax.axis_size(axis), -1, *after[1:])
-  # The same bytes, in 0.13 to 0.98 of the time of gloo's own, between two and
-  # between four processes, for 16 KiB to 16 MiB.
+  # An exchange communicates as many bytes as the reduce-scatter of gloo, and
+  # takes 0.13 to 0.98 of the time, for 16 KiB to 16 MiB between two or four
+  # processes.
   parts = exchange_along(x, axis, dimension, **groups)
   return jnp.sum(parts, dimension, dtype=x.dtype)
 
 
 def _all_gather(x, axis, dimension, tiled=False):
-  """Gathers; the result is typed as the same on all shards, if tracked."""
+  """All-gathers; the result is typed as invariant if `axis` is tracked."""
   to = {'to': 'invarying'} if axis in axes_lib.varying_axes(x) else {}
   return lax.all_gather(x, axis, axis=dimension, tiled=tiled, **to)

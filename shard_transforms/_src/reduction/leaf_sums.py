@@ -1,4 +1,7 @@
-"""Sums and means of trees over shards, each leaf sent and scaled once."""
+"""Sums and means of trees over shards.
+
+Each leaf is communicated and scaled once.
+"""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -27,13 +30,13 @@ OnInvariant = Literal['error', 'averaged']
 
 
 class Key(NamedTuple):
-  """What must be equal for leaves to share a buffer.
+  """Properties that must be equal for leaves to share a buffer.
 
   Attributes:
-    axes: The axes over which they are sent.
-    dtype: The dtype in which they are summed.
-    varying: All axes over which they vary; a buffer varies over those of each
-      of its leaves.
+    axes: The axes over which the leaf is reduced.
+    dtype: The dtype in which the leaf is summed.
+    varying: All axes over which the leaf varies. A buffer varies over the axes
+      of all its leaves.
   """
 
   axes: tuple[Hashable, ...]
@@ -42,11 +45,12 @@ class Key(NamedTuple):
 
 
 class Share(NamedTuple):
-  """How much a shard counts.
+  """The weight of a shard in a reduction.
 
   Attributes:
-    weight: Its own, float32 [], or `None` where all count the same.
-    total: The divisor of a mean, or `None` where it is the size of the axes.
+    weight: The weight of this shard, float32 [], or `None` if all shards have
+      the same weight.
+    total: The divisor of a mean, or `None` to divide by the number of shards.
   """
 
   weight: jax.Array | None
@@ -58,15 +62,17 @@ UNWEIGHTED = Share(None, None)
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-  """The sum or mean of a tree over shards; checked when it is made.
+  """The sum or mean of a tree over shards; the constructor checks arguments.
 
   Attributes:
-    caller: The public name that errors and profiles show.
+    caller: The public name, for errors and profiles.
     kind: `'mean'` or `'sum'`.
     axes: The mapped axes.
-    groups: The partition of the shards that reduce among themselves, or `None`.
-    on_invariant: How to read a leaf that is the same on all shards.
-    sent: How leaves are sent: whole, or in slices.
+    groups: A partition of the shards into groups that reduce separately, or
+      `None`.
+    on_invariant: The treatment of leaves that are the same on all shards:
+      `'error'`, or `'averaged'` for leaves that are already means.
+    sent: How leaves are communicated: whole or in slices.
   """
 
   caller: str
@@ -98,8 +104,8 @@ class Reduction:
   ) -> chex.ArrayTree:
     """Returns the (weighted) sum or mean of `tree` over the shards.
 
-    It has the same shapes and dtypes, and is the same on all shards of `axes`,
-    or of a group.
+    The result has the same shapes and dtypes, and is the same on all shards of
+    `axes`, or of a group.
     """
     checked = check(tree, weight, self, allow_unreduced=self.sent == 'whole')
     leaves, treedef = jax.tree.flatten(tree)
@@ -109,8 +115,8 @@ class Reduction:
     return treedef.unflatten(reduced)
 
   def check_params(self, params: optax.Params | None) -> None:
-    """Checks that parameters are the same on all shards that reduce."""
-    # Groups hold different parameters.
+    """Checks that parameters are the same on all shards of the reduction."""
+    # Different groups may have different parameters.
     axes = self.axes if self.groups is None else ()
     leaves_lib.check_not_slices(params, axes, self.caller)
 
@@ -123,11 +129,11 @@ class Reduction:
   def scatter_over(
       self, rows: jax.Array, axes: tuple[Hashable, ...]
   ) -> jax.Array:
-    """Returns each shard's row of the sum of rows over the shards."""
+    """Returns this shard's row of the sum of rows over the shards."""
     return collectives.scatter(rows, axes, self.groups)
 
   def num_shards(self) -> int:
-    """Returns how many shards reduce together: all, or those of a group."""
+    """Returns the number of shards that reduce together, all or one group."""
     num_shards = axes_lib.size(self.axes, self.caller)
     if self.groups is not None:
       groups_lib.check_size(self.groups, num_shards)
@@ -141,7 +147,7 @@ def check(
     options: Reduction,
     allow_unreduced: bool = False,
 ) -> jax.Array | None:
-  """Checks what is to be reduced; returns the weight as an array."""
+  """Checks the tree and the weight; returns the weight as an array."""
   options.num_shards()
   leaves_lib.check_inexact(tree, options.caller)
   allowed = []
@@ -156,7 +162,7 @@ def check(
 
 
 def share(weight: jax.Array | None, options: Reduction) -> Share:
-  """Returns the share of a shard from the weight that `check` has returned."""
+  """Returns the share of this shard for a weight returned by `check`."""
   if weight is None:
     return UNWEIGHTED
   return Share(weight, options.sum_over(weight, options.axes))
@@ -165,7 +171,7 @@ def share(weight: jax.Array | None, options: Reduction) -> Share:
 def scatter(
     rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
 ) -> list[jax.Array]:
-  """Returns each shard's row of the sum or mean of each [num_rows, ...]."""
+  """Returns this shard's row of the sum or mean of arrays [num_rows, ...]."""
   return reduce(rows, own, options, options.scatter_over, num_rows)
 
 
@@ -176,15 +182,15 @@ def reduce(
     sum_over: Callable[..., jax.Array] | None = None,
     num_rows: int | None = None,
 ) -> list[jax.Array]:
-  """Returns the sum or mean of each leaf, in its dtype.
+  """Returns the sum or mean of each leaf, in the dtype of the leaf.
 
   Args:
     leaves: Checked leaves.
-    own: How much this shard counts.
-    options: How leaves are reduced.
+    own: The share of this shard.
+    options: The reduction.
     sum_over: Takes an array and axes, and returns the sum over the shards, or
-      one of `num_rows` rows of it; `options.sum_over` by default.
-    num_rows: The number of rows of each leaf, [num_rows, ...], if it has rows.
+      one of the `num_rows` rows of the sum; `options.sum_over` by default.
+    num_rows: The number of rows of each leaf, [num_rows, ...], or `None`.
   """
   sum_over = options.sum_over if sum_over is None else sum_over
   axes = options.axes if options.groups is None else ()
@@ -208,8 +214,8 @@ def reduce(
     if options.kind == 'sum':
       return summed
     if own.total is not None:
-      # XLA turns a division by an array into a product for some shapes only:
-      # packed leaves would get other bits.
+      # XLA replaces a division by an array with a multiplication only for some
+      # shapes, so packed leaves would not be bitwise equal to unpacked leaves.
       return lax.mul(summed, reciprocal(key.dtype))
     size = axes_lib.size(key.axes, options.caller)
     if options.groups is not None:
@@ -218,7 +224,7 @@ def reduce(
     return lax.div(summed, summed.dtype.type(size))
 
   levels = ()
-  # JAX cannot join arrays that are unreduced.
+  # JAX cannot concatenate unreduced arrays.
   is_joined = not any(map(axes_lib.unreduced_axes, values))
   if is_joined and any(map(operator.attrgetter('axes'), keys)):
     levels = thresholds.levels(options.axes, options.sent)
@@ -238,6 +244,6 @@ def sent_over(leaf: chex.Array, options: Reduction) -> tuple[Hashable, ...]:
 
 
 def _reciprocal(x, dtype):
-  """Returns `1 / x`, or 1 for 0, as precise as `dtype`."""
+  """Returns `1 / x`, or 1 if `x` is 0, with the precision of `dtype`."""
   divisor = weights.safe_divisor(x).astype(jnp.finfo(dtype).dtype)
   return (1 / divisor).astype(dtype)

@@ -1,4 +1,4 @@
-"""Norms of trees whose leaves may be sliced, and whether these are finite."""
+"""Norms and finiteness of trees whose leaves may be sliced."""
 
 import collections
 from collections.abc import Hashable
@@ -28,17 +28,17 @@ def global_norm(
   .. math:: \lVert u \rVert = \sqrt{\sum_l \sum_{i \in S_l} \lVert u_{l,i}
      \rVert^2}
 
-  where :math:`S_l` are the shards over which the leaf l is sliced, or one shard
-  where it is the same on all of them.
+  where :math:`S_l` are the shards over which the leaf l is sliced, or a single
+  shard if the leaf is the same on all shards.
 
   Args:
     tree: Tree of real or complex arrays of any shapes; `float0` counts as zero.
-    axis_name: The mapped axis, or a sequence of them, over which leaves may be
-      sliced. `None` for the norm of this shard's own leaves.
-    sharded: Which leaves are sliced over these axes: the `PartitionSpec`s of
-      the leaves, as for `in_specs` of `jax.shard_map`, a tree or a prefix of
-      one. A scalar is never sliced. `None` where the types tell: what varies
-      over an axis is a slice.
+    axis_name: The mapped axis, or a sequence of mapped axes, over which leaves
+      may be sliced. `None` for the norm of the leaves of this shard only.
+    sharded: The `PartitionSpec`s of the leaves, as a tree or a prefix tree like
+      `in_specs` of `jax.shard_map`; they specify which leaves are sliced over
+      these axes. A scalar is never sliced. `None` to use the types of the
+      leaves: a leaf that varies over an axis is a slice.
 
   Returns:
     The norm, float32 [] (float64 if a leaf is), the same on all shards of
@@ -46,11 +46,11 @@ def global_norm(
 
   Raises:
     NameError: If an axis is not bound.
-    TypeError: If a leaf is an integer or boolean, or `sharded` is not made of
-      `PartitionSpec`s.
-    ValueError: If `sharded` is missing where JAX does not track types,
-      contradicts the types, has no place in the tree, or names a mapped axis
-      that `axis_name` lacks; or if it comes without `axis_name`.
+    TypeError: If a leaf is an integer or boolean, or `sharded` contains values
+      that are not `PartitionSpec`s.
+    ValueError: If `sharded` is missing where JAX does not track varying axes,
+      contradicts the types, is not a prefix of the tree, names a mapped axis
+      that `axis_name` lacks, or is given without `axis_name`.
 
   Examples:
     >>> import jax
@@ -76,7 +76,7 @@ def sum_of_squares(
     sharded: partition_specs.SpecTree,
     caller: str,
 ) -> jax.Array:
-  """Returns the sum of the squares of all elements, float32 or wider []."""
+  """Returns the sum of squares of all elements, float32 (or float64) []."""
   dtype = weights.dtype_for(tree)
   by_axes = collections.defaultdict(lambda: jnp.zeros([], dtype))
   sliced_axes = partition_specs.sliced_axes(tree, axes, sharded, caller)
@@ -108,11 +108,12 @@ def are_finite(
 def read_first(
     tree: optax.Updates, sliced_over: tuple[Hashable, ...]
 ) -> tuple[optax.Updates, jax.Array]:
-  """Returns a tree and `are_finite` of it, which reads each leaf before others.
+  """Returns a tree and its `are_finite`, such that each leaf is checked first.
 
-  XLA for TPUs would otherwise check a gradient in the product that makes it,
-  and then not reduce it in place; XLA for GPUs would check all of them at the
-  end, and keep them until then.
+  Barriers force the check of a leaf before any other use. Otherwise, XLA for
+  TPUs fuses the check with the matrix product that computes a gradient, and
+  then does not reduce the gradient in place. XLA for GPUs checks all gradients
+  at the end, and keeps them in memory until then.
   """
   leaves, treedef = jax.tree.flatten(tree)
   zeros = []
@@ -138,8 +139,9 @@ def _sum_of_zeros(leaf):
   """Returns 0, float32 [], or NaN if an element of a leaf is not finite."""
   totals = []
   for part in map(leaves_lib.as_accumulator, _real_parts(jnp.asarray(leaf))):
-    # 0 times an element is 0, or NaN if the element is not finite. A sum of
-    # these cannot overflow, and takes half the time of a check of each element.
+    # 0 times an element is 0, or NaN if the element is not finite. The sum of
+    # these products cannot overflow, and takes half the time of an elementwise
+    # check.
     zeros = lax.mul(part, lax.full_like(part, 0))
     total = lax.reduce_sum(zeros, tuple(range(part.ndim)))
     totals.append(leaves_lib.as_dtype(total, jnp.float32))

@@ -23,15 +23,15 @@ from shard_transforms._src.reduction import leaf_sums
 
 
 class ShardedReduction(leaf_sums.Reduction):
-  """Reduce-scatter of a tree to slices, and all-gather of slices to a tree."""
+  """Reduce-scatters a tree to slices, and all-gathers slices to a tree."""
 
   sent: ClassVar[thresholds.Sent] = 'in slices'
 
   def check_mapped(self) -> None:
-    """Refuses a mesh that leaves an axis to the compiler.
+    """Checks that all axes of the mesh are mapped.
 
     Raises:
-      ValueError: If there is one.
+      ValueError: If the mesh has an axis that is not mapped.
     """
     if unmapped := axes_lib.unmapped_axes(self.axes):
       raise ValueError(
@@ -43,14 +43,17 @@ class ShardedReduction(leaf_sums.Reduction):
       )
 
   def axes_of_sums(self) -> tuple[Hashable, ...]:
-    """Returns the axes over which an optimizer may sum over all slices."""
-    # Reduced over all shards, updates are the same on all of them.
+    """Returns the axes over which an optimizer may sum over all slices.
+
+    With groups there are none, because each group has different updates.
+    """
+    # A reduction over all shards gives the same updates on every shard.
     return () if self.groups else self.axes
 
   def scatter(
       self, tree: optax.Updates, weight: chex.Numeric | None = None
   ) -> optax.Updates:
-    """Returns each shard's slice of the (weighted) sum or mean of a tree."""
+    """Returns this shard's slice of the (weighted) sum or mean of a tree."""
     checked = leaf_sums.check(tree, weight, self)
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
@@ -60,7 +63,7 @@ class ShardedReduction(leaf_sums.Reduction):
   def scatter_leaves(
       self, leaves: Sequence[chex.Array], share: leaf_sums.Share
   ) -> list[jax.Array]:
-    """Returns each shard's slice of the sum or mean of checked leaves."""
+    """Returns this shard's slice of the sum or mean of checked leaves."""
     is_sent = self.sends_in_slices(leaves)
     slices, in_rows, whole, rows = {}, [], [], []
     for i, leaf in enumerate(leaves):
@@ -80,7 +83,7 @@ class ShardedReduction(leaf_sums.Reduction):
     return [slices[i] for i in range(len(leaves))]
 
   def own(self, tree: optax.Updates) -> optax.Updates:
-    """Returns each shard's slice of a tree that is the same on all of them."""
+    """Returns this shard's slice of a tree that is the same on all shards."""
     num_slices = self.num_slices()
     index = [collectives.row_index(self.axes, self.groups)]
     if self.groups is None:
@@ -94,13 +97,13 @@ class ShardedReduction(leaf_sums.Reduction):
     return jax.tree.map(own, tree)
 
   def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
-    """Gathers a tree like another from the slices of all shards."""
+    """Gathers the slices of all shards into a tree shaped like `like`."""
     leaves, treedef = jax.tree.flatten(tree)
     kinds = treedef.flatten_up_to(like)
     cut = {i: x for i, x in enumerate(map(self._division, kinds)) if x}
     own = axes_lib.to_varying({i: leaves[i] for i in cut}, self.axes)
-    # Gathered along another dimension than the first, XLA gives updates a
-    # layout for which it copies the parameters: benchmarks/hardware.py
+    # If updates are gathered along any dimension but the first, XLA chooses a
+    # layout for which it must copy the parameters: benchmarks/hardware.py
     #   h100:1x8 --shapes=gpt2 shard_update
     in_one_step = len(self.num_slices()) == 1
     in_rows = [i for i in cut if in_one_step or self.sends_in_rows(kinds[i])]
@@ -122,9 +125,9 @@ class ShardedReduction(leaf_sums.Reduction):
     return treedef.unflatten(leaves)
 
   def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
-    """Returns for each leaf whether it is sliced before it is sent."""
+    """Returns, for each leaf, whether it is sliced before communication."""
     num_shards = self.num_shards()
-    # A leaf that is not sent over all axes is the same on some shards.
+    # A leaf that is not reduced over all axes is the same on some shards.
     return [
         leaves_lib.is_cut(leaf, num_shards)
         and leaf_sums.sent_over(leaf, self) == self.axes
@@ -132,9 +135,9 @@ class ShardedReduction(leaf_sums.Reduction):
     ]
 
   def sends_in_rows(self, leaf: chex.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether slices are scattered as rows, such as those that share a buffer.
+    """Whether a leaf is scattered as rows, as all leaves that share a buffer.
 
-    Over several axes, they are gathered likewise.
+    Such a leaf is also gathered as rows.
     """
     size = math.prod(jnp.shape(leaf)) * leaves_lib.dtype_of(leaf).itemsize
     levels = thresholds.levels(self.axes, self.sent)
@@ -142,7 +145,7 @@ class ShardedReduction(leaf_sums.Reduction):
     return is_small or self.groups is not None
 
   def num_slices(self) -> tuple[int, ...]:
-    """Returns the number of slices for each axis, the mesh's last one first."""
+    """Returns the number of slices along each axis, in reverse mesh order."""
     num_shards = self.num_shards()
     if self.groups is not None:
       return (num_shards,)
@@ -152,29 +155,30 @@ class ShardedReduction(leaf_sums.Reduction):
     return axes_lib.in_mesh_order(self.axes)[::-1]
 
   def _division(self, leaf):
-    """Returns how a leaf is divided, or `None` if all shards have all of it."""
+    """Returns the division of a leaf, or `None` if the leaf is not divided."""
     num_slices = self.num_slices()
     if not leaves_lib.is_cut(leaf, math.prod(num_slices)):
       return None
     return divisions.divide(jnp.shape(leaf), num_slices)
 
   def _scatter_along(self, division, leaf, axes):
-    """Returns each shard's slice of the sum of a leaf, sent axis by axis."""
-    del axes  # All of them.
+    """Reduce-scatters a leaf to this shard's slice, one axis at a time."""
+    del axes  # Always `self.axes`.
     leaf = division.pad(leaf)
     for axis, dim in zip(self._divided_over(), division.dims, strict=True):
       leaf = collectives.scatter_along(leaf, axis, dim, tiled=True)
     if axes_lib.platform() == 'gpu':
-      # Of a transposed gradient, as an embedding has it, XLA for GPUs would lay
-      # out a slice unlike the state, and copy that: benchmarks/hardware.py
+      # For a transposed gradient, such as that of an embedding, XLA for GPUs
+      # chooses another layout for the slice than for the state, and copies the
+      # state: benchmarks/hardware.py
       #   h100:1x8 --shapes=gpt2 shard_update
-      # With this, XLA for TPUs would sum such a gradient whole.
+      # With this constraint, XLA for TPUs would all-reduce such a gradient.
       rows_first = layout.Layout(tuple(range(leaf.ndim)))
       leaf = layout.with_layout_constraint(leaf, rows_first)
     return leaf
 
   def _gather_along(self, division, own):
-    """Returns a leaf from the slices of all shards, sent axis by axis."""
+    """All-gathers the slices of a leaf, one axis at a time."""
     order = list(zip(self._divided_over(), division.dims, strict=True))
     for axis, dim in reversed(order):
       own = collectives.join_along(own, axis, dim)

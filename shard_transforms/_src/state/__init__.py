@@ -1,4 +1,5 @@
-"""Floor 2: where state is placed, and how it is resized.
+"""Floor 2: placement, resizing and checkpoints of state.
 
-Knows no transformation: a state declares its own rules. Imports `base`.
+Nothing here depends on a specific transformation, because states declare their
+own rules. Imports `base`.
 """

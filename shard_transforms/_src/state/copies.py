@@ -1,4 +1,4 @@
-"""Copies of arrays, on this process or placed on devices."""
+"""Copies of arrays on the host or on devices."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def refuse_elsewhere(name: str) -> None:
-  """Refuses a state that is to be resized, but on other processes in part.
+  """Raises because part of a state to be resized is on other processes.
 
   Raises:
     ValueError: Always.
@@ -20,14 +20,14 @@ def refuse_elsewhere(name: str) -> None:
 
 
 def is_here(leaf: Any) -> bool:
-  """Whether this process has all of a leaf."""
+  """Whether this process can read the whole leaf."""
   if not isinstance(leaf, jax.Array):
     return True
   return leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
 def on_host(leaf: Any) -> Any:
-  """Returns a leaf as an array of NumPy, if this process has all of it."""
+  """Returns a leaf as a NumPy array if this process can read the whole leaf."""
   is_array = isinstance(leaf, jax.Array)
   if is_array and (is_key(leaf) or not is_here(leaf)):
     return leaf
@@ -35,13 +35,13 @@ def on_host(leaf: Any) -> Any:
 
 
 def is_on_devices(field: Any) -> bool:
-  """Whether a part of a state has arrays of JAX, and not only random keys."""
+  """Whether a field has JAX arrays other than random keys."""
   leaves = jax.tree.leaves(field)
   return any(isinstance(x, jax.Array) and not is_key(x) for x in leaves)
 
 
 def copied(leaf: Any) -> Any:
-  """Returns a copy of a leaf, where it is; a type as it is."""
+  """Copies a leaf without moving it; returns a type unchanged."""
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return leaf
   if isinstance(leaf, jax.Array):
@@ -50,14 +50,14 @@ def copied(leaf: Any) -> Any:
 
 
 def put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Returns a copy of a leaf, placed."""
+  """Returns a copy of a leaf, placed with a sharding."""
   if not is_here(leaf):
     return jax.jit(_copy, out_shardings=sharding)(leaf)
   if isinstance(leaf, jax.Array) and is_key(leaf):
-    # Placed as it is, a random key would share its memory.
+    # `jax.device_put` of a random key could share its memory.
     bits = put(np.asarray(jax.random.key_data(leaf)), sharding)
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
-  # JAX may alias the memory of a NumPy array that it is given.
+  # JAX may alias the memory of a NumPy array.
   values = np.array(leaf)
   return jax.make_array_from_callback(
       values.shape, sharding, values.__getitem__, dtype=values.dtype
@@ -65,7 +65,7 @@ def put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def is_key(leaf: Any) -> bool:
-  """Whether a leaf is a random key, or an array of them."""
+  """Whether a leaf is a random key or an array of random keys."""
   return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -77,5 +77,5 @@ def _copy(leaf):
 
 
 def dtype_of(leaf: Any) -> Any:
-  """Returns the dtype of a leaf, also of a random key."""
+  """Returns the dtype of a leaf, which may be a random key."""
   return getattr(leaf, 'dtype', None) or jnp.result_type(leaf)

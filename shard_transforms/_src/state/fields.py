@@ -1,4 +1,4 @@
-"""The fields of a state, by the rules that its nodes declare."""
+"""Traversal of the fields of a state and of the rules declared for them."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -20,14 +20,16 @@ def map_fields(
     like: Any,
     path: tuple[Any, ...] = (),
 ) -> Any:
-  """Maps a state by the rules that its nodes declare for their fields.
+  """Maps the fields with a rule, and all other leaves, of a state.
 
   Args:
-    fn: Takes a path, a rule, what is there, and what `like` has there: a field
-      for which a rule is declared, or a leaf.
-    rules_of: Takes a node and the one in its place, and returns its rules.
+    fn: Takes a path, a rule, and the values at this path in `state` and in
+      `like`. The values are fields with a declared rule, or leaves, which get
+      the default rule.
+    rules_of: Takes a node of `state` and the node at the same position in
+      `like`, and returns the rules of the node.
     state: The state.
-    like: Another state of the same tree, but for such fields.
+    like: A state with the same tree, except in fields with a rule.
     path: The path of the state.
   """
 
@@ -43,7 +45,7 @@ def map_fields(
     rules = rules_of(node, like)
 
     def of_field(key, field, like):
-      # Fields have names only in a state that is a class with named fields.
+      # Only the fields of a class have names.
       rule = rules.get(getattr(key[0], 'name', ''))
       if rule is None:
         return map_fields(fn, rules_of, field, like, (*here, *key))
@@ -59,7 +61,7 @@ def map_fields(
 def parts_of(
     rules_of: Callable[[Any, Any], Mapping[str, states.Rule]], state: Any
 ) -> dict[tuple[Any, ...], tuple[states.Rule, Any]]:
-  """Returns those fields of a state that have a full form, by path.
+  """Returns the fields of a state that have a full form, by path.
 
   Args:
     rules_of: As for `map_fields`.
@@ -76,7 +78,7 @@ def parts_of(
 
 
 def full_rules_of(node: Any, _: Any) -> dict[str, states.Rule]:
-  """Returns the rules of those fields of a node that have a full form."""
+  """Returns the rules of the fields of a node that have a full form."""
   rules = states.rules_of(node)
   return {name: rule for name, rule in rules.items() if rule.full is not None}
 
@@ -84,11 +86,11 @@ def full_rules_of(node: Any, _: Any) -> dict[str, states.Rule]:
 def resize_rules_of(
     node: Any, like: Any, reduction: states.Reduction | None
 ) -> dict[str, states.Rule]:
-  """Returns the rules of those fields of a node that are resized.
+  """Returns the rules of the fields of a node that are resized.
 
   Raises:
-    TypeError: If a function that a state declares returns no rule.
-    ValueError: If the state is not on this process.
+    TypeError: If the `resize` function of a rule does not return a `Rule`.
+    ValueError: If part of the state is on other processes.
   """
   rules = {
       name: rule
@@ -110,7 +112,8 @@ def resize_rules_of(
       rules[name] = rule.resize(node, reduction)
       states.check_rule(node, name, rules[name])
   begun = {name for name, rule in rules.items() if rule.resize == 'begin_anew'}
-  # What changes by itself is of other parameters, and does not begin anew.
+  # If only fields that begin anew have changed, the parameters differ, and not
+  # the number of shards. Such fields are not initialized again.
   return rules if changed - begun else {}
 
 
@@ -123,7 +126,7 @@ def check_same_trees(
   """Checks that a state has the expected tree.
 
   Raises:
-    ValueError: If it has not.
+    ValueError: If the trees differ.
   """
   found = jax.tree.structure(state, is_leaf=is_leaf)
   expected = jax.tree.structure(like, is_leaf=is_leaf)
@@ -136,10 +139,10 @@ def check_same_trees(
 
 
 def check_dtype(name: str, leaf: Any, like: Any) -> None:
-  """Checks the dtype of a leaf.
+  """Checks that a leaf has the expected dtype.
 
   Raises:
-    TypeError: If it is another one.
+    TypeError: If the dtypes differ.
   """
   dtype = copies.dtype_of(leaf)
   if dtype != like.dtype:
@@ -153,5 +156,5 @@ def types_of(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def without_shardings(tree: Any) -> Any:
-  """Returns the shapes and dtypes of a tree of arrays or of their types."""
+  """Returns the types of a tree of arrays, without their shardings."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

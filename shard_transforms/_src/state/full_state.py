@@ -1,4 +1,4 @@
-"""`full_state` and `place_state`: what a checkpoint of sharded state holds."""
+"""`full_state` and `place_state`: checkpoints of sharded optimizer state."""
 
 import functools
 from typing import Any
@@ -31,36 +31,36 @@ def full_state(
     *,
     in_specs: partition_specs.SpecTree = P(),
 ) -> optax.OptState:
-  """Returns a state in the shapes of the replicated one, for a checkpoint.
+  """Returns a state with the shapes of the replicated state, for checkpoints.
 
-  The parts that a transformation such as `shard_update` has sharded become the
-  state of its inner transformation, as `inner.init(params)` has it, whatever
-  the number of shards. A checkpoint then does not depend on that number. All
-  other leaves are copied. Save this state, and place it again with
-  `place_state`, on any number of shards.
+  State that a transformation such as `shard_update` has sharded gets the shapes
+  of `inner.init(params)`, so that the checkpoint does not depend on the number
+  of shards. All other leaves are copied. Save the result, and restore it with
+  `place_state` on any number of shards.
 
-  The full leaves are sharded over the devices, each along dimensions that can
-  be divided, so that no device needs memory for all of them. A leaf that cannot
-  be divided is replicated. With several processes, all of them must call it.
+  The full leaves are sharded over the devices, along dimensions that divide
+  evenly, so that no device needs memory for the whole state. A leaf that cannot
+  be divided is replicated. With several processes, every process must call this
+  function.
 
   Args:
-    state: A state of `init_state` and `tx.update`, or `jax.ShapeDtypeStruct`s.
-      Arrays of NumPy give arrays of NumPy.
+    state: A state returned by `init_state` or `tx.update`, or
+      `jax.ShapeDtypeStruct`s. NumPy arrays are converted to NumPy arrays.
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The mesh of the state.
     in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
 
   Returns:
-    The state in its full form; `jax.ShapeDtypeStruct`s with shardings (the
-    target of a checkpoint restore) if it is abstract.
+    The state in its full form; if `state` is abstract, `jax.ShapeDtypeStruct`s
+    with shardings, which can be the target of a checkpoint restore.
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If a state declares a rule that is not a `Rule`.
     ValueError: If `state` was not made by `tx` for these parameters, on this
-      mesh with these `in_specs`; `in_specs` shards parameters whose state is
-      sharded further, or a state declares a rule for a field that it lacks.
+      mesh with these `in_specs`; if `in_specs` shards parameters whose state is
+      sharded further; or if a state declares a rule for a missing field.
 
   Examples:
     >>> import jax
@@ -88,12 +88,12 @@ def joined(
 
   Args:
     state: The state.
-    placed: The same state, as it was placed.
-    one_shard: The state on one shard, and the mesh where it goes.
+    placed: The same state, with its original placement.
+    one_shard: The state on one shard, and the target mesh.
     made: The same for the mesh on which the state was made, if it is known.
 
   Raises:
-    ValueError: As `full_state`.
+    ValueError: As in `full_state`.
   """
 
   def convert(path, rule, field, placed):
@@ -128,16 +128,16 @@ def place_state(
     in_specs: partition_specs.SpecTree = P(),
     reduction: states.Reduction | None = None,
 ) -> optax.OptState:
-  """Places the state of a checkpoint on a mesh of any number of shards.
+  """Places the state of a checkpoint on a mesh with any number of shards.
 
-  The reverse of `full_state`: parts that are full are sharded again. What each
-  shard keeps for itself, such as residuals and the towers of an unfinished
-  window, is converted as by `resize_state` if the number of shards has changed;
-  then it must be on this process, as arrays of NumPy are.
+  This is the inverse of `full_state`: full leaves are sharded again. If the
+  number of shards has changed, per-shard state, such as residuals and the
+  towers of an unfinished window, is converted as in `resize_state`. Such state
+  must then be on this process, for example as NumPy arrays.
 
   Args:
-    state: What `full_state` returned, in arrays of JAX or, as from a
-      checkpoint, of NumPy.
+    state: The result of `full_state`, as JAX arrays or, when restored from a
+      checkpoint, as NumPy arrays.
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The mesh of the step.
@@ -145,16 +145,16 @@ def place_state(
     reduction: As for `resize_state`.
 
   Returns:
-    The state, placed as by `init_state`.
+    The state, with the same placement as the result of `init_state`.
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If a leaf has another dtype than the transformation keeps, or a
-      state declares a rule that is not a `Rule`.
+    TypeError: If a leaf does not have the dtype that the transformation uses,
+      or a state declares a rule that is not a `Rule`.
     ValueError: If `state` was not made by `tx` for these parameters, a leaf
-      cannot be carried over or is not on this process, `in_specs` shards
+      cannot be converted or is not on this process, `in_specs` shards
       parameters whose state is sharded further, `reduction` is missing or
-      unknown, or a state declares a rule for a field that it lacks.
+      unknown, or a state declares a rule for a missing field.
 
   Examples:
     >>> import jax
@@ -180,15 +180,15 @@ def place(
     one_shard: one_shard_lib.OneShard,
     reduction: states.Reduction | None,
 ) -> optax.OptState:
-  """Returns a state in its full form, placed on the mesh.
+  """Places a state in its full form on the mesh.
 
   Args:
     state: The state.
-    one_shard: The state on one shard, and the mesh where it goes.
+    one_shard: The state on one shard, and the target mesh.
     reduction: As for `resize_state`.
 
   Raises:
-    ValueError: As `place_state`.
+    ValueError: As in `place_state`.
   """
 
   def rules_of(node, like):
@@ -210,10 +210,10 @@ def place(
 
 
 def check_reduction(reduction: Any) -> None:
-  """Checks how shards are said to be reduced.
+  """Checks the argument `reduction`.
 
   Raises:
-    ValueError: If it is unknown.
+    ValueError: If the reduction is unknown.
   """
   if reduction not in (None, 'mean', 'sum', 'weighted'):
     raise ValueError(
@@ -223,7 +223,7 @@ def check_reduction(reduction: Any) -> None:
 
 
 def _joined(join, field, mesh):
-  """Returns a part in its full form, sharded over the mesh, if it is on one."""
+  """Returns the full form of a field; JAX arrays are sharded over the mesh."""
   is_abstract = specs.is_abstract(field)
   if not is_abstract and not copies.is_on_devices(field):
     return jax.tree.map(copies.copied, join(field))
@@ -241,9 +241,9 @@ def _joined(join, field, mesh):
 
 
 def _sharded(rule, full, target, mesh):
-  """Returns a part as the shards of `target` keep it."""
+  """Shards a full field like `target`."""
   compiled = _automatic(mesh)
-  # No device needs memory for all of it.
+  # Spread first, so that no device needs memory for the whole field.
   spread = jax.tree.map(
       lambda x: NamedSharding(compiled, shardings.spread(jnp.shape(x), mesh)),
       full,
@@ -260,7 +260,7 @@ def _sharded(rule, full, target, mesh):
 
 
 def _automatic(mesh):
-  """Returns a mesh on which the compiler reshapes what is sharded."""
+  """Returns the mesh with `Auto` axes, which allow reshaping sharded arrays."""
   return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
@@ -274,7 +274,7 @@ def _spec_of(leaf):
 
 
 def _carried_over(path, rule, sub, leaf, like):
-  """Returns a leaf, resized by its rule and placed."""
+  """Resizes a leaf by its rule, and places it."""
   name = leaves_lib.name_of((*path, *sub))
   fields.check_dtype(name, leaf, like)
   if rule.resize == 'begin_anew' or jnp.shape(leaf) != like.shape:

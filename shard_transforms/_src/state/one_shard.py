@@ -1,4 +1,4 @@
-"""The parts of a state that are sharded, as they are on one shard."""
+"""The sharded fields of a state, with their types on one shard."""
 
 from collections.abc import Callable
 import dataclasses
@@ -20,14 +20,17 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class OneShard:
-  """The state on one shard, whose parts have the shapes of the replicated one.
+  """Types of the state on one shard, where nothing is sliced.
+
+  Sharded fields have the shapes of the replicated state there. The types are
+  computed when they are first needed.
 
   Attributes:
     tx: The transformation.
     given: The parameters.
-    mesh: A mesh that has its axes.
+    mesh: A mesh with the axes that the transformation names.
     in_specs: The `PartitionSpec`s of the parameters.
-    caller: The function that was given these.
+    caller: The name of the public function, for error messages.
   """
 
   tx: optax.GradientTransformation
@@ -52,7 +55,8 @@ class OneShard:
   @functools.cached_property
   def state(self) -> Any:
     """The types of the state on the mesh, with shardings."""
-    # Its parts of sharded parameters have other shapes than the parameters.
+    # If parameters are sharded, `state_types` traces with the local shapes of
+    # the parameters instead.
     is_sharded = any(map(partition_specs.axes_of, self._leaf_specs()))
     return specs.state_types(
         self.tx,
@@ -64,7 +68,7 @@ class OneShard:
 
   @functools.cached_property
   def parts(self) -> dict[Path, tuple[Any, Any]]:
-    """The rules and the types of the parts as they are on the mesh, by path."""
+    """The rules and the types on the mesh of the sharded fields, by path."""
     return fields.parts_of(fields.full_rules_of, self.state)
 
   @functools.cached_property
@@ -75,8 +79,9 @@ class OneShard:
 
   @functools.cached_property
   def _fields(self):
-    """The types of the parts on one shard, as kept and full."""
-    # What is wrong on the mesh as well raises in its own words.
+    """The kept and the full types of the sharded fields on one shard."""
+    # Reading `parts` traces on the mesh first: an error that also occurs there
+    # is raised unchanged.
     if not self.parts:
       return {}
     found = {}
@@ -88,27 +93,28 @@ class OneShard:
     return found
 
   def check_tree(self, state: Any) -> None:
-    """Checks that a state has the tree of the one on this mesh.
+    """Checks that a state has the tree of the state on this mesh.
 
     Raises:
-      ValueError: If it has not.
+      ValueError: If the trees differ.
     """
-    # A checkpoint may give dictionaries in place of the states of classes.
+    # A checkpoint may restore dictionaries instead of state classes.
     fields.map_fields(lambda *_: None, fields.full_rules_of, state, self.state)
 
   def check_made_on_mesh(self, path: Path, field: Any) -> None:
-    """Checks that a part was made on this mesh for these `in_specs`.
+    """Checks that a field was made on this mesh with these `in_specs`.
 
-    Slices of other parts of a parameter can have shapes that fit; if so, they
-    are sharded over further axes.
+    Comparing shapes does not suffice, because slices that were made for other
+    `in_specs` may have the same shapes. Such slices are sharded over additional
+    axes.
 
     Raises:
-      ValueError: If it was not.
+      ValueError: If the field has other shapes or shardings.
     """
     _, full = self._types_of(path)
     _, made = self.parts.get(path, (None, None))
     is_full = fields.types_of(field) == fields.types_of(full)
-    # Of another tree, the rule knows what it can read.
+    # If the tree differs, leave the check to the rule.
     if is_full or jax.tree.structure(field) != jax.tree.structure(made):
       return
     if fields.types_of(field) != fields.types_of(made) or any(
@@ -123,10 +129,10 @@ class OneShard:
       )
 
   def joining(self, path: Path, rule: Any) -> Callable[[Any], Any]:
-    """Returns the function that gives the part at a path its full form.
+    """Returns a function that converts the field at a path to its full form.
 
     Raises:
-      ValueError: If there is none.
+      ValueError: If the field at this path is not sharded.
     """
     name = leaves_lib.name_of(path)
     one_shard, _ = self._types_of(path)
@@ -141,11 +147,11 @@ class OneShard:
     return join
 
   def check(self, path: Path, full: Any, target: Any) -> None:
-    """Checks a part in its full form, which is to be placed like `target`.
+    """Checks that a field in its full form can be placed like `target`.
 
     Raises:
       TypeError: If a leaf has another dtype.
-      ValueError: If it is of other parameters.
+      ValueError: If the field was made for other parameters.
     """
     one_shard, expected = self._types_of(path)
     self._check_shapes(path, full, ' It must be what `full_state` returns.')
@@ -154,7 +160,8 @@ class OneShard:
     if fields.types_of(target) != fields.types_of(one_shard):
       self._check_whole_params(path)
     rule, _ = self.parts[path]
-    # Groups keep states that are not the slices of one, and refuse this.
+    # Raises for `groups`: each group keeps a different state, so the slices do
+    # not join to one full state.
     _full_types(rule, target, one_shard, leaves_lib.name_of(path))
 
   def _types_of(self, path):
@@ -179,8 +186,8 @@ class OneShard:
     return jax.tree.leaves(self.in_specs, is_leaf=partition_specs.is_spec)
 
   def _check_whole_params(self, path):
-    # Slices of slices cannot be distinguished from those of unsharded
-    # parameters. Any other rule handles sharded parameters.
+    # Slices of sharded parameters cannot be distinguished from slices of
+    # unsharded parameters. All other rules handle sharded parameters.
     rule, _ = self.parts.get(path, (full_rules.DIVIDED, None))
     if rule is not full_rules.DIVIDED:
       return
@@ -194,7 +201,7 @@ class OneShard:
 
 
 def _full_types(rule, part, one_shard, name):
-  """Returns the types of a part in its full form."""
+  """Returns the types of a field in its full form."""
   return jax.eval_shape(
       lambda part: rule.full(part, one_shard, name),
       fields.without_shardings(part),
@@ -202,7 +209,7 @@ def _full_types(rule, part, one_shard, name):
 
 
 def _axes_of(leaf):
-  """Returns the axes over which a leaf is known to be sharded."""
+  """Returns the axes over which a leaf is sharded; empty if it is unknown."""
   sharding = getattr(leaf, 'sharding', None)
   if not isinstance(sharding, jax.sharding.NamedSharding):
     return frozenset()

@@ -1,4 +1,4 @@
-"""`init_state`: makes state on the devices of a mesh, for a mapped step."""
+"""`init_state`: creates optimizer state on the devices of a mesh."""
 
 from collections.abc import Hashable
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ def init_state(
 ) -> optax.OptState:
   """Returns the state of a transformation as global arrays on a mesh.
 
-  Calls `tx.init` inside `jax.shard_map`, where the axes are bound, for
-  transformations that keep a value for each shard, such as `tower_reduce` with
+  `tx.init` is called inside `jax.shard_map`, where the axes are bound, as
+  transformations with per-shard state need, such as `tower_reduce` with
   `axis_name`. Pass the state to a mapped function with the specs of
   `state_specs`. Under `jax.pmap`, use
-  `jax.pmap(tx.init, axis_name=...)(replicated_params)` in place of both; where
-  a framework calls `tx.init`, give it `on_mesh(tx, mesh)`.
+  `jax.pmap(tx.init, axis_name=...)(replicated_params)` instead of both
+  functions. If a framework calls `tx.init`, pass `on_mesh(tx, mesh)` to it.
 
   Args:
     tx: The transformation.
@@ -43,19 +43,20 @@ def init_state(
     in_specs: The `PartitionSpec`s of the parameters, as for `jax.shard_map`: a
       tree or a prefix tree.
     per_shard: Whether *every* leaf gets a leading axis of shards, over all mesh
-      axes that `in_specs` does not use. For steps in which parameters and all
-      state differ between shards, as with `groups`: take `x[0]` of every leaf
-      at the start of the mapped function and return `x[None]`.
+      axes that `in_specs` does not use. For training in which the parameters
+      and the whole state differ between shards, as with `groups`: take `x[0]`
+      of every leaf at the start of the mapped function and return `x[None]`.
 
   Returns:
-    The state, each leaf a global array; `jax.ShapeDtypeStruct`s with shardings
-    (the target of a checkpoint restore) if the parameters are abstract.
+    The state, with a global array for each leaf; if the parameters are
+    abstract, `jax.ShapeDtypeStruct`s with shardings, which can be the target of
+    a checkpoint restore.
 
   Raises:
     NameError: As in `state_specs`.
     TypeError: As in `state_specs`.
-    ValueError: As in `state_specs`, or if the parameters are arrays and the
-      devices of the mesh are not here.
+    ValueError: As in `state_specs`, or if the parameters are arrays but the
+      devices of the mesh are not available.
 
   Examples:
     >>> import jax
@@ -83,10 +84,10 @@ def make_state(
     in_specs: specs_lib.SpecTree = P(),
     per_shard: bool = False,
 ) -> optax.OptState:
-  """Returns the state as `init_state` does, where only `axes` are mapped.
+  """Like `init_state`, but maps only `axes`.
 
-  Over the other axes of the mesh, a leaf of the state that is shaped like its
-  parameter is sharded like it.
+  Over the other axes of the mesh, a leaf of the state that has the shape of its
+  parameter is sharded like the parameter.
   """
   param_specs = specs.checked_specs(tx, params, in_specs, 'init_state')
   specs.check_mesh(mesh)
@@ -115,7 +116,7 @@ def make_state(
         specs.spec_tree(types),
     )
     param_specs = jax.tree.map(specs_lib.joined, param_specs, beside)
-  # Parameters without leaves are their own shapes.
+  # Parameters without leaves are neither abstract nor concrete.
   is_nowhere = isinstance(mesh, jax.sharding.AbstractMesh)
   if specs.is_abstract(params) or (is_nowhere and not jax.tree.leaves(params)):
     return types
@@ -138,7 +139,7 @@ def _partly_mapped(init, mesh, axes, param_specs, out_specs, placed, params):
 
 
 def spec_of(x: Any) -> P:
-  """Returns how a parameter is sharded, as far as it is known."""
+  """Returns the spec of a parameter; `PartitionSpec()` if it is unknown."""
   if isinstance(x, core.Tracer):
     return mapping.spec_of(x)
   sharding = getattr(x, 'sharding', None)
@@ -146,14 +147,14 @@ def spec_of(x: Any) -> P:
 
 
 def _placed(params, param_specs, mesh):
-  # What is traced can be on a mesh without devices.
+  # Traced parameters can be on an abstract mesh.
   is_traced = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(params))
   try:
     if is_traced or isinstance(mesh, jax.sharding.Mesh):
       return jax.device_put(params, _shardings(param_specs, mesh))
     problem = None
   except jax.errors.JaxRuntimeError as error:
-    # Devices of a topology can be compiled for, and no more.
+    # The devices of a topology can only be compiled for.
     if 'compile-only' not in str(error):
       raise
     problem = error

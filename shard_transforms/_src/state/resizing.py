@@ -26,50 +26,54 @@ def resize_state(
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 
-  It is `place_state` of `full_state`: what is sharded, such as the slices of
-  `shard_update`, is joined and sharded again. Leaves that are the same on all
-  shards, or sharded like a parameter, are copied. An unfinished
-  window of `tower_reduce` is merged or spread so that it ends with the same
-  result: the totals and the total weights over all shards stay the same, or,
-  without weights, their `reduction`. Weights that say which shards count, as
-  `guard` gives them, are added up like numbers of tokens. In a window of
-  `reduction='sum'`, a shard without any weight so far counts as one that gets
-  some later. The `reduction` of the updates that are pending in `delay_updates`
-  stays the same, too. The mean squares of `compensate_delay` become their
-  maximum. In `guard`, a shard keeps the latest bad step of the shards that it
-  is merged from, and the rolling mean of norms restarts, because other batches
-  have other norms. The shards of `local_updates` all continue from the mean of
-  their own parameters and of their inner states, weighted by the steps of each,
-  and share its weight equally, so that an unfinished round contains the steps
-  of all. A state of your own declares its `rules`; see
-  `shard_transforms.state_rules.Rule`. Any other leaf that differs between
-  shards cannot be carried over, and raises.
+  This function combines `full_state` and `place_state`: sharded state, such as
+  the slices of `shard_update`, is joined and sharded again. Leaves that are the
+  same on all shards, or sharded like a parameter, are copied. Per-shard state
+  is converted as follows:
+
+  * An unfinished window of `tower_reduce` is merged or spread such that its
+    result stays the same. Conversion preserves the totals and the total weights
+    over all shards or, without weights, their `reduction`. Weights that only
+    include or exclude shards, as in `guard`, are added like numbers of tokens.
+    In a window with `reduction='sum'`, a shard that has no weight yet counts as
+    a shard that receives weight later.
+  * The `reduction` of the pending updates of `delay_updates` stays the same.
+  * The mean squares of `compensate_delay` become their maximum.
+  * In `guard`, a merged shard keeps the latest bad step of the original shards.
+    The rolling mean of norms restarts, because other batches have other norms.
+  * All shards of `local_updates` continue from the mean of the per-shard
+    parameters and inner states, weighted by the steps of each shard, and share
+    the total weight equally, so that an unfinished round contains the steps of
+    all shards.
+
+  Custom states declare `rules`; see `shard_transforms.state_rules.Rule`. For
+  any other leaf that differs between shards, this function raises an error.
 
   Args:
-    state: A state of `init_state` and `tx.update` for any number of shards, in
-      arrays of this process, of JAX or, as from a checkpoint, of NumPy. Those
-      of NumPy do not say how they were sharded: of slices of parameters that
-      `in_specs` shards, give arrays of JAX, or use `full_state`.
+    state: A state returned by `init_state` or `tx.update`, for any number of
+      shards, as JAX or NumPy arrays on this process. NumPy arrays do not record
+      how they were sharded: if `in_specs` shards parameters whose state is
+      sliced, pass JAX arrays, or use `full_state`.
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The new mesh.
     in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
-    reduction: How `inner` of `tower_reduce` reduces over shards: `'mean'` or
-      `'sum'`, needed for an unfinished window without weights; or `'weighted'`
-      for weights of 1, which look the same. `'mean'` or `'sum'` is also needed
-      for `delay_updates` before the reduction.
+    reduction: How `inner` of `tower_reduce` reduces over shards. An unfinished
+      window without weights requires `'mean'` or `'sum'`; if all of its weights
+      are 1, which looks the same, use `'weighted'`. `delay_updates` before the
+      reduction also requires `'mean'` or `'sum'`.
 
   Returns:
-    A new state, placed on the mesh as by `init_state`, that shares no memory
-    with `state`.
+    A new state with the same placement as the result of `init_state`. It does
+    not share memory with `state`.
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If a leaf has another dtype than the transformation keeps, or a
-      state declares a rule that is not a `Rule`.
+    TypeError: If a leaf does not have the dtype that the transformation uses,
+      or a state declares a rule that is not a `Rule`.
     ValueError: If `state` was not made by `tx` for these parameters, a leaf
-      cannot be carried over or is not on this process, `reduction` is missing
-      or unknown, or a state declares a rule for a field that it lacks.
+      cannot be converted or is not on this process, `reduction` is missing or
+      unknown, or a state declares a rule for a missing field.
 
   Examples:
     >>> import jax
@@ -93,20 +97,21 @@ def resize_state(
 
 
 def _made_on(mesh, after):
-  """Returns what `init` makes on the mesh of a state, or `None`."""
+  """Returns a `OneShard` for the original mesh of a state, or `None`."""
   told = jax.tree.leaves(after.in_specs, is_leaf=partition_specs.is_spec)
   axes = set().union(*map(partition_specs.axes_of, told))
   if mesh is None or not axes <= set(mesh.axis_names):
     return None
   made = dataclasses.replace(after, mesh=mesh)
-  # Its axes may have other names, and `on_mesh` knows its own mesh alone.
+  # The axes of the original mesh may have other names, and `on_mesh` only
+  # supports its own mesh.
   with contextlib.suppress(NameError, ValueError):
     return made if made.parts else None
   return None
 
 
 def _mesh_of(state):
-  """Returns the mesh over which leaves of a state are sharded, or `None`."""
+  """Returns the mesh over which a state is sharded, or `None`."""
   for leaf in jax.tree.leaves(state):
     sharding = getattr(leaf, 'sharding', None)
     is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
@@ -116,10 +121,10 @@ def _mesh_of(state):
 
 
 def _on_this_process(path, leaf):
-  """Returns a leaf as an array of NumPy, but for keys.
+  """Returns a leaf as a NumPy array; a random key is returned unchanged.
 
   Raises:
-    ValueError: If a part of it is on another process.
+    ValueError: If part of the leaf is on another process.
   """
   leaf = copies.on_host(leaf)
   if not copies.is_here(leaf):

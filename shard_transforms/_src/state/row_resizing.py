@@ -1,4 +1,4 @@
-"""How what each shard keeps is resized to another number of shards."""
+"""Resizes per-shard state when the number of shards changes."""
 
 from typing import Any
 
@@ -16,16 +16,16 @@ _COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 def apply_rule(
     rule: states.Rule, name: str, old: np.ndarray | jax.Array, target: Any
 ) -> np.ndarray | jax.Array:
-  """Returns the values of a leaf for another number of shards.
+  """Converts a leaf to another number of shards.
 
   Args:
-    rule: How it is resized.
-    name: Its name in errors.
-    old: Its values.
-    target: Its new shape and sharding.
+    rule: The rule that is declared for the leaf.
+    name: The name of the leaf, for error messages.
+    old: The values of the leaf.
+    target: The new shape and sharding of the leaf.
 
   Raises:
-    ValueError: If it cannot be carried over, or was not made for the same
+    ValueError: If the leaf cannot be converted, or was made for other
       parameters.
   """
   if rule.resize == 'begin_anew':
@@ -53,9 +53,10 @@ def apply_rule(
 
 
 def _keys(old, num_shards):
-  """Returns a random key for each shard; a shard that is added gets its own.
+  """Returns a random key for each shard.
 
-  Shards that have had one key share it.
+  If the keys of the shards differ, every added shard gets a new key. If all
+  shards have the same key, added shards get this key, too.
   """
   data = np.asarray(jax.random.key_data(old))
   turn, row = np.divmod(np.arange(num_shards), len(data))
@@ -66,7 +67,7 @@ def _keys(old, num_shards):
 
 
 def _reason(rule, name, old, target):
-  """Returns why a leaf cannot be carried over."""
+  """Returns the reason why a leaf cannot be converted, for the error."""
   if rule.reason:
     return rule.reason.replace('{name}', name)
   return (
@@ -78,7 +79,7 @@ def _reason(rule, name, old, target):
 
 
 def _merge(rule, old, num_shards):
-  """Combines the rows of neighbouring shards, or adds empty ones."""
+  """Combines the rows of neighbouring shards, or adds empty rows."""
   combine = _COMBINE[rule.resize]
   if num_shards > len(old):
     empty = rule.empty
@@ -89,7 +90,7 @@ def _merge(rule, old, num_shards):
   else:
     parts = np.array_split(old, num_shards)
     merged = np.stack([combine(part, axis=0) for part in parts])
-  # The new mean divides by another number of shards.
+  # The mean over the new shards divides by another number of shards.
   return merged * (num_shards / len(old)) if rule.resize == 'mean' else merged
 
 
@@ -100,8 +101,8 @@ def _share(rule, old, num_shards):
 
 
 def _average(rule, old):
-  """Returns the mean of all rows that are finite."""
-  # Equal rows keep their bits.
+  """Returns the weighted mean of all finite rows."""
+  # The mean of equal rows must be bitwise equal to them.
   if np.all(old == old[:1]):
     return old[0]
   is_finite = np.isfinite(old.reshape(len(old), -1)).all(axis=-1)
@@ -113,7 +114,7 @@ def _average(rule, old):
 
 
 def _are_rows(old, target):
-  """Whether both have a leading axis of shards, and else the same shape."""
+  """Whether `old` and `target` have a leading axis of shards and equal rows."""
   is_same = old.ndim == target.ndim and old.shape[1:] == target.shape[1:]
   is_sharded = any(target.sharding.spec[:1])
   return (

@@ -1,4 +1,4 @@
-"""`state_shardings`: shards the optimizer state over devices, under `jit`."""
+"""`state_shardings`: ZeRO-1 sharding of optimizer state under `jax.jit`."""
 
 from collections.abc import Hashable
 import contextlib
@@ -31,62 +31,62 @@ def state_shardings(
     on_whole: Literal['warn', 'raise', 'ignore'] = 'warn',
     whole_dims: int = 0,
 ) -> Any:
-  """Returns shardings by which `jax.jit` shards the state of an optimizer.
+  """Returns shardings of the optimizer state for ZeRO-1 under `jax.jit`.
 
-  ZeRO stage 1 for programs under plain `jax.jit`, in which the compiler inserts
-  the collectives: each device along `shard_over` keeps and computes a part of
-  the moments, and sends the updates of its part. In `jax.shard_map`, use
-  `shard_update`.
+  With these shardings, each device along `shard_over` keeps and computes only a
+  part of the moments and of the updates; the compiler inserts the collectives,
+  including the gather of the updates. In `jax.shard_map`, use `shard_update`
+  instead.
 
-  A leaf of the state that is shaped like its parameter is sharded like it, and
-  also over `shard_over`: along the first divisible dimension that is not
-  sharded yet, or else along one that is. Where the parameter is already sharded
-  over `shard_over`, as in FSDP, the leaf is sharded as the parameter is: that
-  is no error, because each device then keeps a part of it. All other leaves are
-  replicated. A warning names the leaves of more than one element that stay
-  whole, because each device needs memory for all of them. It is an error if no
-  leaf that is shaped like a parameter can be divided.
+  A leaf of the state with the shape of its parameter is sharded like the
+  parameter and also over `shard_over`: along the first divisible dimension that
+  is not sharded yet, or otherwise along a sharded dimension. If the parameter
+  is already sharded over `shard_over`, as in FSDP, the leaf has the sharding of
+  the parameter; this is not an error, because each device keeps only a part.
+  All other leaves are replicated. A warning names the replicated leaves with
+  more than one element, because each device needs memory for the whole leaf. It
+  is an error if no leaf with the shape of a parameter can be divided.
 
-  An optimizer that multiplies matrices, such as Muon, makes the compiler gather
-  each matrix that is divided, once or more a product: for Muon, 5 times the
-  bytes of the gradients' all-reduce. A warning names such leaves. With
-  `whole_dims=2`, matrices stay whole, and layers that are stacked, [layers, m,
-  n], are divided along the layers: nothing is gathered then but the updates.
+  If an optimizer multiplies matrices, as Muon does, the compiler gathers each
+  divided matrix at least once per product. For Muon, this is 5 times the bytes
+  of an all-reduce of the gradients. A warning names such leaves. With
+  `whole_dims=2`, matrices stay whole, and stacked layers, [layers, m, n], are
+  divided along the layers, so that only the updates are gathered.
 
-  Make the state with `jax.jit(tx.init, out_shardings=shardings)(params)`, so
-  that no device holds more than its part, and keep it so with `out_shardings`
-  of the step. A checkpoint can be restored with these shardings on any number
-  of devices.
+  Create the state with `jax.jit(tx.init, out_shardings=shardings)(params)`, so
+  that no device holds more than its part, and preserve the shardings with
+  `out_shardings` of the training step. A checkpoint can be restored with these
+  shardings on any number of devices.
 
-  Where the axes of the mesh are of type `Explicit`, types are those of the
-  shardings, so that `update` must be told how its results are sharded::
+  If the axes of the mesh have type `Explicit`, shardings are part of the types,
+  so the shardings of the results of `update` must be specified::
 
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     update = jax.sharding.auto_axes(
         tx.update, out_sharding=(specs_of(params), specs))
 
   Args:
-    tx: Any transformation that needs no bound axis.
-    params: Tree of arrays or of `jax.ShapeDtypeStruct`; their shardings say
-      how the parameters are sharded, and those without one are replicated.
+    tx: Any transformation that does not need a bound axis.
+    params: Tree of arrays, or of `jax.ShapeDtypeStruct`, with the shardings of
+      the parameters. Leaves without a sharding are replicated.
     mesh: The mesh of the step.
-    shard_over: The axis of the mesh, as a rule the one of the batch.
-    on_whole: What to do where leaves cannot be divided: `'warn'`, and raise if
-      none can; `'raise'`; or `'ignore'`.
-    whole_dims: How many of the last dimensions of a leaf are never divided; a
-      leaf of fewer dimensions, such as a vector beside matrices, is divided
-      along any.
+    shard_over: The mesh axis over which to shard, usually the batch axis.
+    on_whole: The behaviour for leaves that cannot be divided: `'warn'`, which
+      raises if no leaf can be divided; `'raise'`; or `'ignore'`.
+    whole_dims: The number of trailing dimensions of a leaf that are never
+      divided. A leaf with fewer dimensions, such as a vector among matrices,
+      may be divided along any dimension.
 
   Returns:
-    A tree like the state, of a `jax.sharding.NamedSharding` for each leaf.
+    A tree like the state, with a `jax.sharding.NamedSharding` for each leaf.
 
   Raises:
     NameError: If `tx` reduces over a mapped axis in `init`.
-    TypeError: If an argument is of the wrong kind.
+    TypeError: If an argument has the wrong type.
     ValueError: If `whole_dims` is negative; if the mesh has no axis
-      `shard_over`; if a parameter is on another mesh; if no leaf that is shaped
-      like a parameter can be divided, unless with `'ignore'`; or, with
-      `'raise'`, if any leaf cannot be.
+      `shard_over`; if a parameter is on another mesh; if no leaf with the shape
+      of a parameter can be divided, except with `'ignore'`; or, with `'raise'`,
+      if any leaf cannot be divided.
 
   Examples:
     >>> import jax
@@ -121,7 +121,7 @@ def state_shardings(
     spec = _divided(leaf.shape, spec, mesh, shard_over, whole_dims)
     return leaf.update(sharding=NamedSharding(mesh, spec))
 
-  # A leaf that is not shaped like its parameter has no sharding.
+  # Only leaves with the shape of their parameter get a sharding below.
   whole = jax.tree.map(
       lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes
   )
@@ -155,10 +155,10 @@ def _shape(x):
 
 
 def _spec_of(param, mesh):
-  """Returns how a parameter is sharded, with an entry for each dimension.
+  """Returns the spec of a parameter, with an entry for each dimension.
 
   Raises:
-    ValueError: If that is on another mesh.
+    ValueError: If the parameter is on another mesh.
   """
   sharding = getattr(param, 'sharding', None)
   if not isinstance(sharding, NamedSharding):
@@ -176,11 +176,11 @@ def _divided(shape, spec, mesh, axis, whole_dims):
   """Returns the spec of a leaf, divided over one more axis if possible.
 
   Args:
-    shape: Its shape.
-    spec: How its parameter is sharded, an entry for each dimension.
+    shape: The shape of the leaf.
+    spec: The spec of its parameter, with an entry for each dimension.
     mesh: The mesh.
-    axis: The axis.
-    whole_dims: How many of the last dimensions are not divided.
+    axis: The additional axis.
+    whole_dims: The number of trailing dimensions that are not divided.
   """
   if axis in specs_lib.axes_of(P(*spec)):
     return P(*spec)
@@ -200,10 +200,10 @@ def _divided(shape, spec, mesh, axis, whole_dims):
 
 
 def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
-  """Returns the spec of an array, divided over each axis that divides it.
+  """Returns the spec of an array, sharded over every axis that divides it.
 
-  It is divided as by `shard_update`, but for padding: between other orders of
-  axes, XLA would gather it.
+  The dimensions and the order of axes are those of `shard_update`, but nothing
+  is padded. With another order of axes, XLA would gather the array.
   """
   spec = (None,) * len(shape)
   if not spec or not math.prod(shape):
@@ -220,11 +220,11 @@ def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
 
 
 def _tell_whole(leaves, axis, on_whole):
-  """Warns of the leaves that each device keeps whole, or raises.
+  """Warns about leaves that every device keeps whole, or raises.
 
   Raises:
-    ValueError: If there must be none, or if no leaf like a parameter is
-      divided.
+    ValueError: If there are such leaves and `on_whole` is `'raise'`, or if no
+      leaf with the shape of a parameter is divided.
   """
   whole = {
       leaves_lib.name_of(path): leaf
@@ -264,7 +264,7 @@ def _num_bytes(leaf):
 
 
 def _tell_gathered(tx, leaves, params, state, axis):
-  """Warns of divided matrices that the optimizer multiplies."""
+  """Warns about divided matrices that the optimizer multiplies."""
   divided = {
       leaves_lib.name_of(path): leaf
       for path, leaf in jax.tree.leaves_with_path(leaves)
@@ -293,14 +293,14 @@ def _tell_gathered(tx, leaves, params, state, axis):
 def _products(tx, params, state):
   """Returns the shapes of the matrices that an optimizer multiplies."""
   shapes = jax.tree.map(_shape, params)
-  # Nothing is known of what needs extra arguments or a bound axis.
+  # Skip optimizers that need extra arguments or a bound axis.
   with contextlib.suppress(KeyError, NameError, TypeError, ValueError):
     return list(_multiplied(jax.make_jaxpr(tx.update)(shapes, state, shapes)))
   return []
 
 
 def _multiplied(jaxpr):
-  """Yields the shapes of the matrices that a program multiplies."""
+  """Yields the shapes of the matrices that a jaxpr multiplies."""
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == 'dot_general':
       yield from (x.aval.shape for x in eqn.invars if x.aval.ndim > 1)

@@ -1,4 +1,4 @@
-"""How state is sharded: replicated, per shard, or like the parameters."""
+"""`PartitionSpec`s of state: replicated, per shard, or like the parameters."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -34,11 +34,12 @@ def state_specs(
 ) -> Any:
   """Returns the `PartitionSpec`s of the state of a transformation.
 
-  They are read off the types of the leaves of `tx.init`, which is traced inside
+  The specs are derived from the types of the state. `tx.init` is traced inside
   `jax.shard_map`; nothing is computed. A leaf that differs between shards is
-  sharded along its first dimension, of length 1 a shard; a leaf that is shaped
-  like a parameter, or like several in a stack, is sharded like it; a slice, as
-  of `shard_update`, is sharded along the dimension that is sliced.
+  sharded along its first dimension, which has length 1 on each shard. A leaf
+  with the shape of a parameter, or of a stack of such arrays, is sharded like
+  the parameter. A slice, as in `shard_update`, is sharded along the sliced
+  dimensions.
 
   Args:
     tx: The transformation.
@@ -52,9 +53,9 @@ def state_specs(
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If an argument is of the wrong kind.
-    ValueError: If a leaf varies over an axis and neither has a leading
-      dimension of 1 nor the shape of its parameter or of a slice of it, or if
+    TypeError: If an argument has the wrong type.
+    ValueError: If a leaf varies over an axis, but has no leading dimension of
+      length 1 and is not shaped like its parameter or a slice of it; or if
       `per_shard` is true and `in_specs` uses all axes.
 
   Examples:
@@ -86,17 +87,17 @@ def state_types(
 ) -> Any:
   """Returns the types of the global state, with shardings.
 
-  `tx.init` is traced once on the mesh. If there are slices in the state, it is
-  traced again on one shard, for the shapes of the leaves that are sliced.
+  `tx.init` is traced once on the mesh. If the state contains slices, `tx.init`
+  is traced again on one shard, for the shapes of the unsliced leaves.
 
   Args:
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The mesh of the step.
     param_specs: The spec of each parameter.
-    lead: Axes over which each leaf has a further, leading dimension.
-    on_one_shard: Returns what `types_on_one_shard` does for each shard's part
-      of the parameters; called if it is needed.
+    lead: Axes over which every leaf gets an additional leading dimension.
+    on_one_shard: Returns the result of `types_on_one_shard` for each shard's
+      part of the parameters; only called if the state contains slices.
   """
 
   def init(params):
@@ -142,10 +143,10 @@ def types_on_one_shard(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     param_specs: Any,
 ) -> Any:
-  """Returns the types of the state if each axis of the mesh had one shard.
+  """Returns the types that the state has if each mesh axis has one shard.
 
   Raises:
-    ValueError: If there is no such state.
+    ValueError: If `tx.init` raises on such a mesh.
   """
   names = mesh.axis_names
   mesh = jax.sharding.AbstractMesh((1,) * len(names), names)
@@ -156,7 +157,8 @@ def types_on_one_shard(
   try:
     with without_mesh():
       return _traced(init, params, mesh, param_specs)
-  # On the mesh it raised nothing, whatever it raises here.
+  # `tx.init` succeeded on the actual mesh, so any error here is about one
+  # shard.
   except Exception as error:
     raise ValueError(
         '`tx` needs a state on one shard, because slices get their shardings,'
@@ -166,7 +168,7 @@ def types_on_one_shard(
 
 
 def without_mesh() -> contextlib.AbstractContextManager[None]:
-  """Uses no mesh, whether or not one is in use, so that any can be named."""
+  """Sets an empty mesh as the context, so that any mesh can be used inside."""
   return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
@@ -176,7 +178,7 @@ def spec_tree(types: Any) -> Any:
 
 
 def _slice_rules_of(node, _=None):
-  """Returns the rules of those fields of a node that are in slices."""
+  """Returns the rules of the sliced fields of a node."""
   rules = type(node).rules if states.declares(node) else {}
   return {k: rule for k, rule in rules.items() if rule is full_rules.DIVIDED}
 
@@ -186,10 +188,11 @@ def _has_slices(node):
 
 
 def _with_divisions(state, on_one_shard, mesh):
-  """Returns the leaves of a state, with how those in slices are divided.
+  """Returns the leaves of a state, sliced leaves with their divisions.
 
   Raises:
-    ValueError: If slices have another tree, or are not there, on one shard.
+    ValueError: If a sliced field is missing, or has a different tree, on one
+      shard.
   """
   unsharded = fields.parts_of(_slice_rules_of, on_one_shard)
 
@@ -210,9 +213,10 @@ def _with_divisions(state, on_one_shard, mesh):
 
 
 def _traced(fn, params, mesh, param_specs):
-  """Returns the result of a function of each shard's part of the parameters.
+  """Traces a function of each shard's parameters, and returns its result.
 
-  It is traced where the axes of the mesh are bound, and returns no arrays.
+  The axes of the mesh are bound in the trace. The result is not made of arrays,
+  so it can leave the trace.
   """
   results = []
 
@@ -228,7 +232,7 @@ def _traced(fn, params, mesh, param_specs):
 
 
 def _num_parts(spec, mesh):
-  """Returns into how many parts a spec divides each dimension."""
+  """Returns the number of parts into which a spec divides each dimension."""
   return [
       math.prod(mesh.shape[axis] for axis in entry)
       for entry in specs_lib.entries(spec)
@@ -243,15 +247,16 @@ def beside(
     state: Any,
     others: Any,
 ) -> Any:
-  """Returns the types of a state that other axes shard like the parameters.
+  """Returns the types of a state, also sharded over axes that are not mapped.
 
   Args:
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The mesh of the step.
-    in_specs: The spec of each parameter over the axes that are mapped.
-    state: The types of the state, sharded over the axes that are mapped.
-    others: The spec of each parameter over the other axes.
+    in_specs: The spec of each parameter over the mapped axes.
+    state: The types of the state, sharded over the mapped axes.
+    others: The spec of each parameter over the axes that are not mapped; leaves
+      of the state with the shape of a parameter get this spec, too.
   """
 
   def join(leaf, param, other):
@@ -275,18 +280,18 @@ def beside(
 
 
 def specs_of(tree: Any) -> Any:
-  """Returns the `PartitionSpec`s of the arrays of a tree, as they are placed.
+  """Returns the `PartitionSpec`s with which the arrays of a tree are placed.
 
-  They are the `in_specs` and `out_specs` of `jax.shard_map` for training state
-  that is sharded in part, such as flax's `TrainState` or the state of an nnx
+  Use them as `in_specs` and `out_specs` of `jax.shard_map` for training state
+  that is partly sharded, such as flax's `TrainState` or the state of an nnx
   graph.
 
   Args:
-    tree: Tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings, and of
-      numbers.
+    tree: Tree of arrays, numbers, or `jax.ShapeDtypeStruct`s with shardings.
 
   Returns:
-    A tree like `tree`, with `PartitionSpec()` for all that is on no mesh.
+    A tree like `tree`, with `PartitionSpec()` for leaves that are not on a
+    mesh.
 
   Raises:
     ValueError: If arrays are on several meshes.
@@ -328,15 +333,17 @@ def checked_specs(
   """Returns the `PartitionSpec` of each parameter of a transformation.
 
   Raises:
-    TypeError: If it is no transformation, or they are no `PartitionSpec`s.
-    ValueError: If they are not of the tree of the parameters.
+    TypeError: If `tx` is not a transformation, or `in_specs` contains values
+      that are not `PartitionSpec`s.
+    ValueError: If `in_specs` does not have the tree of the parameters or a
+      prefix of this tree.
   """
   arguments.as_inner(tx, caller, 'tx')
   return specs_lib.of_params(in_specs, params, caller)
 
 
 def check_mesh(mesh: Any) -> None:
-  """Checks a mesh.
+  """Checks that an argument is a mesh.
 
   Raises:
     TypeError: If it is not a mesh.
@@ -353,8 +360,9 @@ class _Leaf:
   """A leaf of the state on each shard.
 
   Attributes:
-    kind: Its type.
-    division: How the leaf of which it is a slice is divided, or `None`.
+    kind: The type of the leaf.
+    division: If the leaf is a slice, the division of the whole leaf; otherwise
+      `None`.
     axes: The axes of the division.
   """
 
@@ -364,12 +372,12 @@ class _Leaf:
 
   @property
   def varying(self) -> frozenset[Hashable]:
-    """The axes over which it differs between shards."""
+    """The axes over which the leaf differs between shards."""
     return axes_lib.varying_axes(self.kind)
 
 
 def _slice(mesh, kind, unsharded):
-  """Returns a leaf that is a slice, or differs between shards otherwise."""
+  """Returns a leaf with its division, or without one if it is not a slice."""
   varying, of_unsharded = map(axes_lib.varying_axes, (kind, unsharded))
   axes = tuple(
       axis
@@ -385,10 +393,10 @@ def _slice(mesh, kind, unsharded):
 
 
 def _spec_anywhere(leaf):
-  """Returns the spec of a leaf that is in the place of no sharded parameter.
+  """Returns the spec of a leaf that belongs to no sharded parameter.
 
   Args:
-    leaf: The leaf, or the spec of one that is in the place of a parameter.
+    leaf: The leaf, or its spec if it belongs to a parameter.
   """
   if specs_lib.is_spec(leaf):
     return leaf
@@ -397,14 +405,15 @@ def _spec_anywhere(leaf):
 
 
 def _spec_like(leaf, param, spec):
-  """Returns the spec of a leaf like a parameter, or like a part or stack of it.
+  """Returns the spec of a leaf that belongs to a parameter.
 
-  The leading axis of a leaf that is kept per shard is not in it.
+  The leaf may have the shape of the parameter, of a slice or of a stack. The
+  spec has no entry for the leading axis of a per-shard leaf.
 
   Args:
     leaf: The leaf.
     param: The parameter on one shard.
-    spec: Its spec.
+    spec: The spec of the parameter.
   """
   shape, of_leaf = jnp.shape(param), leaf.kind.shape
   axes, division = specs_lib.axes_of(spec), leaf.division
@@ -414,7 +423,8 @@ def _spec_like(leaf, param, spec):
   rank = len(of_leaf) - len(shape)
   if rank < 0 or of_leaf[rank:] != shape or not axes:
     return P()
-  # A leaf of the same shape on all shards may look like a stack by chance.
+  # A leaf that is the same on all shards may have the shape of a stack by
+  # coincidence.
   is_row = of_leaf[:rank] in ((), (1,))
   if not is_row and not axes <= leaf.varying:
     return P()
@@ -422,7 +432,7 @@ def _spec_like(leaf, param, spec):
 
 
 def _spec(path, leaf, like, mesh, lead):
-  """Returns the spec of a leaf of the state, with the axes `lead` in front."""
+  """Returns the spec of a leaf of the state, with an entry for `lead` first."""
   own = leaf.varying - specs_lib.axes_of(like)
   shape = leaf.kind.shape
   if own and (leaf.division is not None or shape[:1] != (1,)):
@@ -448,10 +458,10 @@ def free_axes(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     in_specs: specs_lib.SpecTree,
 ) -> tuple[Hashable, ...]:
-  """Returns the axes of a mesh that shard no parameter.
+  """Returns the axes of a mesh that do not shard any parameter.
 
   Raises:
-    ValueError: If there is none.
+    ValueError: If every axis shards a parameter.
   """
   used = set().union(*map(specs_lib.axes_of, jax.tree.leaves(in_specs)))
   free = tuple(axis for axis in mesh.axis_names if axis not in used)
@@ -464,7 +474,7 @@ def free_axes(
 
 
 def is_abstract(params: leaves_lib.ParamTree) -> bool:
-  """Whether parameters are shapes alone."""
+  """Whether a tree has leaves that are only shapes."""
   leaves = jax.tree.leaves(params)
   return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
@@ -493,15 +503,17 @@ def map_with_params(
     params: Any,
     *rest: Any,
 ) -> Any:
-  """Maps the leaves of a state that belong to a parameter; keeps the others.
+  """Maps the leaves of a state that belong to a parameter.
 
-  Unlike `optax.tree_utils.tree_map_params`, it accepts a state with several
-  arrays for a parameter, such as the statistics of Shampoo.
+  All other leaves are kept. Unlike `optax.tree_utils.tree_map_params`, this
+  function accepts a state with several arrays per parameter, such as the
+  statistics of Shampoo.
 
   Args:
     tx: The transformation that keeps the state.
-    fn: Takes a leaf, its parameter, and the leaves of `rest` in its place.
-    state: The state; its leaves may be of any kind.
+    fn: Takes a leaf of the state, its parameter, and the leaves of `rest` at
+      the position of this parameter.
+    state: The state; its leaves may have any type.
     params: The parameters.
     *rest: Trees like the parameters.
   """
@@ -522,6 +534,6 @@ def map_with_params(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _StandIn:
-  """In place of the parameter of this number, a tree without leaves."""
+  """A pytree without leaves that replaces the parameter with this number."""
 
   number: int
