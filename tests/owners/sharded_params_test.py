@@ -290,6 +290,27 @@ class MappedTest(parameterized.TestCase):
     assert_close(found, expected, 1e-5)
 
 
+  @cases.parameters(('lars', 'standard'), ('sgd', 'strict'))
+  def test_takes_gradients_of_several_dtypes(self, name, promotion):
+    inner = getattr(optax, name)(0.1)
+    case = Case(matrices(9, ROWS, (16, 6)), inner, (8,))
+    tx, mesh, specs = case.tx(on_sliced='averaged'), case.mesh, case.specs
+    params, grads = case.params(), case.params(1)
+    grads['w1'] = jnp.asarray(grads['w1'], jnp.bfloat16)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(specs, specs), out_specs=specs)
+    def update(params, grads):
+      return tx.update(grads, tx.init(params), params)[0]
+
+    with jax.numpy_dtype_promotion(promotion):
+      found = update(params, grads)
+
+    expected, _ = inner.update(grads, inner.init(params), params)
+    self.assertEqual(found['w1'].dtype, expected['w1'].dtype)
+    assert_close(found, jax.device_get(expected))
+
+
 class PlainJitTest(parameterized.TestCase):
 
   @cases.product(

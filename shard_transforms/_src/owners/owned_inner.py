@@ -225,8 +225,9 @@ class OwnedInner:
       rows = []
       for stack, way in zip(stacks.stacks, exchanges, strict=True):
         own = way.reduced(stacks.members(stack, arrays), share)
-        numbers = (i for i, x in enumerate(of) if x in stack.params)
-        rows.append(dict.fromkeys(numbers, own))
+        numbers = [i for i, x in enumerate(of) if x in stack.params]
+        dtypes = {i: leaves_lib.dtype_of(leaves[i]) for i in numbers}
+        rows.append({i: leaves_lib.as_dtype(own, x) for i, x in dtypes.items()})
     return shared, rows
 
   def _gathered(self, x, leaf, share):

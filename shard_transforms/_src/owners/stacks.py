@@ -219,6 +219,8 @@ class Stacks:
   ) -> list[jax.Array]:
     """Returns the matrices of a stack, as a shard holds them.
 
+    They have one dtype, to which gradients of several dtypes are promoted.
+
     Args:
       stack: The stack.
       arrays: The arrays of parameters by number; zeros for one that is missing.
@@ -241,7 +243,9 @@ class Stacks:
             f' {list(expected)} at {self.names[number]}.'
         )
       found.append(x.reshape(-1, *shape)[layer])
-    return found
+    with jax.numpy_dtype_promotion('standard'):
+      dtype = jnp.result_type(*found)
+    return [leaves_lib.as_dtype(x, dtype) for x in found]
 
   def types(self, tree: Any, all_layers: bool = False) -> Any:
     """Returns the types of whole leaves, the same on all shards.
