@@ -849,6 +849,11 @@ class StacksTest(parameterized.TestCase):
   @cases.parameters(
       # All shards update the first; all others are small.
       ({'huge': (2048, 1024)}, r"no owner to \['huge'\] of 2,097,152 elements"),
+      # No two are alike, and each is a small part.
+      (
+          {f'huge{i}': (2048 + i, 256) for i in range(8)},
+          r"to 8 leaves, the largest of which is \['huge7'\], of 4,201,472 el",
+      ),
       # Three for eight owners.
       (
           {f'huge{i}': (2048, 1024) for i in range(3)},
@@ -865,8 +870,8 @@ class StacksTest(parameterized.TestCase):
     with self.assertWarnsRegex(UserWarning, message):
       init_state(tx, params, modes.mesh())
 
-  @cases.parameters(8, 12, 16)
-  def test_does_not_warn(self, number):
+  @cases.parameters((8,), (9,), (12,), (16,), (1, 1), (3, 2))
+  def test_does_not_warn(self, number, shards=8):
     shapes = {str(i): (2048, 1024) for i in range(number)}
     params = {
         k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()
@@ -874,7 +879,7 @@ class StacksTest(parameterized.TestCase):
 
     with warnings.catch_warnings():
       warnings.simplefilter('error')
-      init_state(owned(optax.trace(0.9)), params, modes.mesh())
+      init_state(owned(optax.trace(0.9)), params, modes.mesh(shards))
 
 
 def _places(state):

@@ -372,6 +372,7 @@ class RefusalTest(parameterized.TestCase):
       (P(), ROWS, {}, r'without \[.data.\] for .*Give the `PartitionSpec`s'),
       (ROWS, P(), {}, r'with \[.data.\] for .* typed invariant'),
       ({'v': ROWS}, ROWS, {}, '`param_specs` .* must have the tree of'),
+      (P(AXIS, AXIS), ROWS, {}, 'must name each axis at most once'),
       (P(None, None, AXIS), P(), {}, 'at most an entry for each dimension'),
       (ROWS, ROWS, {}, "say what the gradients .*Say 'summed' .*'averaged'"),
   )

@@ -9,28 +9,38 @@ from shard_transforms._src.owners import stacks as stacks_lib
 
 # Below, neither memory nor time matters.
 _MOST_BYTES = 4 * 2**20
+# Of all elements, those that are not divided.
+_MOST_ALONE = 0.5
 # Of what an all-reduce of all matrices sends.
 _MOST_PADDING = 0.1
 
 
 def warn(stacks: stacks_lib.Stacks) -> None:
   """Warns of leaves that all shards update, and of padding that is sent."""
+  # One that is left over from a stack is a small part of it.
+  stacked = {stack.layout for stack in stacks.stacks}
   sizes = [4 * math.prod(leaf.shape) for leaf in stacks.leaves]
   alone = [
       i
       for i, leaf in enumerate(stacks.leaves)
-      if leaf.layout is not None and i not in stacks.places
+      if leaf.layout is not None
+      and i not in stacks.places
+      and leaf.layout not in stacked
   ]
   number, caller = stacks.reduction.num_shards(), stacks.reduction.caller
-  large = max(alone, key=sizes.__getitem__, default=None)
-  if large is not None and sizes[large] > max(
-      _MOST_BYTES, 2 * sum(sizes) / number
-  ):
+  total = sum(sizes[i] for i in alone)
+  most = min(2 / number, _MOST_ALONE) * sum(sizes)
+  if number > 1 and total > max(_MOST_BYTES, most):
+    largest = stacks.names[max(alone, key=sizes.__getitem__)]
+    which = largest
+    if len(alone) > 1:
+      which = f'{len(alone)} leaves, the largest of which is {largest},'
     warnings.warn(
-        f'`{caller}` gives no owner to {stacks.names[large]} of'
-        f' {sizes[large] // 4:,} elements, because no other leaf has its'
-        ' shape, dtype and layout: all shards update it, and keep its state.'
-        ' Give it to `shard_update`, by `optax.partition`, if that fits.',
+        f'`{caller}` gives no owner to {which} of {total // 4:,} elements,'
+        ' because no other leaf has the same shape, dtype and layout: all'
+        ' shards update such leaves, and keep their state. Give them to'
+        ' `shard_update`, by `optax.partition`, if that fits, or pad leaves'
+        ' to shapes that several of them have.',
         UserWarning,
         stacklevel=2,
     )

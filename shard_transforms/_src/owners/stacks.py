@@ -413,6 +413,11 @@ def _leaf(path, x, spec, reduction, whole_dims, are_params):
     )
   entries += [()] * (len(shape) - len(entries))
   axes = specs_lib.axes_of(spec)
+  if len(axes) < sum(map(len, entries)):
+    raise ValueError(
+        f'`param_specs` of `{reduction.caller}` must name each axis at most'
+        f' once, got {spec!r} for {name}.'
+    )
   axes_lib.size(tuple(axes), reduction.caller)
   if are_params:
     _check_types(name, x, axes, reduction)
