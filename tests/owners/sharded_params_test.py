@@ -289,7 +289,6 @@ class MappedTest(parameterized.TestCase):
     expected = jax.jit(inner.update)(grads, inner.init(params), params)[0]
     assert_close(found, expected, 1e-5)
 
-
   @cases.parameters(('lars', 'standard'), ('sgd', 'strict'))
   def test_takes_gradients_of_several_dtypes(self, name, promotion):
     inner = getattr(optax, name)(0.1)
@@ -373,12 +372,26 @@ class RefusalTest(parameterized.TestCase):
       (ROWS, P(), {}, r'with \[.data.\] for .* typed invariant'),
       ({'v': ROWS}, ROWS, {}, '`param_specs` .* must have the tree of'),
       (P(AXIS, AXIS), ROWS, {}, 'must name each axis at most once'),
+      # Types do not tell which dimension is sliced.
+      (
+          P(None, AXIS),
+          ROWS,
+          {'on_sliced': 'summed'},
+          r"got .*None, 'data'.* `in_specs` shards by .*Give the same specs",
+      ),
       (P(None, None, AXIS), P(), {}, 'at most an entry for each dimension'),
       (ROWS, ROWS, {}, "say what the gradients .*Say 'summed' .*'averaged'"),
   )
   def test_refuses_specs(self, specs, in_specs, options, message):
     with self.assertRaisesRegex(ValueError, message):
       started(specs, in_specs, **options)
+
+  def test_refuses_specs_of_other_dimensions_under_plain_jit(self):
+    case = Case(matrices(8, P(None, AXIS)), muon(), (8,))
+    tx = st.on_mesh(case.tx(), case.mesh, in_specs=ROWS)
+
+    with self.assertRaisesRegex(ValueError, 'Give the same specs'):
+      tx.init(case.params())
 
   @cases.parameters('summed', 'averaged')
   def test_takes_what_the_refusal_names(self, on_sliced):

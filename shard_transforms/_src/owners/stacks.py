@@ -421,6 +421,7 @@ def _leaf(path, x, spec, reduction, whole_dims, are_params):
   axes_lib.size(tuple(axes), reduction.caller)
   if are_params:
     _check_types(name, x, axes, reduction)
+    specs_lib.check_in_use(name, shape, spec, reduction.caller)
   sizes = [math.prod(map(lax.axis_size, e)) for e in entries]
   whole = tuple(n * size for n, size in zip(shape, sizes, strict=True))
   lead = 0 if whole_dims is None else max(0, len(shape) - whole_dims)

@@ -221,7 +221,8 @@ def _traced(fn, params, mesh, param_specs):
   results = []
 
   def trace(params):
-    results.append(fn(params))
+    with specs_lib.in_use(params, param_specs):
+      results.append(fn(params))
     return ()
 
   mapped = jax.shard_map(
