@@ -422,6 +422,26 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(mapped, case.params())
 
+  @cases.parameters((ROWS, None), (P(), 1))
+  def test_refuses_extra_args_of_slices_and_layers(self, spec, whole_dims):
+    def weigh(updates, state, params=None, *, scale):
+      return jax.tree.map(jnp.multiply, updates, scale), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: (), weigh)
+    # A slice of one row would be broadcast.
+    case = Case(matrices(2, spec, (8, 6)), inner, (8,))
+    tx = case.tx(whole_dims=whole_dims)
+    mapped = jax.shard_map(
+        lambda x: tx.update(x, tx.init(x), x, scale=x)[0],
+        mesh=case.mesh,
+        in_specs=(case.specs,),
+        out_specs=case.specs,
+        check_vma=False,
+    )
+
+    with self.assertRaisesRegex(ValueError, 'The extra argument `scale`'):
+      jax.eval_shape(mapped, case.params())
+
   def test_refuses_state_without_a_part_for_each_layer(self):
     count = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda x: jnp.zeros(()), params),

@@ -123,6 +123,7 @@ class OwnedInner:
       return updates, state._replace(leaves=kept)
     like = updates if params is None else params
     stacks = self._stacks(like, params is not None)
+    self._check_extra_args(stacks, like, extra_args)
     kinds = association.trace_init(self.inner, stacks.types(like)).results
     of, given, layout = association.read_state(
         state, stacks, kinds, self._full(stacks, like)
@@ -272,6 +273,34 @@ class OwnedInner:
             ' Multiply the loss of each shard by its weight, divide it by the'
             " sum of all weights, and say `reduction='sum'`."
         )
+
+  def _check_extra_args(self, stacks, like, extra_args):
+    """Checks that `inner` can take extra arguments as they are.
+
+    Raises:
+      ValueError: If one has slices of parameters, or all their layers, where
+        `inner` is shown whole ones, or one layer.
+    """
+    params, treedef = jax.tree.flatten(like)
+    for arg, tree in extra_args.items():
+      if jax.tree.structure(tree) != treedef:
+        continue
+      for leaf, name, x, param in zip(
+          stacks.leaves,
+          stacks.names,
+          jax.tree.leaves(tree),
+          params,
+          strict=True,
+      ):
+        shape = jnp.shape(x)
+        if shape != leaf.shown and shape in (jnp.shape(param), leaf.shape):
+          raise ValueError(
+              f'The extra argument `{arg}` of `{self.reduction.caller}` must'
+              f' not have the shape of a parameter that is sliced or has'
+              f' layers, got {list(shape)} for {name}: its owner has the whole'
+              ' gradient and parameter, but not this. Compute it in `inner`'
+              ' from these.'
+          )
 
   def _kept(self, stacks, state, of, layout, first, rows):
     """Returns the state that all shards have; adds an owner's to `rows`."""
