@@ -80,9 +80,11 @@ def owned_update(
   Leaves of one shape, dtype and layout stand in a stack, of which each owner
   has as many rows; if their number is not a multiple of N, some rows are
   padding. If the programs that update them are equal, an owner runs one of
-  them on its rows; otherwise it takes a branch of its own. A leaf that no other
-  one is like is updated by all shards, which keep its state: give a large one,
-  such as an embedding, to `shard_update`, by `optax.partition`.
+  them on its rows; otherwise it takes a branch of its own. A leaf whose shape,
+  dtype and layout no other leaf has is updated by all shards, which keep its
+  state, so a model of such leaves only is not divided. `init` warns where they
+  are a large part. Give a large one, such as an embedding, to `shard_update`,
+  by `optax.partition`.
 
   `inner` is traced on the tree of the whole parameters, so that paths, masks,
   labels, random numbers and the number of leaves are those of the replicated
@@ -112,9 +114,11 @@ def owned_update(
       `axis_name` (FSDP) and others (tensor parallelism).
     whole_dims: How many of the last dimensions are those of a matrix, for
       leaves of stacked layers, such as 2 for [layers, m, n] and
-      [experts, m, n]. `inner` is shown one layer, [1, m, n], and must treat all
-      layers alone, as Muon does with `muon_weight_dimension_numbers`. `None`
-      stands for all dimensions: a leaf has one owner.
+      [experts, m, n]. `inner` is shown one layer, [1, m, n], and must treat
+      each layer alone, as Muon does with `muon_weight_dimension_numbers`. That
+      is not checked: LAMB then scales each layer by its own norm, unlike the
+      replicated optimizer, and random numbers are the same for all layers.
+      `None` stands for all dimensions: a leaf has one owner.
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.
@@ -143,9 +147,11 @@ def owned_update(
     ValueError: If an argument has a wrong value, such as groups of different
       sizes; in `init` and `update`, if `inner` mixes leaves, unless it is
       assumed not to, if `param_specs` does not agree with the types of the
-      parameters, or if `on_sliced` does not say what gradients are; in
-      `update`, as in `cross_shard_mean`, if slices come with a `weight`, or if
-      the state was made for other parameters or another number of shards.
+      parameters, or with the `in_specs` of `init_state` or `on_mesh`, or if
+      `on_sliced` does not say what gradients are; in `update`, as in
+      `cross_shard_mean`, if slices come with a `weight`, if an extra argument
+      has the shape of slices or of all layers, or if the state was made for
+      other parameters or another number of shards.
 
   Examples:
     Muon of matrices whose rows are sharded, each of which one shard updates:

@@ -39,8 +39,7 @@ def warn(stacks: stacks_lib.Stacks) -> None:
         f'`{caller}` gives no owner to {which} of {total // 4:,} elements,'
         ' because no other leaf has the same shape, dtype and layout: all'
         ' shards update such leaves, and keep their state. Give them to'
-        ' `shard_update`, by `optax.partition`, if that fits, or pad leaves'
-        ' to shapes that several of them have.',
+        ' `shard_update`, by `optax.partition`, if that fits.',
         UserWarning,
         stacklevel=2,
     )
