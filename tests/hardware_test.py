@@ -408,21 +408,22 @@ class SlicesTest(parameterized.TestCase):
   def test_compilers_know_the_options_of_the_page(self, name, option):
     facts(name, 'by hand')
     self.assertIn(f'`{option}=', PAGE.read_text(encoding='utf-8'))
-    code = (
-        'import hardware, topology\n'
-        f'mesh = topology.mesh({name!r}, {{"data": 8}})\n'
-        "shapes = hardware.shapes_of('matrices')[:2]\n"
-        "for name in {0!r}, 'xla_no_such_option':\n"
-        "  value = 'true' if 'async' in name else '1000000'\n"
-        '  try:\n'
-        '    options = {{name: value}}\n'
-        "    hardware.measure('by hand', shapes, mesh, options=options)\n"
-        '    print(name)\n'
-        '  except Exception as error:\n'
-        '    print(type(error).__name__)'
-    ).format(option)
+    code = """
+import hardware, sys, topology
+topology_name, option = sys.argv[1:]
+mesh = topology.mesh(topology_name, {'data': 8})
+shapes = hardware.shapes_of('matrices')[:2]
+for name in option, 'xla_no_such_option':
+  options = {name: 'true' if 'async' in name else '1000000'}
+  try:
+    hardware.measure('by hand', shapes, mesh, options=options)
+    print(name)
+  except Exception as error:
+    print(type(error).__name__)
+"""
 
-    self.assertEqual(run(code).split(), [option, 'JaxRuntimeError'])
+    printed = run(code, name, option).split()
+    self.assertEqual(printed, [option, 'JaxRuntimeError'])
 
 
 class SetUpTest(parameterized.TestCase):
