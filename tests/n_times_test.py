@@ -68,7 +68,7 @@ SCALED = 1 / SHARDS, r'`[^`]*lax\.axis_size'
 # gradient of the shard: it differs between shards as any other.
 PART = 1 / SHARDS, r'`lax\.pmean\(loss\)`[^.]*`per_shard`'
 # A sum and a mean have one type; which it is, is what the caller says.
-TOLD_WRONGLY = SHARDS, "'averaged'`, which leaves it as it is"
+TOLD_WRONGLY = SHARDS, "'averaged'` assumes that the leaf is already the mean"
 
 
 class Way(NamedTuple):

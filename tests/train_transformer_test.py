@@ -39,4 +39,5 @@ class TrainTransformerTest(python_command.ScriptTest):
     self.assertEqual((first[0], last[0]), (first[1], last[1]))
     self.assertLess(float(last[0]), 0.9 * float(first[0]))
     replicated, owners = (int(x.replace(',', '')) for x in sent)
-    self.assertLess(owners, 1.25 * replicated)
+    # Its two layers have few matrices for eight owners.
+    self.assertLess(owners, 1.5 * replicated)

@@ -664,7 +664,7 @@ class WeightTest(parameterized.TestCase):
     mean = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(0.1))
     inner = optax.contrib.split_real_and_imaginary(mean)
 
-    with self.assertRaisesRegex(ValueError, 'forwards extra arguments'):
+    with self.assertRaisesRegex(ValueError, 'forward extra arguments'):
       self.update([gate], [inner])
 
   @cases.parameters('jit', 'guard', 'partition', 'cond', 'scan')

@@ -135,7 +135,7 @@ class WeightTest(parameterized.TestCase):
 
     if is_refused:
       with self.assertRaisesRegex(
-          ValueError, 'by hand, or none, would count excl'
+          ValueError, 'otherwise excluded shards still count'
       ):
         trace(tx)
     else:

@@ -72,13 +72,13 @@ class UnlessSkippedTest(parameterized.TestCase):
 
   @cases.parameters(
       (optax.sgd(0.1), 'does not contain the state of a `guard`, got'),
-      (tower_reduce(2, GUARD), 'may leave out a step'),
-      (st.drop_stale(1, GUARD), 'may leave out a step'),
+      (tower_reduce(2, GUARD), 'may skip a step'),
+      (st.drop_stale(1, GUARD), 'may skip a step'),
       (
           st.local_updates(optax.sgd(0.1), GUARD, AXIS, every=2),
-          'may leave out a step',
+          'may skip a step',
       ),
-      (optax.MultiSteps(GUARD, 2), 'may leave out a step'),
+      (optax.MultiSteps(GUARD, 2), 'may skip a step'),
   )
   def test_refuses_a_state_without_a_decision_for_each_step(self, tx, message):
     init = jax.vmap(lambda _: tx.init(jnp.zeros(2)), axis_name=AXIS)
