@@ -149,7 +149,7 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
       ),
       'track_noise_scale': st.monitoring.track_noise_scale(axes),
       'compensate_delay': optax.chain(
-          st.compensate_delay(1.0, axis_name=axes), mean
+          with_read_params(st.compensate_delay(1.0, axis_name=axes)), mean
       ),
       'delay_updates': optax.chain(mean, st.delay_updates(2)),
       'clip_by_global_norm': optax.chain(mean, st.clip_by_global_norm(1.0)),
@@ -183,6 +183,19 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
       ),
       **{k: optax.chain(tx, adam) for k, tx in instead_of_mean.items()},
   }
+
+
+def with_read_params(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """Passes the parameters to `inner` as those of the gradient."""
+
+  def update_fn(updates, state, params=None, **extra_args):
+    return inner.update(
+        updates, state, params, read_params=params, **extra_args
+    )
+
+  return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
 def shapes_of(name: str, dtype: str = 'float32') -> list[jax.ShapeDtypeStruct]:
@@ -252,7 +265,7 @@ def mapped_step(
     is_local = isinstance(state, st.LocalUpdatesState)
     at = st.local_params(params, state) if is_local else params
     loss, grads = st.value_and_grad(loss_fn, axes)(at, x)
-    given = {'local_step': lax.axis_index(axes), 'read_params': params}
+    given = {'local_step': lax.axis_index(axes)}
     updates, state = update(grads, state, params, **given)
     params = optax.apply_updates(params, updates)
     return params, state, st.shard_mean(loss, axes)
@@ -289,7 +302,7 @@ def plain_step(
         return jax.tree.map(jnp.add, total, grad_fn(params, x)[1]), ()
 
       grads, _ = lax.scan(add, grads, x[1:])
-    given = {'local_step': jnp.arange(mesh.size), 'read_params': params}
+    given = {'local_step': jnp.arange(mesh.size)}
     updates, state = tx.update(grads, state, params, **given)
     return optax.apply_updates(params, updates), state, loss
 
