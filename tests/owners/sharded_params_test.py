@@ -401,9 +401,9 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       (
-          lambda x: jnp.ones((16, 24)),
+          lambda x: jnp.ones((16, 24), x.dtype),
           {},
-          r'(got|float64)\[16, 24\]|got \[16, 24\] instead',
+          r'got \[16, 24\] instead of \[2, 24\]',
       ),
       (lambda x: x, {'weight': 1.0}, "`weight` .* say `reduction='sum'`"),
   )
