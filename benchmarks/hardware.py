@@ -500,7 +500,7 @@ def compiled(
 
 
 def megabytes_of_shard(state: Any) -> float:
-  """Returns how many megabytes of a state each device keeps."""
+  """Returns the size of the part of a state on each device, in megabytes."""
 
   def num_bytes(x):
     shape = x.sharding.shard_shape(x.shape) if x.sharding else x.shape

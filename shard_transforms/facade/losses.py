@@ -71,6 +71,11 @@ def reduced_loss(
     loss_fn: Takes predictions and labels; returns one loss per example.
     labels_dtype: The dtype of the labels, which then have the shape of the
       predictions. If `None`, they keep their own.
+
+  Raises:
+    ValueError: When the loss is called with an unknown reduction, with weights
+      whose number of dimensions is wrong, or with labels of another shape than
+      the predictions.
   """
 
   def loss(

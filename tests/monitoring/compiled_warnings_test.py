@@ -59,7 +59,7 @@ class CutTest(parameterized.TestCase):
   def test_warns_of_what_xla_for_cpus_makes_of_zero_1_under_jit(self):
     mesh = jax.make_mesh((8,), ('data',), (jax.sharding.AxisType.Auto,))
     split = jax.NamedSharding(mesh, jax.P('data'))
-    x = jax.device_put(jnp.ones((8, 16)), split)
+    x = jax.device_put(jnp.ones((8, 16), jnp.float32), split)
     step = jax.jit(lambda x: jnp.sum(x, 0) * 2, out_shardings=split)
 
     report = shard_transforms.monitoring.wire_report(step, x, compiled=True)

@@ -455,7 +455,7 @@ class CheckpointTest(parameterized.TestCase):
   def test_starts_from_float32_values(self):
     mesh = modes.mesh()
     tx = shard_update(master_weights(optax.sgd(1e-3)), AXIS)
-    precise = {'w': jnp.linspace(0.1, 1, 27).reshape(9, 3)}
+    precise = {'w': jnp.linspace(0.1, 1, 27, dtype=jnp.float32).reshape(9, 3)}
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), precise)
     state = st.init_state(tx, params, mesh)
 

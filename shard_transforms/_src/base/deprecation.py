@@ -22,8 +22,10 @@ def deprecated_names(
 
   Returns:
     A function of a name that warns and returns the value of the name. The
-    warning points to the line that uses the name. For any other name, it raises
-    `AttributeError`.
+    warning points to the line that uses the name.
+
+  Raises:
+    AttributeError: When the function is called with any other name.
   """
 
   def getattr_(name: str) -> Any:

@@ -58,11 +58,12 @@ def owned_update(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer by whole matrices: for Muon, LAMB, SOAP and others.
 
-  Gives what `optax.chain(cross_shard_mean(axis_name), inner)` gives, with the
-  state and the work of `inner` divided among the N shards. Each matrix has an
-  owner, which alone keeps its state and updates it. So optimizers that look at
-  whole leaves are divided among shards, too: Muon, LAMB, LARS, Adafactor, SOAP,
-  Shampoo. For optimizers that treat each element alone, such as Adam, take
+  The updates are those of `optax.chain(cross_shard_mean(axis_name), inner)`,
+  with the state and the work of `inner` divided among the N shards. Each leaf
+  whose shape other leaves share has an owner: the one shard that keeps its
+  state and updates it. Optimizers that look at whole leaves can therefore be
+  divided, too: Muon, LAMB, LARS, Adafactor, SOAP and Shampoo. For optimizers
+  that treat each element independently, such as Adam, use
   `shard_transforms.shard_update`.
 
   Parameters may be replicated or sharded (FSDP, tensor parallelism, both), as

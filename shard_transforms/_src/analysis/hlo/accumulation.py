@@ -191,7 +191,7 @@ def _fixed(graph):
 
 
 def _total_unless_reset(node, fixed):
-  """Returns the total of which a value is a copy unless it is reset to zero."""
+  """Returns the total that a value copies, unless it is reset to zero."""
   totals = set()
   if node.opcode == 'multiply':
     for switch, other in (node.inputs, node.inputs[::-1]):
