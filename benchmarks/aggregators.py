@@ -21,7 +21,7 @@ import optax
 import timing
 
 import shard_transforms
-from shard_transforms import aggregators
+from shard_transforms import contrib
 from shard_transforms import monitoring
 
 AXIS = 'data'
@@ -42,10 +42,10 @@ def reductions() -> dict[str, optax.GradientTransformation]:
   return {
       'mean': mean,
       'guard': shard_transforms.guard(mean, AXIS, on_bad='exclude'),
-      'coordinate_median': aggregators.coordinate_median(AXIS),
-      'trimmed_mean(2)': aggregators.trimmed_mean(AXIS, 2),
-      'majority_vote': aggregators.majority_vote(AXIS),
-      'adasum': aggregators.adasum(AXIS),
+      'coordinate_median': contrib.coordinate_median(AXIS),
+      'trimmed_mean(2)': contrib.trimmed_mean(AXIS, 2),
+      'majority_vote': contrib.majority_vote(AXIS),
+      'adasum': contrib.adasum(AXIS),
   }
 
 

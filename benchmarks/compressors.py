@@ -22,8 +22,8 @@ from sklearn import datasets
 import timing
 
 import shard_transforms
-from shard_transforms import compression
 from shard_transforms import monitoring
+from shard_transforms.contrib import compression
 
 AXIS = 'data'
 SHARDS = 8

@@ -23,7 +23,7 @@ import optax
 import timing
 
 import shard_transforms
-from shard_transforms import monitoring
+from shard_transforms import contrib
 
 AXIS, SHARDS, STEPS = 'data', 8, 100
 WIDTH, LAYERS, BATCH = 256, 4, 64
@@ -45,7 +45,7 @@ def training(every: int | None) -> Callable[[], Any]:
   """Returns a call of a hundred steps, checked every so many."""
   mesh = jax.make_mesh((SHARDS,), (AXIS,), (jax.sharding.AxisType.Auto,))
   gradient = shard_transforms.value_and_grad(loss_fn, AXIS)
-  check = monitoring.cross_check(gradient, AXIS, every=every or 1)
+  check = contrib.cross_check(gradient, AXIS, every=every or 1)
   tx = optax.chain(
       shard_transforms.cross_shard_mean(AXIS), optax.sgd(0.01, momentum=0.9)
   )

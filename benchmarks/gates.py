@@ -56,7 +56,9 @@ def gates(
       shard_transforms.cross_shard_mean(AXIS),
       optax.sgd(0.7, momentum=0.9, nesterov=True),
   )
-  local = shard_transforms.local_updates(inner, outer, AXIS, every=2**30)
+  local = shard_transforms.contrib.local_updates(
+      inner, outer, AXIS, every=2**30
+  )
   return {
       'plain': inner,
       'plain, A/A': inner,

@@ -128,30 +128,31 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
   inner = optax.chain(mean, adam)
   guarded = st.guard(inner, axes, on_bad='exclude')
   outer = optax.chain(mean, optax.sgd(0.7, 0.9, nesterov=True))
-  int8 = st.compression.quantize(8)
-  owned = st.owners.owned_update(muon, axes)
+  int8 = st.contrib.compression.quantize(8)
+  owned = st.contrib.owned_update(muon, axes)
   instead_of_mean = {
-      'reproducible.mean': st.reproducible.mean(axes),
-      'coordinate_median': st.aggregators.coordinate_median(axes),
-      'trimmed_mean': st.aggregators.trimmed_mean(axes, 1),
-      'majority_vote': st.aggregators.majority_vote(axes),
-      'adasum': st.aggregators.adasum(axes),
-      'quantize(8)': st.compression.compressed_mean(axes, int8),
-      'top_k(0.01)': st.compression.compressed_mean(
-          axes, st.compression.top_k(0.01)
+      'reproducible.mean': st.contrib.reproducible.mean(axes),
+      'coordinate_median': st.contrib.coordinate_median(axes),
+      'trimmed_mean': st.contrib.trimmed_mean(axes, 1),
+      'majority_vote': st.contrib.majority_vote(axes),
+      'adasum': st.contrib.adasum(axes),
+      'quantize(8)': st.contrib.compression.compressed_mean(axes, int8),
+      'top_k(0.01)': st.contrib.compression.compressed_mean(
+          axes, st.contrib.compression.top_k(0.01)
       ),
-      'scaled_sign': st.compression.compressed_mean(
-          axes, st.compression.scaled_sign()
+      'scaled_sign': st.contrib.compression.compressed_mean(
+          axes, st.contrib.compression.scaled_sign()
       ),
-      'power_sgd(4)': st.compression.power_sgd(axes, rank=4),
+      'power_sgd(4)': st.contrib.compression.power_sgd(axes, rank=4),
       'track_divergence': optax.chain(
           mean, st.monitoring.track_divergence(axes)
       ),
-      'track_noise_scale': st.monitoring.track_noise_scale(axes),
+      'track_noise_scale': st.contrib.track_noise_scale(axes),
       'compensate_delay': optax.chain(
-          with_read_params(st.compensate_delay(1.0, axis_name=axes)), mean
+          with_read_params(st.contrib.compensate_delay(1.0, axis_name=axes)),
+          mean,
       ),
-      'delay_updates': optax.chain(mean, st.delay_updates(2)),
+      'delay_updates': optax.chain(mean, st.contrib.delay_updates(2)),
       'clip_by_global_norm': optax.chain(mean, st.clip_by_global_norm(1.0)),
   }
   return {
@@ -166,7 +167,7 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
           'inverse', inner, axis_name=axes
       ),
       'tower_reduce(4)': st.tower_reduce(4, inner, axis_name=axes),
-      'local_updates': st.local_updates(adam, outer, axes, every=20),
+      'local_updates': st.contrib.local_updates(adam, outer, axes, every=20),
       'shard_update': st.shard_update(adam, axes),
       'master_weights': optax.chain(mean, st.master_weights(adam)),
       'shard_update(master_weights)': st.shard_update(
@@ -174,11 +175,11 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
       ),
       'muon': optax.chain(mean, muon),
       'owned_update(muon)': owned,
-      'owned_update(muon, whole_dims=2)': st.owners.owned_update(
+      'owned_update(muon, whole_dims=2)': st.contrib.owned_update(
           muon_of_layers(), axes, whole_dims=2
       ),
-      'reproducible.towers(4)': st.reproducible.towers(4, adam, axes),
-      'reproducible.sharded_towers(4)': st.reproducible.sharded_towers(
+      'reproducible.towers(4)': st.contrib.reproducible.towers(4, adam, axes),
+      'reproducible.sharded_towers(4)': st.contrib.reproducible.sharded_towers(
           4, adam, axes
       ),
       **{k: optax.chain(tx, adam) for k, tx in instead_of_mean.items()},
@@ -262,8 +263,8 @@ def mapped_step(
   update = optax.with_extra_args_support(tx).update
 
   def step(params, state, x):
-    is_local = isinstance(state, st.LocalUpdatesState)
-    at = st.local_params(params, state) if is_local else params
+    is_local = isinstance(state, st.contrib.LocalUpdatesState)
+    at = st.contrib.local_params(params, state) if is_local else params
     loss, grads = st.value_and_grad(loss_fn, axes)(at, x)
     given = {'local_step': lax.axis_index(axes)}
     updates, state = update(grads, state, params, **given)
@@ -344,7 +345,7 @@ def sharded_update(
   """
   data, *model = mesh.axis_names
   spec = P(None, *model) if model else P(data)
-  tx = st.owners.owned_update(
+  tx = st.contrib.owned_update(
       optax.contrib.muon(1e-3), data, param_specs=spec, on_sliced='summed'
   )
   specs = st.state_specs(tx, params, mesh, in_specs=spec)

@@ -1,4 +1,4 @@
-"""Compares `owners.owned_update` with the replicated optimizer.
+"""Compares `contrib.owned_update` with the replicated optimizer.
 
 Eight shards update a transformer, in one process over virtual CPU devices. A
 row has an optimizer's ratios to `chain(cross_shard_mean, inner)`, both run in
@@ -21,7 +21,7 @@ import optax
 import timing
 
 import shard_transforms
-from shard_transforms import owners
+from shard_transforms import contrib
 
 AXIS = 'data'
 
@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> None:
   mean = shard_transforms.cross_shard_mean(AXIS)
   for name in _INNERS.value:
     inner = _MAKE[name](1e-3)
-    owned = owners.owned_update(inner, AXIS)
+    owned = contrib.owned_update(inner, AXIS)
     run = Run(owned, params, mesh)
     replicated = Run(optax.chain(mean, inner), params, mesh)
     print(row(name, replicated, run), flush=True)

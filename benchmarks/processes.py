@@ -39,7 +39,7 @@ import optax
 import timing
 
 import shard_transforms
-from shard_transforms import reproducible
+from shard_transforms.contrib import reproducible
 
 AXIS = 'data'
 LEARNING_RATE = 1e-3

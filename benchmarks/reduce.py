@@ -26,8 +26,8 @@ import numpy as np
 import timing
 
 import shard_transforms
-from shard_transforms import reproducible
 from shard_transforms._src.base import thresholds
+from shard_transforms.contrib import reproducible
 
 AXIS = 'data'
 # The bytes that a call reduces on each shard, to bound the time of a run.

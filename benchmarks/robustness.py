@@ -28,8 +28,7 @@ from sklearn import datasets
 import timing
 
 import shard_transforms
-from shard_transforms import aggregators
-from shard_transforms import monitoring
+from shard_transforms import contrib
 
 AXIS = 'data'
 SHARDS = 8
@@ -50,18 +49,18 @@ def reductions() -> dict[str, tuple[optax.GradientTransformation, float]]:
   return {
       'mean': (mean, 0.5),
       'guard': (shard_transforms.guard(mean, AXIS, on_bad='exclude'), 0.5),
-      'coordinate_median': (aggregators.coordinate_median(AXIS), 0.5),
-      'trimmed_mean(2)': (aggregators.trimmed_mean(AXIS, 2), 0.5),
-      'majority_vote': (aggregators.majority_vote(AXIS), 0.005),
-      'adasum': (aggregators.adasum(AXIS), 0.25),
+      'coordinate_median': (contrib.coordinate_median(AXIS), 0.5),
+      'trimmed_mean(2)': (contrib.trimmed_mean(AXIS, 2), 0.5),
+      'majority_vote': (contrib.majority_vote(AXIS), 0.005),
+      'adasum': (contrib.adasum(AXIS), 0.25),
   }
 
 
 def averaged() -> dict[str, tuple[optax.GradientTransformation, float]]:
   """Returns reductions of each shard's average over about ten steps."""
   robust = {
-      'coordinate_median': (aggregators.coordinate_median(AXIS), 0.5),
-      'majority_vote': (aggregators.majority_vote(AXIS), 0.005),
+      'coordinate_median': (contrib.coordinate_median(AXIS), 0.5),
+      'majority_vote': (contrib.majority_vote(AXIS), 0.005),
   }
   return {
       f'{name}, averaged': (optax.chain(optax.ema(0.9), reduction), rate)
@@ -218,7 +217,7 @@ def faulty_accuracies() -> dict[str, np.ndarray]:
     key = jax.random.wrap_key_data(key)
     return flipped(jax.grad(loss_fn)(params, *batch), key)
 
-  check = monitoring.cross_check(faulty, AXIS, every=CHECK_EVERY)
+  check = contrib.cross_check(faulty, AXIS, every=CHECK_EVERY)
 
   def train(reduction, weigh, seed, own, test):
     def gradient(memory, params, key):

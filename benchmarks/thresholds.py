@@ -30,12 +30,12 @@ import optax
 import timing
 
 import shard_transforms
-from shard_transforms import aggregators
-from shard_transforms import compression
-from shard_transforms._src.aggregators import aggregator
-from shard_transforms._src.aggregators import order_statistics
+from shard_transforms import contrib
 from shard_transforms._src.base import thresholds
-from shard_transforms._src.exchanges import exchanges
+from shard_transforms.contrib import compression
+from shard_transforms.contrib._src import exchanges
+from shard_transforms.contrib._src.aggregators import aggregator
+from shard_transforms.contrib._src.aggregators import order_statistics
 
 AXIS = 'data'
 GAIN = 0.95
@@ -193,7 +193,7 @@ def in_one_process() -> dict[str, tuple[thresholds.Level, ...]]:
   few_rows('sorted rows', sorted_rows, (4, 8, 16, 32))
   few_rows(
       'rows of adasum',
-      lambda _: updates_of(aggregators.adasum(AXIS), [(200_000,)]),
+      lambda _: updates_of(contrib.adasum(AXIS), [(200_000,)]),
       (jax.device_count(),),
   )
   return in_buffers()
@@ -204,7 +204,7 @@ def in_buffers() -> dict[str, tuple[thresholds.Level, ...]]:
   txs = {
       'whole': shard_transforms.cross_shard_mean(AXIS),
       'in slices': shard_transforms.shard_update(optax.identity(), AXIS),
-      'exchanged': aggregators.coordinate_median(AXIS),
+      'exchanged': contrib.coordinate_median(AXIS),
   }
   return {name: buffers(name, tx) for name, tx in txs.items()}
 

@@ -35,9 +35,9 @@ import optax
 import shaped_link
 
 import shard_transforms
-from shard_transforms import compression
 from shard_transforms import cross_shard_mean
-from shard_transforms import local_updates
+from shard_transforms.contrib import compression
+from shard_transforms.contrib import local_updates
 
 AXIS = 'data'
 EVERY = 20
@@ -86,7 +86,7 @@ def _local(mean=None, **options):
   mean = cross_shard_mean(AXIS) if mean is None else mean
   outer = optax.chain(mean, optax.sgd(0.7, 0.9, nesterov=True))
   tx = local_updates(optax.adam(1e-3), outer, AXIS, every=EVERY, **options)
-  return Optimizer(tx, EVERY, shard_transforms.local_params)
+  return Optimizer(tx, EVERY, shard_transforms.contrib.local_params)
 
 
 def make_optimizers() -> dict[str, Optimizer]:

@@ -40,7 +40,7 @@ import tqdm
 
 import shard_transforms
 from shard_transforms import monitoring
-from shard_transforms import reproducible
+from shard_transforms.contrib import reproducible
 
 AXIS = 'data'
 NUM_TOWERS = 4

@@ -71,7 +71,7 @@ def make_ways() -> list[Way]:
 
   def local(inner, outer, *axes, **options):
     mean = shard_transforms.cross_shard_mean(axes)
-    return shard_transforms.local_updates(
+    return shard_transforms.contrib.local_updates(
         inner, optax.chain(mean, outer), axes, every=EVERY, **options
     )
 
@@ -121,7 +121,7 @@ def train_step(way, params, state, images, labels):
   """Returns the parameters and the state after a step, and the loss."""
   own = params
   if way.is_local:
-    own = shard_transforms.local_params(params, state)
+    own = shard_transforms.contrib.local_params(params, state)
   gradient = shard_transforms.value_and_grad(loss_fn, tuple(AXES))
   loss, grads = gradient(own, images, labels)
   updates, state = way.tx.update(grads, state, params)

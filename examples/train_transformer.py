@@ -28,7 +28,7 @@ import tqdm
 import transformer
 
 import shard_transforms
-from shard_transforms import owners
+from shard_transforms import contrib
 
 AXIS = 'data'
 NUM_TOWERS = 4
@@ -173,7 +173,7 @@ def by_muon() -> tuple[list[Way], Any, list[jax.Array]]:
   params = jax.device_put(params, NamedSharding(mesh, P()))
   muon = transformer.muon(2e-2)
   mean = shard_transforms.cross_shard_mean(AXIS)
-  owned = owners.owned_update(muon, AXIS)
+  owned = contrib.owned_update(muon, AXIS)
   ways = [
       of_shards('replicated', optax.chain(mean, muon), params, mesh),
       of_shards('owners', owned, params, mesh),

@@ -3,22 +3,12 @@
 import importlib
 import typing
 
-from shard_transforms import aggregators as aggregators
-from shard_transforms import compression as compression
+from shard_transforms import contrib as contrib
 from shard_transforms import monitoring as monitoring
-from shard_transforms import owners as owners
-from shard_transforms import reproducible as reproducible
 from shard_transforms import state_rules as state_rules
 from shard_transforms._src.base.stacked import Stacked
-from shard_transforms._src.local_updates.local_sgd import local_updates
-from shard_transforms._src.local_updates.local_state import LocalUpdatesState
-from shard_transforms._src.local_updates.local_state import local_params
 from shard_transforms._src.monitoring.model_state import unless_skipped
 from shard_transforms._src.reduction.norms import global_norm
-from shard_transforms._src.staleness.compensation import CompensateDelayState
-from shard_transforms._src.staleness.compensation import compensate_delay
-from shard_transforms._src.staleness.delay import DelayUpdatesState
-from shard_transforms._src.staleness.delay import delay_updates
 from shard_transforms._src.state.full_state import full_state
 from shard_transforms._src.state.full_state import place_state
 from shard_transforms._src.state.placement import init_state
@@ -63,11 +53,8 @@ if typing.TYPE_CHECKING:
 __version__ = '0.1.0'
 
 __all__ = (
-    'CompensateDelayState',
-    'DelayUpdatesState',
     'DropStaleState',
     'GuardState',
-    'LocalUpdatesState',
     'MasterWeightsState',
     'ScaleByStalenessState',
     'ShardUpdateState',
@@ -77,17 +64,13 @@ __all__ = (
     'TowerReduceState',
     'accumulated_value_and_grad',
     'clip_by_global_norm',
-    'compensate_delay',
     'cross_shard_mean',
     'cross_shard_sum',
-    'delay_updates',
     'drop_stale',
     'full_state',
     'global_norm',
     'guard',
     'init_state',
-    'local_params',
-    'local_updates',
     'master_weights',
     'on_mesh',
     'per_shard',

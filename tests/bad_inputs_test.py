@@ -32,23 +32,23 @@ from shard_transforms import init_state
 from shard_transforms import master_weights
 from shard_transforms import per_shard
 from shard_transforms import reduce_towers
-from shard_transforms import reproducible
 from shard_transforms import resize_state
 from shard_transforms import shard_mean
 from shard_transforms import shard_update
 from shard_transforms import state_shardings
 from shard_transforms import state_specs
 from shard_transforms import tower_reduce
-from shard_transforms.aggregators import majority_vote
-from shard_transforms.compression import Compressor
-from shard_transforms.compression import compressed_mean
-from shard_transforms.compression import power_sgd
-from shard_transforms.compression import quantize
+from shard_transforms.contrib import cross_check
+from shard_transforms.contrib import majority_vote
+from shard_transforms.contrib import owned_update
+from shard_transforms.contrib import reproducible
+from shard_transforms.contrib.compression import Compressor
+from shard_transforms.contrib.compression import compressed_mean
+from shard_transforms.contrib.compression import power_sgd
+from shard_transforms.contrib.compression import quantize
 from shard_transforms.launch import run_processes
-from shard_transforms.monitoring import cross_check
 from shard_transforms.monitoring import metrics
 from shard_transforms.monitoring import wire_report
-from shard_transforms.owners import owned_update
 
 AXIS = modes.AXIS
 SHARDS, TOWERS = 8, 3

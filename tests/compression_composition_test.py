@@ -13,7 +13,7 @@ import cases
 import compressions
 import modes
 import shard_transforms
-from shard_transforms import compression
+from shard_transforms.contrib import compression
 from shard_transforms.monitoring import check_health
 
 AXIS = modes.AXIS

@@ -9,7 +9,7 @@ import numpy as np
 
 import modes
 import shard_transforms
-from shard_transforms import compression
+from shard_transforms.contrib import compression
 
 # Blocks that fit the small leaves of tests.
 COMPRESSORS = {

@@ -24,29 +24,28 @@ import pytest
 import cases
 import modes
 import shard_transforms
-from shard_transforms import aggregators
 from shard_transforms import clip_by_global_norm
-from shard_transforms import compensate_delay
+from shard_transforms import contrib
 from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
-from shard_transforms import delay_updates
 from shard_transforms import drop_stale
 from shard_transforms import guard
-from shard_transforms import local_updates
 from shard_transforms import master_weights
 from shard_transforms import monitoring
-from shard_transforms import owners
 from shard_transforms import reduce_towers
-from shard_transforms import reproducible
 from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
-from shard_transforms.aggregators import trimmed_mean
-from shard_transforms.compression import cast
-from shard_transforms.compression import compressed_mean
-from shard_transforms.compression import power_sgd
+from shard_transforms.contrib import compensate_delay
+from shard_transforms.contrib import delay_updates
+from shard_transforms.contrib import local_updates
+from shard_transforms.contrib import reproducible
+from shard_transforms.contrib import track_noise_scale
+from shard_transforms.contrib import trimmed_mean
+from shard_transforms.contrib.compression import cast
+from shard_transforms.contrib.compression import compressed_mean
+from shard_transforms.contrib.compression import power_sgd
 from shard_transforms.monitoring import track_divergence
-from shard_transforms.monitoring import track_noise_scale
 
 AXIS = modes.AXIS
 SHARDS, TOWERS, CALLS = 4, 3, 6
@@ -179,7 +178,7 @@ ROWS = {
         cuts=True,
     ),
     'owners': Row(
-        lambda inner, n: owners.owned_update(inner, AXIS),
+        lambda inner, n: contrib.owned_update(inner, AXIS),
         per_shard=True,
         refuser='owned_update',
         cuts=True,
@@ -308,19 +307,19 @@ ROWS = {
     'power_sgd': _link(power_sgd(AXIS, 2, min_ratio=1), keeps=True),
     'clip_by_global_norm': _link(clip_by_global_norm(1e9), per_shard=False),
     'adasum': _link(
-        aggregators.adasum(AXIS),
+        contrib.adasum(AXIS),
         aggregate=_adasum,
         positive=True,
         # The last bit of a leaf of 16 bits.
         tolerance=1e-2,
     ),
     'coordinate_median': _link(
-        aggregators.coordinate_median(AXIS),
+        contrib.coordinate_median(AXIS),
         aggregate=_by_parts(lambda x: np.median(x, axis=0)),
     ),
-    'trimmed_mean': _link(aggregators.trimmed_mean(AXIS, 0)),
+    'trimmed_mean': _link(contrib.trimmed_mean(AXIS, 0)),
     'majority_vote': _link(
-        aggregators.majority_vote(AXIS), aggregate=_by_parts(_signs)
+        contrib.majority_vote(AXIS), aggregate=_by_parts(_signs)
     ),
     'track_noise_scale': _link(track_noise_scale(AXIS)),
     'track_divergence': _link(
@@ -983,7 +982,7 @@ class StateTest(parameterized.TestCase):
           )
     # flax does not support static nodes; see docs/sharded_optimizer.md.
     serialization.register_serialization_state(
-        owners.Place, lambda place: {}, lambda place, _: place, override=True
+        contrib.Place, lambda place: {}, lambda place, _: place, override=True
     )
     # The bytes of flax are those of the state dict.
     for name, (params, state) in placed(half).items():

@@ -15,8 +15,7 @@ import optax
 import cases
 import modes
 import shard_transforms as st
-from shard_transforms import aggregators
-from shard_transforms import owners
+from shard_transforms import contrib
 import sliced_trees
 
 AXIS = modes.AXIS
@@ -105,7 +104,7 @@ def stacked(tx, **extra_args):
 
 
 def averaging(outer, inner=SGD):
-  return step(st.local_updates(inner, outer, AXIS, every=1), 'vmap')
+  return step(st.contrib.local_updates(inner, outer, AXIS, every=1), 'vmap')
 
 
 def on_part_of_mesh(**options):
@@ -194,7 +193,7 @@ MASTERS = st.master_weights(SGD)
 
 def half_alone(inner, outer):
   """Returns updates of 16-bit parameters, which shards train alone."""
-  tx = st.local_updates(inner, outer, AXIS, every=1)
+  tx = st.contrib.local_updates(inner, outer, AXIS, every=1)
 
   def one(own):
     return tx.update(jnp.asarray(own, HALF.dtype), tx.init(HALF), HALF)[0]
@@ -238,7 +237,8 @@ ROWS = {
                 SGD, optax.chain(MEAN, MASTERS)
             ),
             'keep the parameters in float32': step(
-                st.local_updates(MASTERS, MEAN_SGD, AXIS, every=1), 'vmap'
+                st.contrib.local_updates(MASTERS, MEAN_SGD, AXIS, every=1),
+                'vmap',
             ),
         },
     ),
@@ -295,11 +295,11 @@ ROWS = {
             'Give whole parameters, `PartitionSpec()`': specs_of(
                 st.shard_update(SGD, AXIS), P()
             ),
-            '`owners.owned_update`': specs_of(
-                owners.owned_update(SGD, AXIS), P()
+            '`contrib.owned_update`': specs_of(
+                contrib.owned_update(SGD, AXIS), P()
             ),
             'takes slices, with `param_specs`': specs_of(
-                owners.owned_update(
+                contrib.owned_update(
                     SGD, AXIS, param_specs=P(AXIS), on_sliced='summed'
                 ),
                 P(AXIS),
@@ -333,18 +333,18 @@ ROWS = {
         step(st.shard_update(optax.lamb(0.1), AXIS)),
         'must treat each element alone',
         {
-            '`owners.owned_update`': step(
-                owners.owned_update(optax.lamb(0.1), AXIS)
+            '`contrib.owned_update`': step(
+                contrib.owned_update(optax.lamb(0.1), AXIS)
             )
         },
     ),
     'an aggregator of slices': Row(
-        step(st.shard_update(aggregators.adasum(AXIS), AXIS)),
+        step(st.shard_update(contrib.adasum(AXIS), AXIS)),
         'must treat each element alone',
         {
             'put aggregators before `shard_update`': step(
                 optax.chain(
-                    aggregators.adasum(AXIS),
+                    contrib.adasum(AXIS),
                     st.shard_update(SGD, AXIS, on_invariant='averaged'),
                 )
             )
@@ -494,22 +494,25 @@ ROWS = {
     ),
     'a weight before a delay': Row(
         step(
-            optax.chain(st.delay_updates(1, axis_name=AXIS), MEAN),
+            optax.chain(st.contrib.delay_updates(1, axis_name=AXIS), MEAN),
             weight=weight,
         ),
         'Delay the mean instead',
         {
             'optax.chain(cross_shard_mean': step(
-                optax.chain(MEAN, st.delay_updates(1)), weight=weight
+                optax.chain(MEAN, st.contrib.delay_updates(1)), weight=weight
             )
         },
     ),
     'no parameters': Row(
-        step(st.local_updates(SGD, MEAN_SGD, AXIS, every=1), with_params=False),
+        step(
+            st.contrib.local_updates(SGD, MEAN_SGD, AXIS, every=1),
+            with_params=False,
+        ),
         'needs the parameters',
         {
             'Call `tx.update(updates, state, params)`': step(
-                st.local_updates(SGD, MEAN_SGD, AXIS, every=1)
+                st.contrib.local_updates(SGD, MEAN_SGD, AXIS, every=1)
             )
         },
     ),

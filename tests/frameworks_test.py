@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 
 import cases
 import shard_transforms
-from shard_transforms import compression
+from shard_transforms.contrib import compression
 
 AXIS = 'data'
 FEATURES = 3
@@ -47,7 +47,7 @@ TRANSFORMS = {
         2, averaged(MOMENTUM), axis_name=AXIS
     ),
     'shard_update': shard_transforms.shard_update(MOMENTUM, AXIS),
-    'local_updates': shard_transforms.local_updates(
+    'local_updates': shard_transforms.contrib.local_updates(
         MOMENTUM, averaged(optax.sgd(1.0)), AXIS, every=2
     ),
     'compressed_mean': optax.chain(
@@ -81,7 +81,7 @@ def own_params(params, opt_state):
   """Returns where a shard takes its gradient."""
   if 'own_params' not in getattr(opt_state, '_fields', ()):
     return params
-  return shard_transforms.local_params(params, opt_state)
+  return shard_transforms.contrib.local_params(params, opt_state)
 
 
 def grads_of(loss_fn, params, x):

@@ -29,7 +29,7 @@ def make_tx():
       shard_transforms.cross_shard_mean(AXIS),
       optax.sgd(0.7, 0.9, nesterov=True),
   )
-  return shard_transforms.local_updates(
+  return shard_transforms.contrib.local_updates(
       optax.adam(0.1), outer, AXIS, every=EVERY, delay=DELAY, mixing=0.5
   )
 
@@ -43,7 +43,7 @@ def loss_fn(params, x):
 
 
 def train_step(tx, params, state, x):
-  own = shard_transforms.local_params(params, state)
+  own = shard_transforms.contrib.local_params(params, state)
   _, grads = shard_transforms.value_and_grad(loss_fn, AXIS)(own, x)
   updates, state = tx.update(grads, state, params)
   return optax.apply_updates(params, updates), state

@@ -58,7 +58,7 @@ ROWS = {
     '`cross_shard_mean`, `cross_shard_sum`, `reproducible.mean`, then Adam': [
         then(MEAN),
         then(st.cross_shard_sum(AXIS)),
-        then(st.reproducible.mean(AXIS)),
+        then(st.contrib.reproducible.mean(AXIS)),
     ],
     "`clip_by_global_norm(c, 'model')`": [
         lambda sharded: optax.chain(MEAN, clipped(MODEL, sharded))
@@ -86,20 +86,20 @@ ROWS = {
         of(st.scale_by_staleness('inverse', then(MEAN)(None), axis_name=AXIS)),
     ],
     '`compensate_delay`, `delay_updates`': [
-        then(st.compensate_delay(0.1, axis_name=AXIS), MEAN),
-        then(MEAN, st.delay_updates(1)),
+        then(st.contrib.compensate_delay(0.1, axis_name=AXIS), MEAN),
+        then(MEAN, st.contrib.delay_updates(1)),
     ],
     '`compressed_mean`, `coordinate_median`, `trimmed_mean`, `majority_vote`': [
         then(
-            st.compression.compressed_mean(
-                AXIS, st.compression.cast('bfloat16'), min_elements=1
+            st.contrib.compression.compressed_mean(
+                AXIS, st.contrib.compression.cast('bfloat16'), min_elements=1
             )
         ),
-        then(st.aggregators.coordinate_median(AXIS)),
-        then(st.aggregators.trimmed_mean(AXIS, 1)),
-        then(st.aggregators.majority_vote(AXIS)),
+        then(st.contrib.coordinate_median(AXIS)),
+        then(st.contrib.trimmed_mean(AXIS, 1)),
+        then(st.contrib.majority_vote(AXIS)),
     ],
-    '`adasum`': [then(st.aggregators.adasum(AXIS))],
+    '`adasum`': [then(st.contrib.adasum(AXIS))],
     '`adamw`, `lion`, `rmsprop`, `ema`, `MultiSteps` of Optax': [
         of(optax.chain(MEAN, optax.adamw(0.1, eps=1e-2))),
         of(optax.chain(MEAN, optax.lion(0.1))),

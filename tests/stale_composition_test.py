@@ -27,10 +27,10 @@ ROWS = {
         st.scale_by_staleness('inverse'), inner
     ),
     '`compensate_delay`, then': lambda inner: optax.chain(
-        st.compensate_delay(2.0, decay=0.95, axis_name=AXIS), inner
+        st.contrib.compensate_delay(2.0, decay=0.95, axis_name=AXIS), inner
     ),
     '`delay_updates` before the reduction': lambda inner: optax.chain(
-        st.delay_updates(1, axis_name=AXIS), inner
+        st.contrib.delay_updates(1, axis_name=AXIS), inner
     ),
     '`delay_updates` after the reduction': None,
 }
@@ -46,7 +46,7 @@ def build(row, place):
   is_cut = 'shard_update' in place
   mean = optax.identity() if is_cut else st.cross_shard_mean(AXIS)
   if ROWS[row] is None:
-    return PLACES[place](optax.chain(mean, st.delay_updates(1), SGD))
+    return PLACES[place](optax.chain(mean, st.contrib.delay_updates(1), SGD))
   return PLACES[place](ROWS[row](optax.chain(mean, SGD)))
 
 
@@ -96,8 +96,8 @@ class PlainJitTest(parameterized.TestCase):
   @cases.product(
       tx=(
           st.scale_by_staleness(lambda age: 1.0 + 0 * age),
-          st.compensate_delay(2.0, decay=0.95),
-          st.delay_updates(1),
+          st.contrib.compensate_delay(2.0, decay=0.95),
+          st.contrib.delay_updates(1),
       )
   )
   def test_preserves_sharding(self, tx):

@@ -1,7 +1,6 @@
 """The library, floor by floor: a package imports from the floors below only.
 
-1 base; 2 reduction, state, analysis, launch; 3 exchanges, gates;
-4 transforms, owners, local_updates, staleness, aggregators, compression;
-5 reproducible, asynchronous, monitoring. Packages of one floor do not import
-each other.
+1 base; 2 reduction, state, analysis, launch; 3 gates; 4 transforms;
+5 asynchronous, monitoring. Packages of one floor do not import each other.
+`shard_transforms.contrib` is above all of them.
 """

@@ -1,18 +1,12 @@
 """Communication reports, metrics, and checks that shards agree."""
 
-from shard_transforms._src.compression.residuals import compression_error
 from shard_transforms._src.monitoring.compiled_report import hlo_wire_report
-from shard_transforms._src.monitoring.cross_check import CrossCheck
-from shard_transforms._src.monitoring.cross_check import CrossCheckState
-from shard_transforms._src.monitoring.cross_check import cross_check
 from shard_transforms._src.monitoring.digests import digest
 from shard_transforms._src.monitoring.divergence import DivergenceState
 from shard_transforms._src.monitoring.divergence import shard_divergence
 from shard_transforms._src.monitoring.divergence import track_divergence
 from shard_transforms._src.monitoring.metrics import check_health
 from shard_transforms._src.monitoring.metrics import metrics
-from shard_transforms._src.monitoring.noise_scale import NoiseScaleState
-from shard_transforms._src.monitoring.noise_scale import track_noise_scale
 from shard_transforms._src.monitoring.report_table import Collective
 from shard_transforms._src.monitoring.report_table import WireReport
 from shard_transforms._src.monitoring.single_device_check import (
@@ -26,22 +20,16 @@ from shard_transforms._src.monitoring.wire_report import wire_report
 __all__ = (
     'Chip',
     'Collective',
-    'CrossCheck',
-    'CrossCheckState',
     'DivergenceState',
-    'NoiseScaleState',
     'StepEstimate',
     'WireReport',
     'assert_trains_as_one_device',
     'check_health',
-    'compression_error',
-    'cross_check',
     'digest',
     'estimate_step',
     'hlo_wire_report',
     'metrics',
     'shard_divergence',
     'track_divergence',
-    'track_noise_scale',
     'wire_report',
 )

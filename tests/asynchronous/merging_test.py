@@ -244,7 +244,9 @@ class MergingTest(runs.FolderTest):
     self.assertEqual(sorted(batches.tolist()), [12, 13, 14, 15])
 
   def test_optimizer_that_compensates_each_delay_is_refused(self):
-    tx = optax.chain(shard_transforms.compensate_delay(2.0), optax.sgd(0.1))
+    tx = optax.chain(
+        shard_transforms.contrib.compensate_delay(2.0), optax.sgd(0.1)
+    )
 
     with self.assertRaisesRegex(
         ValueError, '`merge=2` cannot be combined .* Use `mer'

@@ -89,7 +89,8 @@ class ParameterServerTest(parameterized.TestCase):
 
   def test_optimizer_gets_the_parameters_that_were_read(self):
     tx = optax.chain(
-        shard_transforms.compensate_delay(2.0, decay=0.5), optax.sgd(0.5)
+        shard_transforms.contrib.compensate_delay(2.0, decay=0.5),
+        optax.sgd(0.5),
     )
     server = parameter_server.ParameterServer(tx, jnp.ones(3))
     params, state, read = jnp.ones(3), tx.init(jnp.ones(3)), []
@@ -111,7 +112,8 @@ class ParameterServerTest(parameterized.TestCase):
     )
 
   @cases.parameters(
-      (shard_transforms.compensate_delay(2.0), True), (optax.sgd(0.1), False)
+      (shard_transforms.contrib.compensate_delay(2.0), True),
+      (optax.sgd(0.1), False),
   )
   def test_keeps_read_parameters_only_if_the_optimizer_uses_them(
       self, tx, is_kept

@@ -18,7 +18,7 @@ class ReplayTest(runs.FolderTest):
 
   def test_gives_the_same_bits(self):
     tx = optax.chain(
-        shard_transforms.compensate_delay(2.0, decay=0.9),
+        shard_transforms.contrib.compensate_delay(2.0, decay=0.9),
         shard_transforms.guard(optax.adam(optax.linear_schedule(0.1, 0.0, 30))),
     )
     first = self.train(tx, staleness=1, pace=False)

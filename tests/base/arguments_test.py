@@ -139,11 +139,11 @@ class RealTest(parameterized.TestCase):
 
   def test_takes_what_is_traced(self):
     def build(x):
-      st.compensate_delay(x, decay=x, eps=x)
+      st.contrib.compensate_delay(x, decay=x, eps=x)
       return x
 
     jax.eval_shape(build, -1.0)
-    st.compensate_delay(np.float32(0), decay=0)
+    st.contrib.compensate_delay(np.float32(0), decay=0)
 
 
 class WrappingTest(parameterized.TestCase):

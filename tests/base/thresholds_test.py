@@ -12,10 +12,10 @@ import optax
 import cases
 import modes
 import shard_transforms as st
-from shard_transforms import aggregators
-from shard_transforms import compression
-from shard_transforms import reproducible
+from shard_transforms import contrib
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms.contrib import compression
+from shard_transforms.contrib import reproducible
 
 EXCHANGED = 'coordinate_median', 'trimmed_mean', 'majority_vote'
 PACKED = {'tpu': ('shard_update', 'tree', *EXCHANGED), 'gpu': EXCHANGED}
@@ -23,9 +23,9 @@ PARAMS = [jnp.zeros(100, jnp.float32)] * 5
 TRANSFORMATIONS = {
     'cross_shard_mean': st.cross_shard_mean(modes.AXIS),
     'shard_update': st.shard_update(optax.sgd(0.1), modes.AXIS),
-    'coordinate_median': aggregators.coordinate_median(modes.AXIS),
-    'trimmed_mean': aggregators.trimmed_mean(modes.AXIS, 1),
-    'majority_vote': aggregators.majority_vote(modes.AXIS),
+    'coordinate_median': contrib.coordinate_median(modes.AXIS),
+    'trimmed_mean': contrib.trimmed_mean(modes.AXIS, 1),
+    'majority_vote': contrib.majority_vote(modes.AXIS),
     'compressed_mean': compression.compressed_mean(
         modes.AXIS, compression.quantize(8)
     ),
@@ -79,7 +79,7 @@ class ThresholdsTest(parameterized.TestCase):
     self.assertEqual(program.count('= sort['), num_sorts)
 
   def test_adasum_handles_rows_one_by_one_on_cpus_alone(self):
-    update = _updated(aggregators.adasum(modes.AXIS))
+    update = _updated(contrib.adasum(modes.AXIS))
 
     cpu, gpu = (
         _program(update, _mesh_of(platform), PARAMS)
@@ -93,7 +93,7 @@ class ThresholdsTest(parameterized.TestCase):
     self.assertTrue(':f32[5,13] = mul' in cpu)
 
   def test_stacks_of_adasum_are_bounded_between_processes(self):
-    update = _updated(aggregators.adasum(modes.AXIS))
+    update = _updated(contrib.adasum(modes.AXIS))
     shapes = 40 * [8] + 2 * [40_000]
     params = [jnp.zeros(shape, jnp.float32) for shape in shapes]
 

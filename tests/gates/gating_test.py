@@ -441,7 +441,7 @@ class MixedPrecisionTest(parameterized.TestCase):
 
   def test_local_updates_train_with_the_dtypes_of_the_inner_state(self):
     outer = optax.chain(st.cross_shard_mean(AXIS), optax.sgd(1.0))
-    tx = st.local_updates(optax.adam(0.1), outer, AXIS, every=2)
+    tx = st.contrib.local_updates(optax.adam(0.1), outer, AXIS, every=2)
     tx = optax.with_extra_args_support(tx)
 
     mapped = jax.jit(jax.vmap(lambda x: self.train(tx, x), axis_name=AXIS))

@@ -19,13 +19,13 @@ import optax
 import cases
 import modes
 import shard_transforms as st
-from shard_transforms import compression
 from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import tower_reduce
 from shard_transforms._src.analysis.hlo import slices
 from shard_transforms._src.monitoring import compiled_report
+from shard_transforms.contrib import compression
 from shard_transforms.monitoring import WireReport
 from shard_transforms.monitoring import hlo_wire_report
 from shard_transforms.monitoring import wire_report
@@ -50,7 +50,7 @@ TRANSFORMS = {
         tower_reduce(4, guard(CHAIN, axis_name=AXIS), axis_name=AXIS),
         axis_name=AXIS,
     ),
-    'local_updates': st.local_updates(ADAM, MEAN, AXIS, every=3),
+    'local_updates': st.contrib.local_updates(ADAM, MEAN, AXIS, every=3),
     'power_sgd': compression.power_sgd(AXIS, 2),
 }
 

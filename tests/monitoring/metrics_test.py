@@ -12,9 +12,9 @@ import compressions
 import declared_state
 import modes
 import shard_transforms as st
-from shard_transforms import compression
+from shard_transforms.contrib import compression
+from shard_transforms.contrib.compression import compression_error
 from shard_transforms.monitoring import check_health
-from shard_transforms.monitoring import compression_error
 from shard_transforms.monitoring import metrics
 
 AXIS = modes.AXIS

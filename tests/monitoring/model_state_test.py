@@ -75,7 +75,7 @@ class UnlessSkippedTest(parameterized.TestCase):
       (tower_reduce(2, GUARD), 'may skip a step'),
       (st.drop_stale(1, GUARD), 'may skip a step'),
       (
-          st.local_updates(optax.sgd(0.1), GUARD, AXIS, every=2),
+          st.contrib.local_updates(optax.sgd(0.1), GUARD, AXIS, every=2),
           'may skip a step',
       ),
       (optax.MultiSteps(GUARD, 2), 'may skip a step'),

@@ -14,8 +14,8 @@ import cases
 import modes
 import python_command
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.exchanges import exchanges
 from shard_transforms._src.reduction import collectives
+from shard_transforms.contrib._src import exchanges
 
 AXIS = modes.AXIS
 ROWS = np.random.default_rng(0).integers(-99, 99, (8, 8, 3)).astype(np.float32)
@@ -74,7 +74,7 @@ import os, sys
 import jax
 import jax.numpy as jnp
 import shard_transforms
-from shard_transforms import compression
+from shard_transforms.contrib import compression
 if 'JAX_NUM_PROCESSES' not in os.environ:
   shard_transforms.launch.run_processes(2, [sys.executable, *sys.orig_argv[1:]])
   sys.exit()

@@ -18,22 +18,22 @@ import orbax.checkpoint as ocp
 import cases
 from harness import assert_same
 import modes
-from shard_transforms import compression
+from shard_transforms import contrib
 from shard_transforms import full_state
 from shard_transforms import guard
 from shard_transforms import init_state
-from shard_transforms import owners
 from shard_transforms import place_state
-from shard_transforms import reproducible
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms._src.state import copies
+from shard_transforms.contrib import compression
+from shard_transforms.contrib import reproducible
 
 AXIS = modes.AXIS
 WRAPPERS = {
     'elements': functools.partial(shard_update, axis_name=AXIS),
-    'owners': functools.partial(owners.owned_update, axis_name=AXIS),
+    'owners': functools.partial(contrib.owned_update, axis_name=AXIS),
 }
 
 
@@ -126,7 +126,7 @@ class FullTest(parameterized.TestCase):
     self.assertEqual(counts, expected | {'resize_state': 5})
 
   def test_no_device_needs_memory_for_all_of_it(self):
-    tx, mesh = owners.owned_update(optax.trace(0.9), AXIS), modes.mesh()
+    tx, mesh = contrib.owned_update(optax.trace(0.9), AXIS), modes.mesh()
     params = {str(i): ones((64, 64)) for i in range(16)}
     state = init_state(tx, params, mesh)
     join = jax.jit(lambda state: full_state(state, tx, params, mesh))
@@ -208,7 +208,7 @@ class FullTest(parameterized.TestCase):
   def test_has_the_keys_of_random_numbers(self):
     noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
     inner = optax.chain(noise, optax.trace(0.9))
-    tx, params = owners.owned_update(inner, AXIS), {'a': ones((4, 3))}
+    tx, params = contrib.owned_update(inner, AXIS), {'a': ones((4, 3))}
     state = init_state(tx, params, modes.mesh())
 
     full = full_state(state, tx, params, modes.mesh())

@@ -91,7 +91,10 @@ class StateSpecsTest(parameterized.TestCase):
 
   def test_a_stack_of_parameters_is_sharded_like_them(self):
     mesh = _mesh(AxisType.Auto, (2, 4))
-    tx = optax.chain(st.delay_updates(2, axis_name='data'), st.delay_updates(2))
+    tx = optax.chain(
+        st.contrib.delay_updates(2, axis_name='data'),
+        st.contrib.delay_updates(2),
+    )
 
     specs = st.state_specs(tx, PARAMS, mesh, in_specs=MODEL_SPECS)
     state = st.init_state(tx, PARAMS, mesh, in_specs=MODEL_SPECS)

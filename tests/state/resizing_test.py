@@ -426,7 +426,7 @@ class CopyTest(parameterized.TestCase):
   @cases.parameters((3, False), (8, False), (8, True))
   def test_each_shard_has_a_key(self, num_shards, is_shared):
     noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
-    tx = st.local_updates(noise, cross_shard_mean(AXIS), AXIS, every=4)
+    tx = st.contrib.local_updates(noise, cross_shard_mean(AXIS), AXIS, every=4)
     state = state_of(tx, jnp.zeros(2), 4)
     before = jnp.stack([jax.random.key(3)] * 4)
     if not is_shared:
@@ -505,7 +505,7 @@ resized = st.resize_state(state, tx, params, mesh)
 full = st.full_state(resized, tx, params, mesh)
 assert full.inner_state.trace.is_fully_replicated
 assert np.asarray(full.inner_state.trace).tolist() == [0, 1, 2, 3, 4]
-for tx2 in tx, st.owners.owned_update(optax.trace(0.9), 'data'):
+for tx2 in tx, st.contrib.owned_update(optax.trace(0.9), 'data'):
   params2 = {'a': np.ones((4, 2), 'float32'), 'b': np.ones(2, 'float32')}
   state2 = st.init_state(tx2, params2, mesh)
   full2 = st.full_state(state2, tx2, params2, mesh)

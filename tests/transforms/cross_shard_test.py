@@ -15,7 +15,7 @@ import harness
 import modes
 import one_device
 import shard_transforms as st
-from shard_transforms import reproducible
+from shard_transforms.contrib import reproducible
 
 FACTORIES = {'mean': st.cross_shard_mean, 'sum': st.cross_shard_sum}
 TRACKED = 'shard_map'

@@ -117,7 +117,7 @@ WAYS = {
     'guard that excludes': st.guard(
         shard_update(master_weights(ADAMW), AXIS), AXIS, on_bad='exclude'
     ),
-    'owned_update': st.owners.owned_update(master_weights(ADAMW), AXIS),
+    'owned_update': st.contrib.owned_update(master_weights(ADAMW), AXIS),
 }
 
 

@@ -387,7 +387,7 @@ class RefusalTest(parameterized.TestCase):
     params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
     st.init_state(tx, params, modes.mesh())
 
-    message = 'must treat each element .*`owners.owned_update`, clip by'
+    message = 'must treat each element .*`contrib.owned_update`, clip by'
     with self.assertRaisesRegex(ValueError, message):
       first_step(tx, params)
 

@@ -13,8 +13,8 @@ import optax
 import cases
 import modes
 import shard_transforms as st
-from shard_transforms import compression
-from shard_transforms import owners
+from shard_transforms import contrib
+from shard_transforms.contrib import compression
 
 AXIS = modes.AXIS
 ROWS = 64
@@ -609,7 +609,7 @@ class RefusalTest(Bench):
   def test_owners_of_whole_matrices_need_all_axes(self):
     mesh = mesh_2d('jit')
     tx = st.on_mesh(
-        owners.owned_update(optax.contrib.muon(0.1), AXIS), mesh, AXIS
+        contrib.owned_update(optax.contrib.muon(0.1), AXIS), mesh, AXIS
     )
     params = modes.place(PARAMS, mesh)
     grads = jax.tree.map(lambda x: np.stack([x] * 4), PARAMS)

@@ -81,7 +81,7 @@ def _problem(call, program):
   return (
       'the gradient for `local_updates` was taken at `params`, which are'
       ' constant during a round, and not at the local parameters of each'
-      ' shard: take it at `shard_transforms.local_params(params, state)`.'
+      ' shard: take it at `contrib.local_params(params, state)`.'
   )
 
 

@@ -238,7 +238,7 @@ def check_not_slices(
           f' {list(jnp.shape(leaf))}, typed varying: each shard has another'
           ' slice (FSDP), or has marked it by `per_shard`. Give whole'
           ' parameters, `PartitionSpec()` in `in_specs`, and shard the state of'
-          ' the optimizer by `shard_update` or `owners.owned_update`, which'
+          ' the optimizer by `shard_update` or `contrib.owned_update`, which'
           ' also takes slices, with `param_specs`; or train sharded parameters'
           ' under plain `jax.jit`, by `accumulated_value_and_grad`. With'
           ' `local_updates`, reduce in `outer`.'

@@ -284,7 +284,7 @@ def _tell_gathered(tx, leaves, params, state, axis):
         f' {", ".join(found)}: the compiler gathers them,'
         f' {sum(map(_num_bytes, found.values())):,} bytes, for each product or'
         ' two. Keep matrices whole by `whole_dims=2`, with stacked layers'
-        ' [layers, m, n]; or use `owners.owned_update` in `jax.shard_map`.',
+        ' [layers, m, n]; or use `contrib.owned_update` in `jax.shard_map`.',
         UserWarning,
         stacklevel=3,
     )

@@ -37,7 +37,7 @@ def on_mesh(
   entire batch, sharded like its parameter, as `jax.grad` returns it under plain
   `jax.jit`. A transformation that would reduce this gradient again refuses it
   because of its type. Transformations with an option for gradients that are
-  already reduced accept it, such as `owners.owned_update` with
+  already reduced accept it, such as `contrib.owned_update` with
   `on_sliced='averaged'` and `on_invariant='averaged'`.
 
   The extra arguments `weight`, `local_step` and `value` are arrays [shards],

@@ -76,7 +76,7 @@ def shard_update(
   element-wise, like SGD, Adam, AdamW, Lion, Adagrad and RMSProp. An `inner`
   that combines elements of a leaf or draws noise, such as LAMB, Adafactor or
   Muon, is refused, because each shard has only a slice. Use
-  `owners.owned_update` for such transformations. A sum over all elements of
+  `contrib.owned_update` for such transformations. A sum over all elements of
   sliced leaves is correct if it is followed by one `psum` over `axis_name`. To
   clip by the global norm, put `clip_by_global_norm(max_norm, axis_name)` of
   this library first in `inner`.

@@ -182,7 +182,7 @@ class SlicedInner:
       use = '`optax.chain(cross_shard_mean(axis_name), inner)`'
       if self._reduction.axes_of_sums():
         use = (
-            '`owners.owned_update`, clip by'
+            '`contrib.owned_update`, clip by'
             ' `shard_transforms.clip_by_global_norm`, put aggregators before'
             f' `{caller}`'
         )

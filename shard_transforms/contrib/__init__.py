@@ -1,0 +1,63 @@
+"""Newer transformations, whose interfaces may still change.
+
+The core does not import them. Each is a folder or a module of `contrib/_src`
+that only uses the core, and can be removed without changing anything else.
+"""
+
+from shard_transforms.contrib import compression as compression
+from shard_transforms.contrib import reproducible as reproducible
+from shard_transforms.contrib._src.aggregators.adasum import adasum
+from shard_transforms.contrib._src.aggregators.majority_vote import (
+    majority_vote,
+)
+from shard_transforms.contrib._src.aggregators.order_statistics import (
+    coordinate_median,
+)
+from shard_transforms.contrib._src.aggregators.order_statistics import (
+    trimmed_mean,
+)
+from shard_transforms.contrib._src.cross_check import CrossCheck
+from shard_transforms.contrib._src.cross_check import CrossCheckState
+from shard_transforms.contrib._src.cross_check import cross_check
+from shard_transforms.contrib._src.local_updates.local_sgd import local_updates
+from shard_transforms.contrib._src.local_updates.local_state import (
+    LocalUpdatesState,
+)
+from shard_transforms.contrib._src.local_updates.local_state import local_params
+from shard_transforms.contrib._src.noise_scale import NoiseScaleState
+from shard_transforms.contrib._src.noise_scale import track_noise_scale
+from shard_transforms.contrib._src.owners.owned_leaves import OwnedLeaves
+from shard_transforms.contrib._src.owners.owned_leaves import Place
+from shard_transforms.contrib._src.owners.owned_update import OwnedUpdateState
+from shard_transforms.contrib._src.owners.owned_update import owned_update
+from shard_transforms.contrib._src.staleness.compensation import (
+    CompensateDelayState,
+)
+from shard_transforms.contrib._src.staleness.compensation import (
+    compensate_delay,
+)
+from shard_transforms.contrib._src.staleness.delay import DelayUpdatesState
+from shard_transforms.contrib._src.staleness.delay import delay_updates
+
+__all__ = (
+    'CompensateDelayState',
+    'CrossCheck',
+    'CrossCheckState',
+    'DelayUpdatesState',
+    'LocalUpdatesState',
+    'NoiseScaleState',
+    'OwnedLeaves',
+    'OwnedUpdateState',
+    'Place',
+    'adasum',
+    'compensate_delay',
+    'coordinate_median',
+    'cross_check',
+    'delay_updates',
+    'local_params',
+    'local_updates',
+    'majority_vote',
+    'owned_update',
+    'track_noise_scale',
+    'trimmed_mean',
+)

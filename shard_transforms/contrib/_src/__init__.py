@@ -1,0 +1,1 @@
+"""The implementation of `contrib`, with one folder or module per feature."""

@@ -1,0 +1,243 @@
+"""`owned_update`: each shard runs the optimizer on the matrices it owns."""
+
+from typing import NamedTuple, get_args
+
+import jax
+from jax.sharding import PartitionSpec as P
+import optax
+
+from shard_transforms._src.base import arguments
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import groups as groups_lib
+from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import weights
+from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms.contrib._src.owners import owned_inner
+from shard_transforms.contrib._src.owners import owned_leaves
+
+_CALLER = 'owned_update'
+
+
+class OwnedUpdateState(NamedTuple):
+  """State of `owned_update`.
+
+  Attributes:
+    inner_state: State of the inner transformation.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> from shard_transforms import contrib
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> tx = contrib.owned_update(optax.lamb(0.1), 'data')
+    >>> params = {str(i): jnp.ones((4, 4)) for i in range(16)}
+    >>> state = shard_transforms.init_state(tx, params, mesh)
+    >>> print([row.shape for row in state.inner_state.stacks.values()])
+    [(8, 2, 4, 4), (8, 2, 4, 4)]
+  """
+
+  inner_state: owned_leaves.OwnedLeaves
+
+  rules = {'inner_state': owned_leaves.FULL_RULE}
+
+
+def owned_update(
+    inner: optax.GradientTransformation,
+    axis_name: axes_lib.AxisName,
+    *,
+    param_specs: specs_lib.SpecTree = P(),
+    whole_dims: int | None = None,
+    reduction: weights.Kind = 'mean',
+    groups: groups_lib.GroupsLike | None = None,
+    on_invariant: leaf_sums.OnInvariant = 'error',
+    on_sliced: owned_inner.OnSliced = 'error',
+    assume_leafwise: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Shards the optimizer by whole matrices: for Muon, LAMB, SOAP and others.
+
+  The updates are those of `optax.chain(cross_shard_mean(axis_name), inner)`,
+  with the state and the work of `inner` divided among the N shards. Each leaf
+  whose shape other leaves share has an owner: the one shard that keeps its
+  state and updates it. Optimizers that look at whole leaves can therefore be
+  divided, too: Muon, LAMB, LARS, Adafactor, SOAP and Shampoo. For optimizers
+  that treat each element independently, such as Adam, use
+  `shard_transforms.shard_update`.
+
+  Parameters may be replicated or sharded (FSDP, tensor parallelism, both), as
+  `param_specs` says, and stay where they are. Matrices reach their owners axis
+  by axis of the mesh:
+
+  * Over an axis that slices a matrix, an all-to-all takes the slices of its
+    gradient to the owner, and one takes the slices of its update back. If
+    `inner` reads parameters, as for weight decay, one more takes theirs.
+  * Over the axes of `axis_name` that do not slice it, gradients are
+    reduce-scattered and updates gathered, which send as many bytes as the
+    all-reduce that they replace.
+  * Layers that lie on different shards have their owners there (`whole_dims`).
+
+  Leaves of one shape, dtype and layout stand in a stack, of which each owner
+  has as many rows; if their number is not a multiple of N, some rows are
+  padding. If the programs that update them are equal, an owner runs one of
+  them on its rows; otherwise it takes a branch of its own. A leaf whose shape,
+  dtype and layout no other leaf has is updated by all shards, which keep its
+  state, so a model of such leaves only is not divided. `init` warns where they
+  are a large part. Give a large one, such as an embedding, to `shard_update`,
+  by `optax.partition`.
+
+  `inner` is traced on the tree of the whole parameters, so that paths, masks,
+  labels, random numbers and the number of leaves are those of the replicated
+  optimizer, and each shard runs its part of that program. `inner` must treat
+  each leaf alone. If it mixes leaves that have owners, as
+  `optax.clip_by_global_norm` and `optax.flatten` do, it is refused. A `psum`
+  over `axis_name` of a sum of numbers of single leaves counts each leaf once.
+  Side effects such as `jax.debug.print` are refused. Under `jax.vmap`, each
+  shard updates all leaves and uses its own.
+
+  Make the state with `init_state`, and map it with the specs of `state_specs`;
+  give both `in_specs=param_specs`. It fits this number of shards.
+  `full_state` gives it the shapes of the replicated optimizer, and
+  `resize_state` converts it to another number. All axes of the mesh must be
+  mapped. Under plain `jax.jit`, use `on_mesh(tx, mesh, in_specs=param_specs)`,
+  whose `update` takes the gradient of the whole batch as well: say
+  `on_sliced='averaged', on_invariant='averaged'`.
+
+  Args:
+    inner: The transformation.
+    axis_name: The mapped axis, or a sequence of them, over whose shards the
+      updates are reduced: the axes of the batch. The last axis of the mesh is
+      scattered first, so that the others carry only a part: make it the fast
+      one.
+    param_specs: The `PartitionSpec`s of the parameters, as for the `in_specs`
+      of `jax.shard_map`: a tree or a prefix tree. They may name axes of
+      `axis_name` (FSDP) and others (tensor parallelism).
+    whole_dims: How many of the last dimensions are those of a matrix, for
+      leaves of stacked layers, such as 2 for [layers, m, n] and
+      [experts, m, n]. `inner` is shown one layer, [1, m, n], and must treat
+      each layer alone, as Muon does with `muon_weight_dimension_numbers`. That
+      is not checked: LAMB then scales each layer by its own norm, unlike the
+      replicated optimizer, and random numbers are the same for all layers.
+      `None` stands for all dimensions: a leaf has one owner.
+    reduction: `'mean'` or `'sum'` over the shards.
+    groups: A partition of the shards into groups of one size, each of which
+      reduces among itself and holds the state once.
+    on_invariant: How to read a leaf whose type says that it is the same on all
+      shards, for a mean; see `cross_shard_mean`.
+    on_sliced: How to read the gradient of a leaf that is sliced over an axis of
+      `axis_name`, for a mean. `'summed'`: it is the sum over the shards, as
+      `jax.lax.all_gather` in the loss of each shard gives it, and is divided
+      by their number. `'averaged'`: it is that of the mean of the losses, and
+      is taken as it is. With `reduction='sum'`, it must be summed.
+    assume_leafwise: Turns off the check that `inner` treats each leaf alone.
+      Set it if `inner` is refused although it does: one that mixes leaves then
+      trains wrongly without an error. Each shard then keeps the state that
+      belongs to several leaves.
+
+  Returns:
+    An `optax.GradientTransformationExtraArgs` with an `OwnedUpdateState`, whose
+    `update` takes the optional extra argument `weight`, as that of
+    `cross_shard_mean` does, and passes all others to `inner`.
+
+  Raises:
+    NameError: In `init` and `update`, if an axis is not bound.
+    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state is of
+      another transformation.
+    ValueError: If an argument has a wrong value, such as groups of different
+      sizes; in `init` and `update`, if `inner` mixes leaves, unless it is
+      assumed not to, if `param_specs` does not agree with the types of the
+      parameters, or with the `in_specs` of `init_state` or `on_mesh`, or if
+      `on_sliced` does not say what gradients are; in `update`, as in
+      `cross_shard_mean`, if slices come with a `weight`, if an extra argument
+      has the shape of slices or of all layers, or if the state was made for
+      other parameters or another number of shards.
+
+  Examples:
+    Muon of matrices whose rows are sharded, each of which one shard updates:
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> import shard_transforms
+    >>> from shard_transforms import contrib
+    >>> spec = jax.P('data')
+    >>> tx = contrib.owned_update(
+    ...     optax.contrib.muon(0.1), 'data', param_specs=spec,
+    ...     on_sliced='summed')
+    >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> params = {str(i): jnp.ones((8, 4)) for i in range(16)}
+    >>> state = shard_transforms.init_state(tx, params, mesh, in_specs=spec)
+    >>> print([x.shape for x in state.inner_state.stacks.values()])
+    [(8, 2, 8, 4)]
+
+  References:
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models, 2020, https://arxiv.org/abs/1910.02054 (stage 1).
+  """
+  arguments.check_reduction(reduction)
+  arguments.check_bool('assume_leafwise', assume_leafwise)
+  specs_lib.check(param_specs, _CALLER, 'param_specs')
+  _check_options(whole_dims, on_sliced, reduction, groups, param_specs)
+  reduce = sharded_reduction.ShardedReduction(
+      _CALLER,
+      reduction,
+      axes_lib.as_axes(axis_name),
+      None if groups is None else groups_lib.as_groups(groups),
+      on_invariant,
+  )
+  own = owned_inner.OwnedInner(
+      arguments.as_inner(inner, _CALLER),
+      reduce,
+      param_specs,
+      on_sliced,
+      whole_dims,
+      assume_leafwise,
+  )
+
+  def init_fn(params):
+    return OwnedUpdateState(own.init(params))
+
+  def update_fn(updates, state, params=None, *, weight=None, **extra_args):
+    arguments.check_state(state, OwnedUpdateState, _CALLER)
+    updates, inner_state = own.update(
+        updates, weight, state.inner_state, params, extra_args
+    )
+    return updates, OwnedUpdateState(inner_state)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_options(whole_dims, on_sliced, reduction, groups, param_specs):
+  """Checks how parameters are said to be laid out.
+
+  Raises:
+    TypeError: If an option is of the wrong kind.
+    ValueError: If one has a wrong value.
+  """
+  if whole_dims is not None and (
+      not isinstance(whole_dims, int) or isinstance(whole_dims, bool)
+  ):
+    raise TypeError(
+        '`whole_dims` must be None or a number of dimensions, got'
+        f' {whole_dims!r}.'
+    )
+  if whole_dims is not None and whole_dims < 1:
+    raise ValueError(f'`whole_dims` must be at least 1, got {whole_dims}.')
+  if on_sliced not in get_args(owned_inner.OnSliced):
+    raise ValueError(
+        "`on_sliced` must be 'error', 'summed' or 'averaged', got"
+        f' {on_sliced!r}.'
+    )
+  if on_sliced == 'averaged' and reduction == 'sum':
+    raise ValueError(
+        f"`reduction` of `{_CALLER}` must be 'mean' with on_sliced='averaged',"
+        " got 'sum'."
+    )
+  specs = jax.tree.leaves(param_specs, is_leaf=specs_lib.is_spec)
+  if groups is not None and any(map(specs_lib.axes_of, specs)):
+    raise ValueError(
+        f'`param_specs` of `{_CALLER}` must not slice parameters with `groups`,'
+        f' got {param_specs!r}.'
+    )
