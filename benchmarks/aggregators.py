@@ -84,7 +84,7 @@ def shard_state(tx: optax.GradientTransformation, own: Any) -> optax.OptState:
 def sent_bytes(tx: optax.GradientTransformation) -> float:
   """Returns the bytes that a shard sends for the large leaves."""
   leaf = jax.ShapeDtypeStruct((_ELEMENTS.value,), jnp.float32)
-  return monitoring.wire_report(
+  return monitoring.communication_report(
       lambda own: tx.update(own, shard_state(tx, own))[0],
       [leaf] * _LEAVES.value,
       axis_sizes={AXIS: SHARDS},

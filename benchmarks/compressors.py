@@ -138,7 +138,7 @@ def sent(tx: Transformation) -> int:
   def step(grads, params):
     return tx.update(grads, tx.init(params), params)[0]
 
-  report = monitoring.wire_report(
+  report = monitoring.communication_report(
       step, params, params, axis_sizes={AXIS: SHARDS}
   )
   return int(report.total_bytes)

@@ -131,7 +131,9 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
   int8 = st.contrib.compression.quantize(8)
   owned = st.contrib.owned_update(muon, axes)
   instead_of_mean = {
-      'reproducible.mean': st.contrib.reproducible.mean(axes),
+      'reproducible.cross_shard_mean': st.contrib.reproducible.cross_shard_mean(
+          axes
+      ),
       'coordinate_median': st.contrib.coordinate_median(axes),
       'trimmed_mean': st.contrib.trimmed_mean(axes, 1),
       'majority_vote': st.contrib.majority_vote(axes),
@@ -178,9 +180,11 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
       'owned_update(muon, whole_dims=2)': st.contrib.owned_update(
           muon_of_layers(), axes, whole_dims=2
       ),
-      'reproducible.towers(4)': st.contrib.reproducible.towers(4, adam, axes),
-      'reproducible.sharded_towers(4)': st.contrib.reproducible.sharded_towers(
+      'reproducible.tower_reduce(4)': st.contrib.reproducible.tower_reduce(
           4, adam, axes
+      ),
+      'reproducible.sharded_tower_reduce(4)': (
+          st.contrib.reproducible.sharded_tower_reduce(4, adam, axes)
       ),
       **{k: optax.chain(tx, adam) for k, tx in instead_of_mean.items()},
   }
@@ -323,7 +327,7 @@ def jit_step(
   whole = NamedSharding(mesh, P())
   shardings = jax.tree.map(lambda _: whole, state)
   if 'state_shardings' in case:
-    shardings = st.state_shardings(tx, params, mesh, on_whole='ignore')
+    shardings = st.state_shardings(tx, params, mesh, on_replicated='ignore')
 
   def step(params, state, x):
     loss, grads = gradient(params, x)
@@ -346,7 +350,7 @@ def sharded_update(
   data, *model = mesh.axis_names
   spec = P(None, *model) if model else P(data)
   tx = st.contrib.owned_update(
-      optax.contrib.muon(1e-3), data, param_specs=spec, on_sliced='summed'
+      optax.contrib.muon(1e-3), data, param_specs=spec, if_sliced='sum'
   )
   specs = st.state_specs(tx, params, mesh, in_specs=spec)
   of_grads = P(data, *spec) if model else spec
@@ -390,7 +394,7 @@ class Measured(NamedTuple):
       starts, in the order in which the program runs.
   """
 
-  report: st.monitoring.WireReport
+  report: st.monitoring.CommunicationReport
   branches: int
   loops: int
   state: float
@@ -481,7 +485,7 @@ def compiled(
   start = time.process_time()
   program = lowered.compile(compiler_options=options)
   seconds = time.process_time() - start
-  report = st.monitoring.wire_report(program)
+  report = st.monitoring.communication_report(program)
   module = hlo_text.parse(program.as_text())
   opcodes = collections.Counter(
       instruction.opcode

@@ -216,7 +216,7 @@ def report() -> None:
   start = time.perf_counter()
   compiled = lowered.compile()
   middle = time.perf_counter()
-  found = shard_transforms.monitoring.wire_report(compiled)
+  found = shard_transforms.monitoring.communication_report(compiled)
   end = time.perf_counter()
   print(
       f'{_LEAVES.value:,} leaves, {found.num_collectives:,} arrays sent:'

@@ -94,9 +94,9 @@ class Run:
     start = time.process_time()
     self.compiled: Any = lowered.compile()
     self.compile_seconds = time.process_time() - start
-    wire_report = shard_transforms.monitoring.wire_report
-    self.sent = wire_report(mapped, *self.carry, self.x).total_bytes
-    self.sent_compiled = wire_report(self.compiled).total_bytes
+    communication_report = shard_transforms.monitoring.communication_report
+    self.sent = communication_report(mapped, *self.carry, self.x).total_bytes
+    self.sent_compiled = communication_report(self.compiled).total_bytes
     self.memory = self.compiled.memory_analysis().temp_size_in_bytes
 
   def __call__(self) -> Any:

@@ -120,7 +120,11 @@ def mean_by_hand(grads: Any) -> Any:
 
 def library_transform() -> optax.GradientTransformationExtraArgs:
   """Returns the mean over the shards as a transformation."""
-  make = reproducible.mean if _TREE.value else shard_transforms.cross_shard_mean
+  make = (
+      reproducible.cross_shard_mean
+      if _TREE.value
+      else shard_transforms.cross_shard_mean
+  )
   return make(AXIS)
 
 

@@ -110,7 +110,11 @@ def mean_by_hand(grads: Any) -> Any:
 
 def mean_by_library(grads: Any) -> Any:
   """Returns the mean over the shards, through the library."""
-  make = reproducible.mean if _TREE.value else shard_transforms.cross_shard_mean
+  make = (
+      reproducible.cross_shard_mean
+      if _TREE.value
+      else shard_transforms.cross_shard_mean
+  )
   tx = make(AXIS)
   return tx.update(grads, tx.init(grads))[0]
 

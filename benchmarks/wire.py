@@ -274,7 +274,7 @@ def print_bytes() -> None:
   for name, optimizer in make_optimizers().items():
     if optimizer.devices is jax.local_devices:
       continue
-    report = shard_transforms.monitoring.wire_report(
+    report = shard_transforms.monitoring.communication_report(
         lambda grads, tx=optimizer.tx: tx.update(grads, tx.init(grads), grads),
         params,
         axis_sizes={AXIS: 2},

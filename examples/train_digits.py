@@ -5,7 +5,7 @@
 gradients taken at old parameters. (b) and (c) must end where (a) does.
 
 With `--reproducible`, it trains in one way instead, to the same bits on any
-number of shards: (e) with `reproducible.towers`.
+number of shards: (e) with `reproducible.tower_reduce`.
 
 With `--processes 2`, the shards are those of two processes, which this program
 starts; on a cluster, `shard_transforms.launch.join_processes` says what to set.
@@ -217,7 +217,7 @@ def reproducible_step(
 
   towers = [x.reshape(num_towers, -1, *x.shape[1:]) for x in (images, labels)]
   train, losses = jax.lax.scan(tower, train, towers)
-  mean = reproducible.mean(AXIS, num_towers=num_towers)
+  mean = reproducible.cross_shard_mean(AXIS, num_towers=num_towers)
   loss, _ = mean.update(losses, mean.init(losses[0]))
   return train, {'loss': jnp.asarray(loss)}
 
@@ -290,7 +290,7 @@ def make_runs(num_shards: int) -> list[Run]:
   sgd = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
   if _REPRODUCIBLE.value:
     num_towers = NUM_MICRO_BATCHES // num_shards
-    tx = reproducible.towers(num_towers, sgd, AXIS)
+    tx = reproducible.tower_reduce(num_towers, sgd, AXIS)
     step = functools.partial(reproducible_step, num_towers)
     name = f'(e) reproducible, {shards} x {num_towers} towers'
     return [Run(name, place, tx, step)]

@@ -161,7 +161,7 @@ def train(way: Way, mesh: jax.sharding.Mesh, seed: int) -> tuple[Any, Any]:
 def bytes_of(way: Way) -> float:
   """Returns the bytes that a step sends between hosts, the mean of a round."""
   params = init_params(0)
-  report = shard_transforms.monitoring.wire_report(
+  report = shard_transforms.monitoring.communication_report(
       lambda grads: way.tx.update(grads, way.tx.init(grads), grads),
       params,
       axis_sizes={**AXES},

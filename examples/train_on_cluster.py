@@ -116,11 +116,11 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
   )
   try:
     # What is saved has the shapes of Adam's own state.
-    full = st.full_state(state, tx, params, mesh)
+    full = st.unshard_state(state, tx, params, mesh)
     (params, full), metrics = saved.resume(
         'train', _STEPS.value, (params, full)
     )
-    state = st.place_state(full, tx, params, mesh)
+    state = st.shard_state(full, tx, params, mesh)
     for i in range(len(metrics), _STEPS.value):
       # Where one process hangs, all end, and each says where it was.
       faulthandler.dump_traceback_later(_STEP_DEADLINE.value, exit=True)
@@ -130,7 +130,7 @@ def train(mesh: jax.sharding.Mesh) -> str | None:
       if is_first and (i + 1) % 50 == 0:
         print(f'step {i + 1}: loss {metrics[-1]["loss"]:.4f}', flush=True)
       if saved.is_due():
-        full = st.full_state(state, tx, params, mesh)
+        full = st.unshard_state(state, tx, params, mesh)
         saved.save((params, full), metrics)
   except checkpoints.CheckpointError as error:
     return f'FAILED: {error}'

@@ -79,7 +79,7 @@ def train(config: Mapping[str, Any]) -> None:
     metrics = {'step': i + 1, 'loss': float(np.asarray(loss))}
     if (i + 1) % config['checkpoint_every'] and i + 1 < config['steps']:
       continue
-    full = st.full_state(state, tx, params, mesh)
+    full = st.unshard_state(state, tx, params, mesh)
     saved = checkpoints.gather({'params': params, 'state': full})
     if i + 1 == config['steps']:
       accuracy = digits.accuracy(saved['params'], *test_data)
@@ -124,14 +124,14 @@ def resume(tx: Any, mesh: jax.sharding.Mesh) -> tuple[int, Any, Any]:
   saved = {'step': 0, 'params': params, 'state': None}
   if checkpoint := ray.train.get_checkpoint():
     state = jax.eval_shape(lambda: st.init_state(tx, params, mesh))
-    like = saved | {'state': st.full_state(state, tx, params, mesh)}
+    like = saved | {'state': st.unshard_state(state, tx, params, mesh)}
     with checkpoint.as_directory() as folder:
       path = pathlib.Path(folder) / 'train'
       saved = serialization.from_bytes(like, path.read_bytes())
   place = train_on_cluster.place
   params = jax.tree.map(lambda x: place(x, mesh, P()), saved['params'])
   if checkpoint:
-    state = st.place_state(saved['state'], tx, params, mesh)
+    state = st.shard_state(saved['state'], tx, params, mesh)
   else:
     state = st.init_state(tx, params, mesh)
   return saved['step'], params, state

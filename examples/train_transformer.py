@@ -222,7 +222,7 @@ def train(
 
 def sent_over_data(compiled: Any) -> float:
   """Returns the bytes that a device sends along the batch in a step."""
-  report = shard_transforms.monitoring.wire_report(compiled)
+  report = shard_transforms.monitoring.communication_report(compiled)
   return sum(
       # The branch of a full window is taken in one iteration of the loop.
       c.sent_bytes / (NUM_TOWERS if c.conditional else 1)

@@ -9,13 +9,13 @@ from shard_transforms import state_rules as state_rules
 from shard_transforms._src.base.stacked import Stacked
 from shard_transforms._src.monitoring.model_state import unless_skipped
 from shard_transforms._src.reduction.norms import global_norm
-from shard_transforms._src.state.full_state import full_state
-from shard_transforms._src.state.full_state import place_state
 from shard_transforms._src.state.placement import init_state
 from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
 from shard_transforms._src.state.specs import specs_of
 from shard_transforms._src.state.specs import state_specs
+from shard_transforms._src.state.unsharding import shard_state
+from shard_transforms._src.state.unsharding import unshard_state
 from shard_transforms._src.transforms.accumulation import (
     accumulated_value_and_grad,
 )
@@ -32,7 +32,9 @@ from shard_transforms._src.transforms.guard import guard
 from shard_transforms._src.transforms.master_weights import MasterWeightsState
 from shard_transforms._src.transforms.master_weights import master_weights
 from shard_transforms._src.transforms.on_mesh import on_mesh
-from shard_transforms._src.transforms.reduce_towers import reduce_towers
+from shard_transforms._src.transforms.reduce_stacked_towers import (
+    reduce_stacked_towers,
+)
 from shard_transforms._src.transforms.scale_by_staleness import (
     ScaleByStalenessState,
 )
@@ -67,24 +69,24 @@ __all__ = (
     'cross_shard_mean',
     'cross_shard_sum',
     'drop_stale',
-    'full_state',
     'global_norm',
     'guard',
     'init_state',
     'master_weights',
     'on_mesh',
     'per_shard',
-    'place_state',
-    'reduce_towers',
+    'reduce_stacked_towers',
     'resize_state',
     'scale_by_staleness',
     'shard_mean',
+    'shard_state',
     'shard_update',
     'specs_of',
     'state_shardings',
     'state_specs',
     'tower_reduce',
     'unless_skipped',
+    'unshard_state',
     'value_and_grad',
 )
 

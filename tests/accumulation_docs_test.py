@@ -178,7 +178,7 @@ def sent_in_a_window(way):
       x, spec = X if way.is_flat else x.reshape(-1, *x.shape[2:]), P('data')
     batches = [jax.device_put(own, NamedSharding(mesh, spec)) for own in x]
     step = step.lower(params, state, batches[0]).compile()
-    report = monitoring.wire_report(step)
+    report = monitoring.communication_report(step)
     for batch in batches:
       # In JAX 0.10, calls that queue up on virtual devices can abort.
       params, state = jax.block_until_ready(step(params, state, batch))

@@ -31,7 +31,7 @@ from shard_transforms import guard
 from shard_transforms import init_state
 from shard_transforms import master_weights
 from shard_transforms import per_shard
-from shard_transforms import reduce_towers
+from shard_transforms import reduce_stacked_towers
 from shard_transforms import resize_state
 from shard_transforms import shard_mean
 from shard_transforms import shard_update
@@ -47,8 +47,8 @@ from shard_transforms.contrib.compression import compressed_mean
 from shard_transforms.contrib.compression import power_sgd
 from shard_transforms.contrib.compression import quantize
 from shard_transforms.launch import run_processes
+from shard_transforms.monitoring import communication_report
 from shard_transforms.monitoring import metrics
-from shard_transforms.monitoring import wire_report
 
 AXIS = modes.AXIS
 SHARDS, TOWERS = 8, 3
@@ -149,7 +149,9 @@ CALLS = {
         '`params` of `master_weights` must be arrays.* `jax.eval_shape': of(
             master_weights(SGD).init, jax.ShapeDtypeStruct((3,), jnp.bfloat16)
         ),
-        '`inner` of `reduce_towers` must be': of(reduce_towers, 2, optax.sgd),
+        '`inner` of `reduce_stacked_towers` must be': of(
+            reduce_stacked_towers, 2, optax.sgd
+        ),
         '`inner` of `shard_update` must be': of(shard_update, optax.sgd, AXIS),
         '`inner` of `tower_reduce` must be': of(tower_reduce, 2, optax.sgd),
         '`tx` of `init_state` must be an Optax .* Call its factory': of(
@@ -161,8 +163,8 @@ CALLS = {
         '`mesh` must be a `jax.sharding.Mesh`, got 3': of(
             resize_state, PARAMS, SGD, PARAMS, 3
         ),
-        "`per_shard` must be a boolean, got 'x'": of(
-            state_specs, SGD, PARAMS, MESH, per_shard='x'
+        "`stacked` must be a boolean, got 'x'": of(
+            state_specs, SGD, PARAMS, MESH, stacked='x'
         ),
         '`tx` of `state_shardings` must be an Optax .* got None': of(
             state_shardings, None, PARAMS, MESH
@@ -210,8 +212,12 @@ CALLS = {
                 'cross_shard_sum': cross_shard_sum(AXIS),
                 'compressed_mean': compressed_mean(AXIS, quantize(8)),
                 'power_sgd': power_sgd(AXIS, 1),
-                'reproducible.mean': reproducible.mean(AXIS),
-                'reproducible.towers': reproducible.towers(2, SGD, AXIS),
+                'reproducible.cross_shard_mean': reproducible.cross_shard_mean(
+                    AXIS
+                ),
+                'reproducible.tower_reduce': reproducible.tower_reduce(
+                    2, SGD, AXIS
+                ),
             }.items()
         },
         '`groups` must not be empty': of(cross_shard_mean, AXIS, groups=[]),
@@ -233,8 +239,12 @@ CALLS = {
                 'compressed_mean': compressed_mean(AXIS, quantize(8)),
                 'power_sgd': power_sgd(AXIS, 1),
                 'majority_vote': majority_vote(AXIS),
-                'reproducible.mean': reproducible.mean(AXIS),
-                'reproducible.towers': reproducible.towers(1, SGD, AXIS),
+                'reproducible.cross_shard_mean': reproducible.cross_shard_mean(
+                    AXIS
+                ),
+                'reproducible.tower_reduce': reproducible.tower_reduce(
+                    1, SGD, AXIS
+                ),
             }.items()
         },
         '`in_specs` of `resize_state` must have the tree of the parameters': of(
@@ -247,7 +257,11 @@ CALLS = {
             state_specs, per_shard_state(), PARAMS, MESH
         ),
         'The program runs on 1 devices, but `mesh` has 4': of(
-            wire_report, jnp.sum, MATRIX, compiled=True, mesh=OTHER_MESH
+            communication_report,
+            jnp.sum,
+            MATRIX,
+            compiled=True,
+            mesh=OTHER_MESH,
         ),
         'needs 2 shards or more over `axis_name`, got': of(
             cross_checked, MATRIX[:1]
@@ -275,7 +289,7 @@ class Bench(NamedTuple):
 
 
 MEAN = optax.chain(cross_shard_mean(AXIS), SGD)
-AVERAGED = optax.chain(cross_shard_mean(AXIS, on_invariant='averaged'), SGD)
+AVERAGED = optax.chain(cross_shard_mean(AXIS, if_reduced='mean'), SGD)
 READ = {'local_step': 0}
 BENCHES = {
     'mean': Bench(MEAN),
@@ -285,7 +299,7 @@ BENCHES = {
     'towers': Bench(tower_reduce(TOWERS, SGD), None),
     'chained towers': Bench(optax.chain(tower_reduce(TOWERS), SGD), None),
     'shards of towers': Bench(tower_reduce(TOWERS, MEAN, axis_name=AXIS)),
-    'stacked': Bench(reduce_towers(TOWERS, SGD), None, (TOWERS,)),
+    'stacked': Bench(reduce_stacked_towers(TOWERS, SGD), None, (TOWERS,)),
     'stale': Bench(drop_stale(2, SGD), None, (), READ),
     'shards of stale': Bench(
         drop_stale(2, MEAN, axis_name=AXIS), extra_args=READ
@@ -479,7 +493,7 @@ UPDATES = {
             'shards of stale', local_step=np.zeros(SHARDS, int)
         ),
         '`local_step` .* must fit int32, got 2': to('stale', local_step=2**31),
-        r'`local_step` of `reduce_towers` .* \(\) or \(3,\), got \(2,\)': to(
+        r'`local_step` of `reduce_stacked.* \(\) or \(3,\), got \(2,\)': to(
             'stacked', local_step=np.zeros(2, int)
         ),
         'must be decided the same way on all .* and give it `axis_name`': to(

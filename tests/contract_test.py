@@ -32,7 +32,7 @@ from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import master_weights
 from shard_transforms import monitoring
-from shard_transforms import reduce_towers
+from shard_transforms import reduce_stacked_towers
 from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
@@ -158,16 +158,18 @@ def _mean(inner):
 
 ROWS = {
     'cross_shard_mean': _link(cross_shard_mean(AXIS)),
-    'reproducible.mean': _link(reproducible.mean(AXIS)),
-    'reproducible.sum': _link(reproducible.sum(AXIS), factor=SHARDS),
+    'reproducible.cross_shard_mean': _link(reproducible.cross_shard_mean(AXIS)),
+    'reproducible.cross_shard_sum': _link(
+        reproducible.cross_shard_sum(AXIS), factor=SHARDS
+    ),
     # Numbers of towers are powers of two.
-    'reproducible.towers': Row(
-        lambda inner, n: reproducible.towers(1, inner, AXIS),
+    'reproducible.tower_reduce': Row(
+        lambda inner, n: reproducible.tower_reduce(1, inner, AXIS),
         per_shard=True,
         keeps=True,
     ),
-    'reproducible.sharded_towers': Row(
-        lambda inner, n: reproducible.sharded_towers(1, inner, AXIS),
+    'reproducible.sharded_tower_reduce': Row(
+        lambda inner, n: reproducible.sharded_tower_reduce(1, inner, AXIS),
         per_shard=True,
         cuts=True,
     ),
@@ -197,16 +199,16 @@ ROWS = {
         towers='in turn',
         per_shard=True,
     ),
-    'reduce_towers': Row(
-        lambda inner, n: reduce_towers(n, inner), towers='stacked'
+    'reduce_stacked_towers': Row(
+        lambda inner, n: reduce_stacked_towers(n, inner), towers='stacked'
     ),
-    'reduce_towers_in_chain': Row(
-        lambda inner, n: optax.chain(reduce_towers(n), inner),
+    'reduce_stacked_towers_in_chain': Row(
+        lambda inner, n: optax.chain(reduce_stacked_towers(n), inner),
         towers='stacked',
         chained=True,
     ),
-    'reduce_towers_per_shard': Row(
-        lambda inner, n: reduce_towers(n, _mean(inner)),
+    'reduce_stacked_towers_per_shard': Row(
+        lambda inner, n: reduce_stacked_towers(n, _mean(inner)),
         towers='stacked',
         per_shard=True,
         refuser='cross_shard_mean',
@@ -331,7 +333,7 @@ ROWS = {
 # Arguments that must be Python values.
 STATIC_ARGS = (
     (tower_reduce, 'num_towers', dict(num_towers=3)),
-    (reduce_towers, 'num_towers', dict(num_towers=3)),
+    (reduce_stacked_towers, 'num_towers', dict(num_towers=3)),
     (drop_stale, 'staleness', dict(staleness=3)),
     (delay_updates, 'steps', dict(steps=3)),
     (trimmed_mean, 'num_trimmed', dict(axis_name=AXIS, num_trimmed=1)),
@@ -1234,7 +1236,7 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       # This one refuses all sums in `inner`.
-      *(x for x in EACH_PER_SHARD if x != 'reproducible.sharded_towers')
+      *(x for x in EACH_PER_SHARD if x != 'reproducible.sharded_tower_reduce')
   )
   def test_refuses_to_reduce_twice(self, name):
     row = ROWS[name]

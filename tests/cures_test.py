@@ -84,7 +84,7 @@ def clipped(*axis_names):
   """Returns a call that clips slices along two axes."""
   specs = {'a': P('model', AXIS), 'b': P(), 'c': P(), 's': P()}
   tree = sliced_trees.tree_of() | {'a': np.ones((2, 8), np.float32)}
-  tx = st.clip_by_global_norm(1.0, axis_names, sharded=specs)
+  tx = st.clip_by_global_norm(1.0, axis_names, specs=specs)
 
   def clip(tree):
     updates, _ = tx.update(tree, tx.init(tree))
@@ -255,11 +255,9 @@ ROWS = {
         with_gradient(lambda w, x: lax.pmean(x, AXIS)),
         'is already reduced',
         {
-            "`on_invariant='averaged'`": with_gradient(
+            "`if_reduced='mean'`": with_gradient(
                 lambda w, x: lax.pmean(x, AXIS),
-                optax.chain(
-                    st.cross_shard_mean(AXIS, on_invariant='averaged'), SGD
-                ),
+                optax.chain(st.cross_shard_mean(AXIS, if_reduced='mean'), SGD),
             )
         },
     ),
@@ -300,7 +298,7 @@ ROWS = {
             ),
             'takes slices, with `param_specs`': specs_of(
                 contrib.owned_update(
-                    SGD, AXIS, param_specs=P(AXIS), on_sliced='summed'
+                    SGD, AXIS, param_specs=P(AXIS), if_sliced='sum'
                 ),
                 P(AXIS),
             ),
@@ -345,7 +343,7 @@ ROWS = {
             'put aggregators before `shard_update`': step(
                 optax.chain(
                     contrib.adasum(AXIS),
-                    st.shard_update(SGD, AXIS, on_invariant='averaged'),
+                    st.shard_update(SGD, AXIS, if_reduced='mean'),
                 )
             )
         },
@@ -375,11 +373,11 @@ ROWS = {
         },
     ),
     'a weight of stacked towers in a chain': Row(
-        stacked(st.reduce_towers(2), weight=jnp.ones(2)),
+        stacked(st.reduce_stacked_towers(2), weight=jnp.ones(2)),
         'must come with `inner`',
         {
-            'Write `reduce_towers(num_towers, optax.chain': stacked(
-                st.reduce_towers(2, MEAN_SGD), weight=jnp.ones(2)
+            'Write `reduce_stacked_towers(num_towers, optax.chain': stacked(
+                st.reduce_stacked_towers(2, MEAN_SGD), weight=jnp.ones(2)
             )
         },
     ),
@@ -478,7 +476,7 @@ ROWS = {
         resized(),
         "must be 'mean', 'sum' or 'weighted'",
         {
-            'Give it to `place_state` or `resize_state`': resized(
+            'Give it to `shard_state` or `resize_state`': resized(
                 reduction='mean'
             )
         },

@@ -37,11 +37,11 @@ class TallyState(NamedTuple):
   inner_state: optax.OptState
 
   rules = {
-      'seen': state_rules.Rule(resize='sum', metric='sum', problem=_lost),
+      'seen': state_rules.Rule(resize='sum', metric='sum', health_check=_lost),
       'rate': state_rules.Rule(resize='mean', metric='mean'),
       'least': state_rules.Rule(resize='minimum', empty=100, metric='minimum'),
       'most': state_rules.Rule(resize='maximum', metric='maximum'),
-      'recent': state_rules.Rule(resize='begin_anew', empty=-1),
+      'recent': state_rules.Rule(resize='reset', empty=-1),
   }
 
 

@@ -93,7 +93,7 @@ ROWS = {
                 track_divergence(AXIS, every=2),
                 shard_update(
                     optax.chain(
-                        clip_by_global_norm(1.0, AXIS, sharded=P(AXIS)), ADAM
+                        clip_by_global_norm(1.0, AXIS, specs=P(AXIS)), ADAM
                     ),
                     AXIS,
                 ),
@@ -166,8 +166,8 @@ def train_with_shard_map(rows):
   trained, specs = {}, {}
   for name, row in rows.items():
     place = (row.tx, make_params(), mesh)
-    state = shard_transforms.init_state(*place, per_shard=row.per_shard)
-    state_specs = shard_transforms.state_specs(*place, per_shard=row.per_shard)
+    state = shard_transforms.init_state(*place, stacked=row.per_shard)
+    state_specs = shard_transforms.state_specs(*place, stacked=row.per_shard)
     params = jax.tree.map(
         lambda x, row=row: np.stack([x] * SHARDS) if row.per_shard else x,
         make_params(),

@@ -271,7 +271,7 @@ class CrossShardTest(parameterized.TestCase):
     params = golden_tapes.params(tape)
     grouped = tape['group_assignment'] is not None
     if grouped:
-      state = shard_transforms.init_state(tx, params, mesh, per_shard=True)
+      state = shard_transforms.init_state(tx, params, mesh, stacked=True)
       params = stack([params] * n)
     else:
       state = tx.init(params)
@@ -364,7 +364,9 @@ def stacked_towers(tape):
   """Returns a transformation of stacked towers, and a step of all."""
   reduction, prepare = tower_reduction(tape)
   reduce = functools.partial(
-      shard_transforms.reduce_towers, tape['towers'], reduction=reduction
+      shard_transforms.reduce_stacked_towers,
+      tape['towers'],
+      reduction=reduction,
   )
   tx = towers_transform(tape, reduce)
 

@@ -65,7 +65,7 @@ CASES = (
     *GATES,
     'tower_reduce(4)',
     'shard_update',
-    'reproducible.mean',
+    'reproducible.cross_shard_mean',
     'owned_update(muon)',
     'stacked: owned_update(muon, whole_dims=2)',
 )
@@ -344,7 +344,9 @@ class HardwareTest(parameterized.TestCase):
     if name == TPU:
       self.assertLess(found['code'], 3.5 * facts(name, PLAIN)['code'])
 
-  @cases.product(name=(TPU, GPU), case=('by hand, ZeRO-1', 'reproducible.mean'))
+  @cases.product(
+      name=(TPU, GPU), case=('by hand, ZeRO-1', 'reproducible.cross_shard_mean')
+  )
   def test_report_counts_each_byte_once(self, name, case):
     found = facts(name, case)
 
@@ -368,7 +370,9 @@ for sizes in {'slices': 2, 'data': 4}, {'data': 8}:
   x = hardware.jax.ShapeDtypeStruct(
       (32, 1024), 'float32', sharding=hardware.NamedSharding(mesh, spec)
   )
-  report = st.monitoring.wire_report(step, params, state, x, compiled=True)
+  report = st.monitoring.communication_report(
+      step, params, state, x, compiled=True
+  )
   sent = [
       [c.primitive, c.axes, c.num_slices, c.sent_bytes]
       for c in report.collectives

@@ -171,7 +171,7 @@ class HsdpTest(parameterized.TestCase):
     step, state = build(inner, params)
     jitted = jax.jit(step)
     window = place(windows()[0], ROWS)
-    report = st.monitoring.wire_report(
+    report = st.monitoring.communication_report(
         jitted.lower(params, state, window).compile()
     )
     for window in windows():

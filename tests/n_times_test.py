@@ -68,7 +68,7 @@ SCALED = 1 / SHARDS, r'`[^`]*lax\.axis_size'
 # gradient of the shard: it differs between shards as any other.
 PART = 1 / SHARDS, r'`lax\.pmean\(loss\)`[^.]*`per_shard`'
 # A sum and a mean have one type; which it is, is what the caller says.
-TOLD_WRONGLY = SHARDS, "'averaged'` assumes that the leaf is already the mean"
+TOLD_WRONGLY = SHARDS, "'mean'` assumes that the leaf is already the mean"
 
 
 class Way(NamedTuple):
@@ -138,8 +138,8 @@ def ratios(grad_fns, mode):
     return {name: reduce(name, w, x) for name in grad_fns}
 
   def reduce(name, w, x):
-    told = 'averaged' if name.endswith('averaged') else 'error'
-    tx = shard_transforms.cross_shard_mean(AXIS, on_invariant=told)
+    told = 'mean' if name.endswith('averaged') else 'error'
+    tx = shard_transforms.cross_shard_mean(AXIS, if_reduced=told)
     return tx.update(grad_fns[name](w, x), optax.EmptyState())[0]
 
   x = np.arange(SHARDS, dtype=np.float32)

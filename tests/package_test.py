@@ -88,7 +88,7 @@ PUBLIC = [(package, name) for package in NAMESPACES for name in package.__all__]
 # Its blocks run in `hardware_test.py`.
 OTHER_PAGE = 'docs/compile_for_hardware.md'
 # The printed lines of code differ from the shown lines.
-WIRE_PAGE = 'docs/wire_report.md'
+WIRE_PAGE = 'docs/communication_report.md'
 LINE = re.compile(r'(?:, )?[\w.<>/]+:\d+| +source$|(?<=`) \(\)', re.M)
 
 # Runs [line, code] pairs of each page in one namespace, as a reader does who

@@ -31,7 +31,7 @@ GATES = {
     'nested': shard_transforms.tower_reduce(
         2, shard_transforms.drop_stale(2, GUARDED)
     ),
-    'reduce_towers': shard_transforms.reduce_towers(2, GUARDED),
+    'reduce_stacked_towers': shard_transforms.reduce_stacked_towers(2, GUARDED),
     'tower_reduce_alone': shard_transforms.tower_reduce(2, ADAM),
     'clip_alone': optax.chain(shard_transforms.clip_by_global_norm(0.5), ADAM),
 }
@@ -65,7 +65,7 @@ def grad_of_towers(params, x):
 
 def make_step(gate, tx):
   """Returns a step of `update` and `apply_updates`."""
-  grad = grad_of_towers if gate == 'reduce_towers' else jax.grad(loss)
+  grad = grad_of_towers if gate == 'reduce_stacked_towers' else jax.grad(loss)
 
   def step(carry, batch):
     params, state = carry
@@ -79,7 +79,7 @@ def make_step(gate, tx):
 
 def sent_by(compiled):
   """Returns the kinds of collectives that the compiler inserts."""
-  report = monitoring.wire_report(compiled)
+  report = monitoring.communication_report(compiled)
   return {c.primitive for c in report.collectives}
 
 

@@ -31,7 +31,7 @@ from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import master_weights
-from shard_transforms import reduce_towers
+from shard_transforms import reduce_stacked_towers
 from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
@@ -99,7 +99,7 @@ def token_step(towers):
     return lax.scan(tower, tx.init(w), own)[1][-1]
 
   def stacked(w, own):
-    tx = reduce_towers(TOWERS, inner)
+    tx = reduce_stacked_towers(TOWERS, inner)
     _, grads = jax.vmap(grad, (None, 0, 0, 0))(w, *own)
     return tx.update(grads, tx.init(w), w, weight=own[-1])[0]
 
@@ -148,7 +148,9 @@ ROWS = {
         factor=-0.5,
         stale=True,
     ),
-    'reduce_towers': Row(reduce_towers(TOWERS, mean_of(IDENTITY)), 'stacked'),
+    'reduce_stacked_towers': Row(
+        reduce_stacked_towers(TOWERS, mean_of(IDENTITY)), 'stacked'
+    ),
     'drop_stale of scale_by_staleness': Row(
         drop_stale(
             1,
@@ -171,9 +173,7 @@ ROWS = {
     'guard of shard_update of clip_by_global_norm': Row(
         guard(
             shard_update(
-                optax.chain(
-                    clip_by_global_norm(1e6, AXIS, sharded=P(AXIS)), SGD
-                ),
+                optax.chain(clip_by_global_norm(1e6, AXIS, specs=P(AXIS)), SGD),
                 AXIS,
             ),
             AXIS,

@@ -49,7 +49,7 @@ PLAN = plan()
 def sent(tx, num_slow, num_fast):
   """Returns the bytes that a step sends, by the axes that carry them."""
   grads = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
-  report = shard_transforms.monitoring.wire_report(
+  report = shard_transforms.monitoring.communication_report(
       lambda grads: tx.update(grads, tx.init(grads), grads)[0],
       grads,
       axis_sizes={'slow': num_slow, 'fast': num_fast},

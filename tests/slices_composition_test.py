@@ -40,8 +40,8 @@ def of(tx):
   return lambda sharded: tx
 
 
-def clipped(axes, sharded=None):
-  clip = st.clip_by_global_norm(0.5, axes, sharded=sharded)
+def clipped(axes, specs=None):
+  clip = st.clip_by_global_norm(0.5, axes, specs=specs)
   return optax.chain(clip, ADAM)
 
 
@@ -53,25 +53,23 @@ def both(sharded):
   return {k: P((AXIS, *filter(None, x))) for k, x in sharded.items()}
 
 
-# Each takes the specs for `sharded=`, or `None`.
+# Each takes the specs for `specs=`, or `None`.
 ROWS = {
-    '`cross_shard_mean`, `cross_shard_sum`, `reproducible.mean`, then Adam': [
+    '`cross_shard_mean` or `_sum`, also of `reproducible`, then Adam': [
         then(MEAN),
         then(st.cross_shard_sum(AXIS)),
-        then(st.contrib.reproducible.mean(AXIS)),
+        then(st.contrib.reproducible.cross_shard_mean(AXIS)),
     ],
     "`clip_by_global_norm(c, 'model')`": [
         lambda sharded: optax.chain(MEAN, clipped(MODEL, sharded))
     ],
     "`guard(tx, 'data')`": [
-        lambda sharded: st.guard(
-            optax.chain(MEAN, ADAM), AXIS, sharded=sharded
-        ),
+        lambda sharded: st.guard(optax.chain(MEAN, ADAM), AXIS, specs=sharded),
         lambda sharded: st.guard(
             optax.chain(MEAN, ADAM),
             AXIS,
             on_bad='exclude',
-            sharded=sharded,
+            specs=sharded,
         ),
     ],
     "`shard_update(adam, 'data')`": [of(st.shard_update(ADAM, AXIS))],
@@ -213,7 +211,7 @@ def outcome(row, i, specs, is_checked):
 
   words = try_with(None)
   if words == 'refused' and try_with(specs) == 'yes':
-    return 'needs `sharded=`'
+    return 'needs `specs=`'
   return words
 
 

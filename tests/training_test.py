@@ -113,7 +113,8 @@ JOBS = {
     'mean': Job(mean(MOMENTUM)),
     'groups': Job(mean(MOMENTUM, groups=GROUPS), groups=GROUPS),
     'stacked': Job(
-        shard_transforms.reduce_towers(TOWERS, mean(MOMENTUM)), towers='stacked'
+        shard_transforms.reduce_stacked_towers(TOWERS, mean(MOMENTUM)),
+        towers='stacked',
     ),
     'drop_stale': Job(
         drop_stale(1, mean(MOMENTUM), axis_name=AXIS), stale=True

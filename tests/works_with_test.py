@@ -502,7 +502,9 @@ def can_hang(name, tx, extra_args):
       trained(params),
   )
   mapped = modes.map_shards('pmap', fn, SHARDS)
-  report = shard_transforms.monitoring.wire_report(mapped, params, updates)
+  report = shard_transforms.monitoring.communication_report(
+      mapped, params, updates
+  )
   return any(
       'under a predicate that differs between shards' in text
       for text in report.warnings

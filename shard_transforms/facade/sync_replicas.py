@@ -199,7 +199,7 @@ class SyncReplicasOptimizer(workers.Worker):
       self._condition.notify_all()
 
   def _apply_mean(self, calls, global_step):
-    tx = shard_transforms.reduce_towers(len(calls))
+    tx = shard_transforms.reduce_stacked_towers(len(calls))
     mean: Any = tx.update(pairs_lib.stack(calls), optax.EmptyState())[0]
     pairs = pairs_lib.of_variables(mean, calls[0])
     step = super()._apply(pairs, global_step, None)

@@ -24,9 +24,9 @@ class TowerOptimizer(wrapper.Wrapper):
   Inside `replicate_model_fn`, `compute_gradients` divides the loss by the
   number of towers, unless the reduction is a sum, and `apply_gradients` sums
   the gradients of corresponding calls over the towers with
-  `shard_transforms.reduce_towers`. The call of the last tower applies the sum
-  with its `global_step`. Elsewhere, and with one tower, all calls go to the
-  wrapped optimizer unchanged.
+  `shard_transforms.reduce_stacked_towers`. The call of the last tower applies
+  the sum with its `global_step`. Elsewhere, and with one tower, all calls go to
+  the wrapped optimizer unchanged.
 
   Args:
     optimizer_or_optimizer_fn: The optimizer that applies the sum, or a function
@@ -135,7 +135,7 @@ def forget_use() -> None:
 
 def reduce(num_towers: int, reduction: Any, tree: Any) -> Any:
   """Returns the mean or the sum of stacked arrays over the towers."""
-  tx = shard_transforms.reduce_towers(num_towers, reduction=reduction)
+  tx = shard_transforms.reduce_stacked_towers(num_towers, reduction=reduction)
   return tx.update(tree, optax.EmptyState())[0]
 
 

@@ -45,7 +45,7 @@ def mean_of(inner, **kwargs):
 def warnings(fn, *shared, mode=UNCHECKED):
   """Returns the warnings for `fn(*shared, x)` of a shard with examples `x`."""
   mapped = modes.map_shards(mode, lambda shared, x: fn(*shared, x))
-  return st.monitoring.wire_report(mapped, shared, OWN).warnings
+  return st.monitoring.communication_report(mapped, shared, OWN).warnings
 
 
 def step(tx, **extra_args):
@@ -82,7 +82,7 @@ def report_on_step(mode, tx, **extra_args):
         out_specs=(P(), specs),
         check_vma=mode == 'shard_map',
     )
-  return st.monitoring.wire_report(mapped, params, state, x)
+  return st.monitoring.communication_report(mapped, params, state, x)
 
 
 def if_positive(send, other=lambda x: x):
@@ -281,7 +281,7 @@ class ProgramTest(parameterized.TestCase):
       counters = jax.ShapeDtypeStruct((8,), jnp.int32)
       mapped = modes.map_shards(mode, fn)
 
-      report = st.monitoring.wire_report(mapped, 0.0, (counters, OWN))
+      report = st.monitoring.communication_report(mapped, 0.0, (counters, OWN))
 
       self.assertNotEmpty(report.collectives)
       self.assertEmpty(report.warnings)
@@ -290,7 +290,9 @@ class ProgramTest(parameterized.TestCase):
     mapped = modes.map_shards('pmap', lambda _, x: if_positive(psum)(x), 1)
     x = jax.ShapeDtypeStruct((1, 5), jnp.float32)
 
-    self.assertEmpty(st.monitoring.wire_report(mapped, 0.0, x).warnings)
+    self.assertEmpty(
+        st.monitoring.communication_report(mapped, 0.0, x).warnings
+    )
 
 
 def _on_mesh(fn, *specs, out_specs=P()):
@@ -306,7 +308,7 @@ class AxesTest(parameterized.TestCase):
 
   def found(self, fn):
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    return st.monitoring.wire_report(fn, x).warnings
+    return st.monitoring.communication_report(fn, x).warnings
 
   @cases.parameters(
       (P('host'), 'core', None),
@@ -463,7 +465,7 @@ class TransformationTest(parameterized.TestCase):
     def fn(params, x):
       return jax.grad(lambda params: jnp.sum(mapped(params, x)))(params)
 
-    report = st.monitoring.wire_report(fn, PARAMS, OWN)
+    report = st.monitoring.communication_report(fn, PARAMS, OWN)
 
     self.assertNotEmpty(report.collectives)
     self.assertEmpty(report.warnings)

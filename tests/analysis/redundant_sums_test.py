@@ -21,7 +21,9 @@ pmean = functools.partial(lax.pmean, axis_name='data')
 
 
 def _warnings(fn, *args):
-  return st.monitoring.wire_report(fn, *args, axis_sizes={'data': 8}).warnings
+  return st.monitoring.communication_report(
+      fn, *args, axis_sizes={'data': 8}
+  ).warnings
 
 
 def _in_cond(x):
@@ -89,7 +91,7 @@ class ReducedTwiceTest(parameterized.TestCase):
         step, mesh=modes.mesh(), in_specs=(P(), P('data')), out_specs=P()
     )
     x = jax.ShapeDtypeStruct((40,), jnp.float32)
-    report = st.monitoring.wire_report(mapped, VECTOR, x)
+    report = st.monitoring.communication_report(mapped, VECTOR, x)
 
     self.assertLen(report.warnings, 1)
     self.assertIn(
@@ -97,7 +99,7 @@ class ReducedTwiceTest(parameterized.TestCase):
     )
 
   def test_reports_the_axes_that_are_reduced_twice(self):
-    report = st.monitoring.wire_report(
+    report = st.monitoring.communication_report(
         lambda x: lax.psum(lax.psum(x, ('host', 'data')), ('data', 'core')),
         VECTOR,
         axis_sizes={'host': 2, 'data': 2, 'core': 2},
@@ -110,7 +112,7 @@ class ReducedTwiceTest(parameterized.TestCase):
     def fn(x):
       return lax.psum(lax.psum(lax.psum(x, 'host'), 'core'), 'host')
 
-    report = st.monitoring.wire_report(
+    report = st.monitoring.communication_report(
         fn, VECTOR, axis_sizes={'host': 2, 'core': 2}
     )
 
@@ -155,7 +157,7 @@ class ReducedTwiceTest(parameterized.TestCase):
       lambda x: lax.while_loop(lambda c: c[0] < 1, psum, psum(x)),
   )
   def test_does_not_warn_about_correct_sums(self, fn):
-    report = st.monitoring.wire_report(
+    report = st.monitoring.communication_report(
         fn, VECTOR, axis_sizes={'data': 4, 'model': 2}
     )
 

@@ -10,7 +10,7 @@ import optax
 
 import cases
 import shard_transforms as st
-from shard_transforms.monitoring import wire_report
+from shard_transforms.monitoring import communication_report
 
 PARAMS = {
     'up': np.ones((4, 8), np.float32),
@@ -58,7 +58,7 @@ def warnings_of(tx, gate=lambda tx: tx):
   params = jax.eval_shape(lambda: PARAMS)
   state = st.init_state(tx, params, mesh, in_specs=CUT)
   x = jax.ShapeDtypeStruct((8, 4), np.float32)
-  return wire_report(step, params, state, x).warnings
+  return communication_report(step, params, state, x).warnings
 
 
 class SliceSumsTest(parameterized.TestCase):

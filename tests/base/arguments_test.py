@@ -28,9 +28,9 @@ def _tower_reduce(x, weight):
   return tx.update(x, state, weight=weight)[0]
 
 
-def _reduce_towers(x, weight):
+def _reduce_stacked_towers(x, weight):
   inner = st.cross_shard_mean('data')
-  tx = st.reduce_towers(2, inner)
+  tx = st.reduce_stacked_towers(2, inner)
   stacked = weight if weight is None else jnp.stack([weight, weight])
   return tx.update(jnp.stack([x, x]), tx.init(x), weight=stacked)[0]
 
@@ -63,7 +63,7 @@ MEANS = {
     'cross_shard_mean': _cross_shard_mean,
     'shard_mean': _shard_mean,
     'tower_reduce': _tower_reduce,
-    'reduce_towers': _reduce_towers,
+    'reduce_stacked_towers': _reduce_stacked_towers,
     'drop_stale': _drop_stale,
 }
 

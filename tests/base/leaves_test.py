@@ -31,7 +31,7 @@ def _callers():
       'cross_shard_mean': (st.cross_shard_mean('data'), {}),
       'cross_shard_sum': (st.cross_shard_sum('data'), {}),
       'tower_reduce': (st.tower_reduce(3, inner), {}),
-      'reduce_towers': (st.reduce_towers(2, inner), {}),
+      'reduce_stacked_towers': (st.reduce_stacked_towers(2, inner), {}),
       'drop_stale': (st.drop_stale(0, inner), {'local_step': 0}),
   }
 
@@ -56,8 +56,8 @@ class InexactTest(parameterized.TestCase):
         'empty': {},
         'size_zero': np.zeros((2, 0, 3), np.float32),
     }
-    shape = (4,) if caller == 'reduce_towers' else (2, 4)
-    kept = (0, 3) if caller == 'reduce_towers' else (2, 0, 3)
+    shape = (4,) if caller == 'reduce_stacked_towers' else (2, 4)
+    kept = (0, 3) if caller == 'reduce_stacked_towers' else (2, 0, 3)
 
     out = _update(tx, updates, **extra_args)
 
@@ -140,7 +140,7 @@ class AccumulatorTest(parameterized.TestCase):
       return found
 
     def stacked(kind):
-      tx = st.reduce_towers(3, identity, reduction=kind)
+      tx = st.reduce_stacked_towers(3, identity, reduction=kind)
       weights = None if weight is None else np.ones(3)
       return tx.update(three, tx.init(None), weight=weights)[0]
 

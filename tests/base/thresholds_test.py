@@ -29,7 +29,7 @@ TRANSFORMATIONS = {
     'compressed_mean': compression.compressed_mean(
         modes.AXIS, compression.quantize(8)
     ),
-    'tree': reproducible.mean(modes.AXIS),
+    'tree': reproducible.cross_shard_mean(modes.AXIS),
 }
 
 

@@ -259,7 +259,7 @@ class CrossCheckTest(parameterized.TestCase):
 
   def test_communicates_only_in_checks(self):
     check = contrib.cross_check(gradient, AXIS)
-    report = monitoring.wire_report(
+    report = monitoring.communication_report(
         lambda state, params, x: check.apply(state, params, x, fault()),
         check.init(8),
         make_params(),

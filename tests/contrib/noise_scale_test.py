@@ -135,7 +135,7 @@ class NoiseScaleTest(parameterized.TestCase):
     grads = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
     def sent(tx):
-      return monitoring.wire_report(
+      return monitoring.communication_report(
           lambda u: tx.update(u, tx.init(u))[0], grads, axis_sizes={AXIS: 8}
       ).total_bytes
 

@@ -39,16 +39,16 @@ def _loss(params, x):
 
 
 def _towers(num_towers, inner=ADAM, **options):
-  return reproducible.towers(num_towers, inner, modes.AXIS, **options)
+  return reproducible.tower_reduce(num_towers, inner, modes.AXIS, **options)
 
 
 def _stacked(num_towers):
-  mean = reproducible.mean(modes.AXIS, num_towers=num_towers)
+  mean = reproducible.cross_shard_mean(modes.AXIS, num_towers=num_towers)
   return optax.chain(mean, ADAM)
 
 
 def _sharded(num_towers, inner=ADAM):
-  return reproducible.sharded_towers(num_towers, inner, modes.AXIS)
+  return reproducible.sharded_tower_reduce(num_towers, inner, modes.AXIS)
 
 
 def _gated(num_towers):
@@ -140,7 +140,9 @@ def _bytes_of(tx, num_shards, x):
     return tx.update(x, tx.init(x), x)[0]
 
   axis_sizes = {modes.AXIS: num_shards}
-  return monitoring.wire_report(step, x, axis_sizes=axis_sizes).total_bytes
+  return monitoring.communication_report(
+      step, x, axis_sizes=axis_sizes
+  ).total_bytes
 
 
 class SameBitsTest(parameterized.TestCase):
@@ -165,7 +167,7 @@ class SameBitsTest(parameterized.TestCase):
   def test_sends_the_bytes_of_a_ring_all_reduce(self):
     x = X[0].ravel()[:8].repeat(100)
 
-    sent = _bytes_of(reproducible.mean(modes.AXIS), 8, x)
+    sent = _bytes_of(reproducible.cross_shard_mean(modes.AXIS), 8, x)
 
     ring = shard_transforms.cross_shard_mean(modes.AXIS)
     self.assertEqual(sent, _bytes_of(ring, 8, x))
@@ -178,7 +180,7 @@ class SumsTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MAPPED)
   def test_adds_shards_in_pairs(self, mode):
-    mean = reproducible.mean(modes.AXIS)
+    mean = reproducible.cross_shard_mean(modes.AXIS)
 
     def shard(_, own):
       x, weight = own
@@ -202,7 +204,7 @@ class SumsTest(parameterized.TestCase):
     np.testing.assert_array_equal(weighted, [expected] * 8)
 
   def test_several_axes_are_one_row_of_shards(self):
-    tx = reproducible.mean(modes.HOSTS)
+    tx = reproducible.cross_shard_mean(modes.HOSTS)
 
     mean = modes.map_over_hosts(lambda _, x: tx.update(x, tx.init(x))[0])(
         PARAMS, X[:8]
@@ -214,7 +216,7 @@ class SumsTest(parameterized.TestCase):
   def test_products_are_rounded_before_they_are_added(self):
     # XLA would fuse the product and the sum, and round once.
     x = _RNG.normal(size=(8, 4096)).astype(np.float32)
-    tx = reproducible.sum(modes.AXIS)
+    tx = reproducible.cross_shard_sum(modes.AXIS)
 
     def shard(_, x):
       return tx.update(x * np.float32(1.1), tx.init(x))[0]
@@ -226,7 +228,7 @@ class SumsTest(parameterized.TestCase):
 
   def test_a_sum_over_towers_and_shards_is_one_tree(self):
     towers = _towers(2, optax.identity(), reduction='sum')
-    stacked = reproducible.sum(modes.AXIS, num_towers=2)
+    stacked = reproducible.cross_shard_sum(modes.AXIS, num_towers=2)
 
     def shard(_, x):
       return _window(towers, x)[0], stacked.update(x, stacked.init(x))[0]
@@ -241,7 +243,7 @@ class SumsTest(parameterized.TestCase):
       self, make
   ):
     plain, adam = make(2, optax.identity()), make(2)
-    stacked = reproducible.mean(modes.AXIS, num_towers=2)
+    stacked = reproducible.cross_shard_mean(modes.AXIS, num_towers=2)
     x = X.reshape(8, 2, 3, 5)
 
     def shard(params, own):
@@ -392,7 +394,7 @@ def _traced(tx, x=X[:8], made=None, of_params=False):
 
 
 NO_POWER, REDUCED = 'power of two.* Use 4 or 8', 'already reduced'
-MEAN = reproducible.mean(modes.AXIS)
+MEAN = reproducible.cross_shard_mean(modes.AXIS)
 REFUSALS = {
     'towers': (lambda: _towers(6), NO_POWER),
     'stacked towers': (lambda: _stacked(6), NO_POWER),
@@ -402,7 +404,9 @@ REFUSALS = {
         'number of shards .* power of two',
     ),
     'updates without a stack': (
-        lambda: _traced(reproducible.mean(modes.AXIS, num_towers=2)),
+        lambda: _traced(
+            reproducible.cross_shard_mean(modes.AXIS, num_towers=2)
+        ),
         'leading axis of 2 towers, got .*3',
     ),
     'reduced updates': (lambda: _traced(MEAN, of_params=True), REDUCED),

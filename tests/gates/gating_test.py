@@ -156,7 +156,7 @@ class GateTest(parameterized.TestCase):
 
     mapped = modes.map_shards('shard_map', shard)
     given = jnp.int32(0), jnp.ones((8, 3))
-    report = st.monitoring.wire_report(mapped, *given)
+    report = st.monitoring.communication_report(mapped, *given)
     program = str(jax.make_jaxpr(mapped)(*given))
     return [sent.conditional for sent in report.collectives], program
 

@@ -26,9 +26,9 @@ from shard_transforms import tower_reduce
 from shard_transforms._src.analysis.hlo import slices
 from shard_transforms._src.monitoring import compiled_report
 from shard_transforms.contrib import compression
-from shard_transforms.monitoring import WireReport
-from shard_transforms.monitoring import hlo_wire_report
-from shard_transforms.monitoring import wire_report
+from shard_transforms.monitoring import CommunicationReport
+from shard_transforms.monitoring import communication_report
+from shard_transforms.monitoring import hlo_communication_report
 
 AXIS = modes.AXIS
 AUTO = jax.sharding.AxisType.Auto
@@ -102,8 +102,8 @@ class AgreementTest(parameterized.TestCase):
   def test_equals_the_report_of_the_traced_program(self, name):
     step, given = step_of(name)
 
-    traced = wire_report(step, *given)
-    compiled = wire_report(step, *given, compiled=True)
+    traced = communication_report(step, *given)
+    compiled = communication_report(step, *given, compiled=True)
 
     self.assertEqual(sent_by_axes(compiled), sent_by_axes(traced))
     self.assertEqual(compiled.total_bytes, compiled.merged.total_bytes)
@@ -209,8 +209,8 @@ class ControlFlowTest(parameterized.TestCase):
   def test_agrees_with_the_traced_program(self):
     step = step_over_axes(lambda x: [fn(x + i) for i, fn in enumerate(SENDING)])
 
-    traced = wire_report(step, ROWS)
-    compiled = wire_report(step, ROWS, compiled=True)
+    traced = communication_report(step, ROWS)
+    compiled = communication_report(step, ROWS, compiled=True)
 
     self.assertCountEqual(
         [without_source(c) for c in compiled.collectives], traced.collectives
@@ -221,7 +221,7 @@ class ControlFlowTest(parameterized.TestCase):
   def test_distinguishes_loops_from_branches(self, fn, in_while, conditional):
     step = step_over_axes(lambda x: fn(lax.psum(x, 'data')[0, 0] > 0, x))
 
-    report = wire_report(step, ROWS, compiled=True)
+    report = communication_report(step, ROWS, compiled=True)
 
     (found,) = [c for c in report.collectives if c.primitive == 'pmax']
     self.assertEqual(
@@ -241,7 +241,7 @@ class ControlFlowTest(parameterized.TestCase):
       with jax.named_scope('layer'):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
-    report = wire_report(
+    report = communication_report(
         jax.jit(jax.grad(loss), out_shardings=w.sharding), w, x, compiled=True
     )
 
@@ -260,7 +260,7 @@ class ControlFlowTest(parameterized.TestCase):
       # The constant avoids a cached program with other lines.
       return lax.psum(x * line, 'data')
 
-    report = wire_report(step_over_axes(fn), ROWS, compiled=True)
+    report = communication_report(step_over_axes(fn), ROWS, compiled=True)
 
     self.assertEqual(report.collectives[0].source, f'{__file__}:{line}')
     self.assertIn(f'  compiled_report_test.py:{line}', str(report))
@@ -270,7 +270,7 @@ class ControlFlowTest(parameterized.TestCase):
         lambda x: [lax.psum(x[:3], 'data'), lax.psum(x, 'data')]
     )
 
-    report = wire_report(step, ROWS, compiled=True)
+    report = communication_report(step, ROWS, compiled=True)
 
     self.assertEqual(report.num_collectives, 2)
     (collective,) = report.merged.collectives
@@ -311,7 +311,7 @@ class SourceTest(parameterized.TestCase):
         'source_file=.* source_line=9', f'stack_frame_id={len(files)}', body
     )
 
-    report = hlo_wire_report('\n'.join([head, *tables, body]), MESH)
+    report = hlo_communication_report('\n'.join([head, *tables, body]), MESH)
 
     self.assertEqual(report.collectives[0].source, source)
 
@@ -320,7 +320,7 @@ class BackendsTest(parameterized.TestCase):
   """Short texts; `tests/hardware_test.py` has complete programs."""
 
   def test_reads_a_program_for_gpu(self):
-    report = hlo_wire_report(HLO.joinpath('gpu.txt').read_text(), MESH)
+    report = hlo_communication_report(HLO.joinpath('gpu.txt').read_text(), MESH)
 
     self.assertEqual(
         [
@@ -344,7 +344,7 @@ class BackendsTest(parameterized.TestCase):
     self.assertEmpty(report.warnings)
 
   def test_reads_a_program_for_tpu(self):
-    report = hlo_wire_report(HLO.joinpath('tpu.txt').read_text(), MESH)
+    report = hlo_communication_report(HLO.joinpath('tpu.txt').read_text(), MESH)
 
     self.assertEqual(
         [
@@ -385,48 +385,50 @@ class ProgramTest(parameterized.TestCase):
   """Every way to pass a program gives the same report."""
 
   def test_reports_the_memory_of_a_compiled_program(self):
-    memory = wire_report(STEP, VECTOR, compiled=True).memory
+    memory = communication_report(STEP, VECTOR, compiled=True).memory
 
     self.assertEqual(memory.argument_size_in_bytes, 24 // 8 * 4)
-    self.assertIsNone(wire_report(STEP, VECTOR).memory)
+    self.assertIsNone(communication_report(STEP, VECTOR).memory)
 
   def test_supports_lowered_and_compiled_programs(self):
     lowered = STEP.lower(VECTOR)
     compiled = lowered.compile()
-    expected = wire_report(STEP, VECTOR, compiled=True)
+    expected = communication_report(STEP, VECTOR, compiled=True)
 
     self.assertEqual(expected.total_bytes, 2 * 7 / 8 * 12)
-    self.assertEqual(wire_report(lowered), expected)
-    self.assertEqual(wire_report(compiled), expected)
+    self.assertEqual(communication_report(lowered), expected)
+    self.assertEqual(communication_report(compiled), expected)
     self.assertEqual(
-        hlo_wire_report(compiled.as_text(), modes.mesh()), expected
+        hlo_communication_report(compiled.as_text(), modes.mesh()), expected
     )
 
   def test_supports_jax_pmap(self):
     step = jax.pmap(lambda x: lax.psum(x, AXIS), AXIS)
 
-    report = wire_report(step, jnp.ones((8, 3)), compiled=True)
+    report = communication_report(step, jnp.ones((8, 3)), compiled=True)
 
     self.assertEqual(report.collectives[0].axes, (AXIS,))
 
   def test_supports_keyword_arguments(self):
     step = jax.jit(lambda x, *, y: jnp.sum(x) + y)
 
-    report = wire_report(step, sharded(AXIS), y=1.0, compiled=True)
-    lowered = wire_report(step.lower(sharded(AXIS), y=1.0))
+    report = communication_report(step, sharded(AXIS), y=1.0, compiled=True)
+    lowered = communication_report(step.lower(sharded(AXIS), y=1.0))
 
     self.assertEqual(report, lowered)
     self.assertEqual(report.num_collectives, 1)
 
   def test_mesh_is_optional_without_communication(self):
-    report = wire_report(jnp.sin, VECTOR, compiled=True)
+    report = communication_report(jnp.sin, VECTOR, compiled=True)
 
-    self.assertEqual(report, WireReport(()))
+    self.assertEqual(report, CommunicationReport(()))
 
   def test_uses_the_axes_of_the_given_mesh(self):
     mesh = jax.sharding.AbstractMesh((2, 4), ('host', 'core'))
 
-    report = wire_report(jnp.sum, sharded(AXIS), compiled=True, mesh=mesh)
+    report = communication_report(
+        jnp.sum, sharded(AXIS), compiled=True, mesh=mesh
+    )
 
     self.assertEqual(report.collectives[0].axes, ('host', 'core'))
 
@@ -441,7 +443,7 @@ def lowered_for_tpu():
 
 
 def of(fn, *args, **kwargs):
-  return lambda: wire_report(fn(), *args, **kwargs)
+  return lambda: communication_report(fn(), *args, **kwargs)
 
 
 ERRORS = (
@@ -453,7 +455,7 @@ ERRORS = (
         ),
     ),
     (
-        lambda: wire_report(
+        lambda: communication_report(
             *(STEP, jax.device_put(jnp.ones(24), jax.devices()[0])),
             compiled=True,
         ),
@@ -469,18 +471,22 @@ ERRORS = (
         *(TypeError, '`mesh` must be a `jax.sharding.Mesh`, got'),
     ),
     (
-        lambda: hlo_wire_report(wire_text('{{0,1},{2,3}}')),
+        lambda: hlo_communication_report(wire_text('{{0,1},{2,3}}')),
         *(ValueError, 'does not name its mesh axes. Pass the `mesh`'),
     ),
     (
-        lambda: hlo_wire_report(SLICED_TEXT),
+        lambda: hlo_communication_report(SLICED_TEXT),
         *(ValueError, 'Pass the `mesh` of all slices, each of 4 devices'),
     ),
     (
-        lambda: hlo_wire_report(SLICED_TEXT, modes.mesh(4)),
+        lambda: hlo_communication_report(SLICED_TEXT, modes.mesh(4)),
         *(ValueError, 'runs on each of several slices of 4 devices, but'),
     ),
-    (lambda: hlo_wire_report(b'HloModule'), TypeError, '`text` must be the te'),
+    (
+        lambda: hlo_communication_report(b'HloModule'),
+        TypeError,
+        '`text` must be the te',
+    ),
     (
         of(lambda: jnp.sin, VECTOR, axis_sizes={AXIS: 8}, compiled=True),
         *(ValueError, '`axis_sizes` is only for traced functions'),
@@ -504,7 +510,7 @@ class SlicesTest(parameterized.TestCase):
   def test_what_is_sent_to_other_slices_counts(self, shape, inside, between):
     mesh = jax.sharding.AbstractMesh((*shape.values(),), (*shape,))
 
-    report = hlo_wire_report(SLICED_TEXT, mesh)
+    report = hlo_communication_report(SLICED_TEXT, mesh)
 
     found = [
         (c.primitive, c.payload_bytes, c.axes, c.num_shards, c.num_slices)

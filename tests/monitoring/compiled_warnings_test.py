@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 import cases
 import shard_transforms
-from shard_transforms.monitoring import hlo_wire_report
+from shard_transforms.monitoring import hlo_communication_report
 
 
 class FewBitsTest(parameterized.TestCase):
@@ -14,7 +14,7 @@ class FewBitsTest(parameterized.TestCase):
   # Texts, because XLA on CPU sums `bfloat16` in `float32`.
   @cases.parameters('f16', 'bf16', 'f8e5m2')
   def test_warns_about_low_precision_sums(self, dtype):
-    report = hlo_wire_report(_all_reduce(dtype, 'add'))
+    report = hlo_communication_report(_all_reduce(dtype, 'add'))
 
     (warning,) = report.warnings
     self.assertRegex(
@@ -28,13 +28,15 @@ class FewBitsTest(parameterized.TestCase):
       ('f32', 'add'), ('s8', 'add'), ('f16', 'maximum'), ('c64', 'add')
   )
   def test_does_not_warn_about_other_reductions(self, dtype, combine):
-    self.assertEmpty(hlo_wire_report(_all_reduce(dtype, combine)).warnings)
+    self.assertEmpty(
+        hlo_communication_report(_all_reduce(dtype, combine)).warnings
+    )
 
 
 class CutTest(parameterized.TestCase):
 
   def test_warns_of_a_sum_of_which_each_shard_takes_a_part(self):
-    (warning,) = hlo_wire_report(_cut_sum()).warnings
+    (warning,) = hlo_communication_report(_cut_sum()).warnings
 
     self.assertRegex(
         warning,
@@ -54,7 +56,7 @@ class CutTest(parameterized.TestCase):
       {'is_scattered': True},
   )
   def test_does_not_warn_where_the_sum_is_needed(self, **changes):
-    self.assertEmpty(hlo_wire_report(_cut_sum(**changes)).warnings)
+    self.assertEmpty(hlo_communication_report(_cut_sum(**changes)).warnings)
 
   def test_warns_of_what_xla_for_cpus_makes_of_zero_1_under_jit(self):
     mesh = jax.make_mesh((8,), ('data',), (jax.sharding.AxisType.Auto,))
@@ -62,7 +64,9 @@ class CutTest(parameterized.TestCase):
     x = jax.device_put(jnp.ones((8, 16), jnp.float32), split)
     step = jax.jit(lambda x: jnp.sum(x, 0) * 2, out_shardings=split)
 
-    report = shard_transforms.monitoring.wire_report(step, x, compiled=True)
+    report = shard_transforms.monitoring.communication_report(
+        step, x, compiled=True
+    )
 
     (warning,) = report.warnings
     self.assertIn('float32[16] summed whole, then cut', warning)

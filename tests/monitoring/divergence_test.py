@@ -115,7 +115,7 @@ class DivergenceTest(parameterized.TestCase):
     self.assertTrue(np.all(jax.jit(jax.vmap(of_pair))(np.float32(pairs)) > 0))
 
   def test_sends_sixteen_bytes(self):
-    report = st.monitoring.wire_report(
+    report = st.monitoring.communication_report(
         lambda x: shard_divergence(x, AXIS),
         jnp.zeros(1000),
         axis_sizes={AXIS: SHARDS},

@@ -54,7 +54,7 @@ class CollectiveTest(parameterized.TestCase):
 class WireReportTest(parameterized.TestCase):
 
   def test_prints_a_table(self):
-    report = st.monitoring.WireReport(
+    report = st.monitoring.CommunicationReport(
         (
             dataclasses.replace(SUM, scope='mean', conditional=True),
             dataclasses.replace(
@@ -89,7 +89,7 @@ class MergedTest(parameterized.TestCase):
         SUM,
         SUM,
     )
-    report = st.monitoring.WireReport(parts, ('wrong',))
+    report = st.monitoring.CommunicationReport(parts, ('wrong',))
 
     merged = report.merged
 

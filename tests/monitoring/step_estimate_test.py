@@ -186,7 +186,7 @@ class TimesTest(parameterized.TestCase):
         0,
     )
     memory = SimpleNamespace(**(sizes | memory))
-    report = monitoring.WireReport(collectives, memory=memory)
+    report = monitoring.CommunicationReport(collectives, memory=memory)
     return monitoring.StepEstimate(CHIP, 8, flops, report)
 
   def sum_over(self, num_shards, num_slices=1):
@@ -276,7 +276,7 @@ class StepTest(parameterized.TestCase):
     )
     found = monitoring.estimate_step(step, W, state, X, chip=CHIP)
 
-    report = monitoring.wire_report(step, W, state, X, compiled=True)
+    report = monitoring.communication_report(step, W, state, X, compiled=True)
     self.assertEqual(found.report.total_bytes, report.total_bytes)
     self.assertGreater(report.total_bytes, 0)
     self.assertEqual(found.flops, 2 * 2 * 3 * 5 * 5)

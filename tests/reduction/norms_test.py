@@ -49,7 +49,7 @@ class GlobalNormTest(parameterized.TestCase):
     def fn(whole, x):
       tree = {'sliced': x, 'whole': whole, 'scalar': whole[0]}
       specs = {'sliced': P(AXIS), 'whole': P(), 'scalar': P(AXIS)}
-      return global_norm(tree, AXIS, sharded=specs)
+      return global_norm(tree, AXIS, specs=specs)
 
     norms = modes.map_shards(mode, fn)(np.float32([3, 4]), x)
 
@@ -80,9 +80,9 @@ class GlobalNormTest(parameterized.TestCase):
     sizes = {'a': 6, 'b': 7, 'c': 8}
     tree = {name: jnp.ones(n, jnp.float32) for name, n in sizes.items()}
 
-    report = st.monitoring.wire_report(
+    report = st.monitoring.communication_report(
         lambda tree: global_norm(
-            tree, AXIS, sharded={'a': P(AXIS), 'b': P(AXIS), 'c': P()}
+            tree, AXIS, specs={'a': P(AXIS), 'b': P(AXIS), 'c': P()}
         ),
         tree,
         axis_sizes={AXIS: SHARDS},
@@ -95,7 +95,7 @@ class GlobalNormTest(parameterized.TestCase):
   def test_refuses_specs_that_the_types_contradict(self, sliced):
     def fn(whole, own):
       leaf, spec = (own, P()) if sliced else (whole, P(AXIS))
-      return global_norm({'w': leaf}, AXIS, sharded=spec)
+      return global_norm({'w': leaf}, AXIS, specs=spec)
 
     with self.assertRaisesRegex(ValueError, r"with the types .* \['w'\] \[2\]"):
       modes.map_shards('shard_map', fn)(jnp.ones(2), jnp.ones((SHARDS, 2)))
@@ -116,7 +116,7 @@ class GlobalNormTest(parameterized.TestCase):
           float,
           {'axis_name': AXIS, 'sharded': AXIS},
           TypeError,
-          '`sharded` of `global_norm` must be a `PartitionSpec`',
+          '`specs` of `global_norm` must be a `PartitionSpec`',
       ),
       (float, {'axis_name': AXIS}, ValueError, 'must say which .* not track'),
       (float, {'sharded': P(AXIS)}, ValueError, 'must come with `axis_name`'),

@@ -142,7 +142,7 @@ class StateSpecsTest(parameterized.TestCase):
       (dict.fromkeys('whb', P()), ('data', 'model')), (MODEL_SPECS, 'data')
   )
   def test_per_shard_puts_all_free_axes_in_front_of_all(self, in_specs, lead):
-    options = dict(in_specs=in_specs, per_shard=True)
+    options = dict(in_specs=in_specs, stacked=True)
     specs = st.state_specs(optax.adam(0.1), PARAMS, MESH, **options)
 
     expected = {name: P(lead, *spec) for name, spec in in_specs.items()}
@@ -152,8 +152,8 @@ class StateSpecsTest(parameterized.TestCase):
   def test_an_axis_in_front_is_not_named_again(self):
     tx = st.tower_reduce(2, optax.adam(0.1), axis_name='data')
 
-    one = st.state_specs(tx, PARAMS, _mesh(KINDS[0]), per_shard=True)
-    options = dict(in_specs=MODEL_SPECS, per_shard=True)
+    one = st.state_specs(tx, PARAMS, _mesh(KINDS[0]), stacked=True)
+    options = dict(in_specs=MODEL_SPECS, stacked=True)
     two = st.state_specs(tx, PARAMS, MESH, **options)
 
     self.assertEqual(one.total_weight, P('data', None))
@@ -168,14 +168,14 @@ class StateSpecsTest(parameterized.TestCase):
       ),
       (
           *(optax.trace(0.9), {'in_specs': P(('data', 'model'))}),
-          '`per_shard` must be False where `in_specs` uses all axes of',
+          '`stacked` must be False where `in_specs` uses all axes of',
       ),
   )
   def test_refuses_what_cannot_be_sharded(
       self, tx, options, words, params=PARAMS
   ):
     if isinstance(options['in_specs'], P):
-      options, params = options | {'per_shard': True}, np.ones(8)
+      options, params = options | {'stacked': True}, np.ones(8)
     for fn in st.state_specs, st.init_state:
       with self.assertRaisesRegex(ValueError, words):
         fn(tx, params, _mesh(AxisType.Auto, (2, 4)), **options)
@@ -235,7 +235,7 @@ class InitStateTest(parameterized.TestCase):
     harness.assert_same(state, jax.device_put(state, shardings))
 
   @cases.parameters(
-      {'in_specs': MODEL_SPECS}, {'in_specs': MODEL_SPECS, 'per_shard': True}
+      {'in_specs': MODEL_SPECS}, {'in_specs': MODEL_SPECS, 'stacked': True}
   )
   def test_abstract_parameters_give_abstract_state(self, **options):
     mesh = _mesh(AxisType.Auto, (2, 4))

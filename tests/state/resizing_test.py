@@ -502,19 +502,19 @@ tx = st.shard_update(optax.trace(0.9), 'data')
 params = jnp.zeros(5)
 state = st.ShardUpdateState(optax.TraceState(np.arange(5, dtype=np.float32)))
 resized = st.resize_state(state, tx, params, mesh)
-full = st.full_state(resized, tx, params, mesh)
+full = st.unshard_state(resized, tx, params, mesh)
 assert full.inner_state.trace.is_fully_replicated
 assert np.asarray(full.inner_state.trace).tolist() == [0, 1, 2, 3, 4]
 for tx2 in tx, st.contrib.owned_update(optax.trace(0.9), 'data'):
   params2 = {'a': np.ones((4, 2), 'float32'), 'b': np.ones(2, 'float32')}
   state2 = st.init_state(tx2, params2, mesh)
-  full2 = st.full_state(state2, tx2, params2, mesh)
+  full2 = st.unshard_state(state2, tx2, params2, mesh)
   a = full2.inner_state.trace['a']
   assert a.shape == (4, 2) and a.addressable_data(0).shape == (2, 2), a
   full2 = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))(full2)
-  placed = st.place_state(full2, tx2, params2, mesh)
+  placed = st.shard_state(full2, tx2, params2, mesh)
   assert jax.tree.structure(placed) == jax.tree.structure(state2)
-  again = st.full_state(placed, tx2, params2, mesh)
+  again = st.unshard_state(placed, tx2, params2, mesh)
   ones = jax.jit(lambda s: jax.tree.map(lambda x: (x == 1).all(), s))(again)
   assert all(map(bool, jax.tree.leaves(ones))), ones
 own = np.asarray(resized.inner_state.trace.addressable_data(0))
@@ -643,7 +643,7 @@ class RuleTest(parameterized.TestCase):
   @cases.parameters(
       (dict(resize='some'), ValueError, '`resize` must be'),
       (dict(metric='some'), ValueError, '`metric` must be'),
-      (dict(problem='some'), TypeError, '`problem` must be'),
+      (dict(health_check='some'), TypeError, '`health_check` must be'),
       (dict(full=len), ValueError, '`full` and `place` must be'),
   )
   def test_refuses(self, rule, error, words):
@@ -655,9 +655,9 @@ class RuleTest(parameterized.TestCase):
       # No weight is known.
       (dict(resize='average', row_weights=np.zeros(4)), FOUR, [315] * 3),
       (dict(resize='average', row_weights=np.r_[0, 1, 0, 2]), FOUR, [490] * 6),
-      (dict(resize='share'), FOUR, [420] * 3),
-      (dict(resize='share', row_weights=np.r_[1, 0, 0, 1]), FOUR, [210] * 3),
-      (dict(resize='share'), [1, 2, 4], [1.75] * 4),
+      (dict(resize='split'), FOUR, [420] * 3),
+      (dict(resize='split', row_weights=np.r_[1, 0, 0, 1]), FOUR, [210] * 3),
+      (dict(resize='split'), [1, 2, 4], [1.75] * 4),
       # Equal rows keep their bits; else the mean is of those that are finite.
       (dict(resize='average'), np.full((3, 2), 0.1), np.full((4, 2), 0.1)),
       (dict(resize='average'), [[1, np.nan], [2, 4], [4, 8]], [[3, 6]] * 4),

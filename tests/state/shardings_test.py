@@ -65,7 +65,7 @@ class StateShardingsTest(parameterized.TestCase):
     param = jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
 
     shardings = st.state_shardings(
-        optax.adam(0.1), param, mesh, on_whole='ignore'
+        optax.adam(0.1), param, mesh, on_replicated='ignore'
     )
 
     self.assertEqual(shardings[0].mu.spec, expected)
@@ -88,7 +88,7 @@ class StateShardingsTest(parameterized.TestCase):
         {'w': jnp.ones((512, 128)), 'v': jnp.ones(2048)},
         NamedSharding(mesh, P()),
     )
-    shardings = st.state_shardings(tx, params, mesh, on_whole='raise')
+    shardings = st.state_shardings(tx, params, mesh, on_replicated='raise')
 
     init = jax.jit(tx.init, out_shardings=shardings).lower(params).compile()
     state = init(params)
@@ -116,7 +116,7 @@ class StateShardingsTest(parameterized.TestCase):
 
     x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P('data')))
     placed = jax.tree.map(lambda p: p.sharding, params), shardings
-    report = monitoring.wire_report(
+    report = monitoring.communication_report(
         jax.jit(step, out_shardings=placed), params, state, x, compiled=True
     )
 
@@ -131,7 +131,7 @@ class StateShardingsTest(parameterized.TestCase):
   def test_trains_as_with_a_replicated_state(self, tx):
     mesh = make_mesh()
     params = make_params(mesh)
-    shardings = st.state_shardings(tx, params, mesh, on_whole='ignore')
+    shardings = st.state_shardings(tx, params, mesh, on_replicated='ignore')
 
     def step(params, state):
       grads = jax.tree.map(jnp.cos, params)
@@ -166,7 +166,7 @@ class StateShardingsTest(parameterized.TestCase):
         optax.trace(0.9),
         params,
         make_mesh(),
-        on_whole='ignore',
+        on_replicated='ignore',
         whole_dims=whole_dims,
     )
 
@@ -193,7 +193,7 @@ class StateShardingsTest(parameterized.TestCase):
         told((6, 12, 16)),
         r"multiplies .* divided over 'data', .*mu\['w'\]: .* 4,608 bytes",
     )
-    self.assertNotIn('multiplies', told((6, 12, 16), on_whole='ignore'))
+    self.assertNotIn('multiplies', told((6, 12, 16), on_replicated='ignore'))
     self.assertNotIn('multiplies', told((8, 12, 16), whole_dims=2))
 
   def test_finds_what_belongs_to_parameters_in_a_tree_of_labels(self):
@@ -205,7 +205,7 @@ class StateShardingsTest(parameterized.TestCase):
             optax.contrib.muon(0.1, muon_weight_dimension_numbers=labels),
             params,
             make_mesh(),
-            on_whole='ignore',
+            on_replicated='ignore',
             whole_dims=2,
         )
         for labels in ({'w': numbers, 'v': None}, lambda params: numbers)
@@ -223,7 +223,7 @@ class StateShardingsTest(parameterized.TestCase):
     )
 
     found, expected = (
-        st.state_shardings(optax.adam(0.1), given, mesh, on_whole='ignore')
+        st.state_shardings(optax.adam(0.1), given, mesh, on_replicated='ignore')
         for given in (abstract, params)
     )
 
@@ -275,7 +275,7 @@ class StateShardingsTest(parameterized.TestCase):
     ):
       st.state_shardings(*args)
     with self.assertRaisesRegex(ValueError, r"over 'data', got 2 leaves"):
-      st.state_shardings(*args, on_whole='raise')
+      st.state_shardings(*args, on_replicated='raise')
 
   @cases.parameters(
       # Both dimensions are used, and neither can be divided any further.
@@ -289,18 +289,18 @@ class StateShardingsTest(parameterized.TestCase):
     args = optax.adam(0.1), {'w': w, 'scale': jnp.ones([])}, mesh
 
     with self.assertRaisesRegex(
-        ValueError, r"divided over 'data', got 2 .* Choose another `shard_over`"
+        ValueError, r"divided over 'data', got 2 .* Choose another `axis_name`"
     ):
       st.state_shardings(*args)
 
-    shardings = st.state_shardings(*args, on_whole='ignore')
+    shardings = st.state_shardings(*args, on_replicated='ignore')
     padded = spec if len(spec) else P(None, None)
     self.assertEqual(shardings[0].mu['w'].spec, padded)
 
   @cases.parameters(
       ({'mesh': 3}, TypeError, '`mesh` of `state_shardings` must be a'),
-      ({'shard_over': 'x'}, ValueError, "must be an axis of the mesh, .*'x'"),
-      ({'on_whole': 'hide'}, ValueError, "`on_whole` must be 'warn'"),
+      ({'axis_name': 'x'}, ValueError, "must be an axis of the mesh, .*'x'"),
+      ({'on_replicated': 'hide'}, ValueError, "`on_replicated` must be 'warn'"),
       ({'whole_dims': 2.0}, TypeError, '`whole_dims` must be an integer'),
       ({'whole_dims': -1}, ValueError, 'at least 0, got -1'),
       ({'mesh': lambda: make_mesh((2, 4))}, ValueError, 'be on the mesh'),

@@ -42,7 +42,7 @@ class ClipTest(parameterized.TestCase):
     specs = {'a': P(AXIS), 'b': P('model', AXIS), 'c': P(), 's': P()}
     tree = tree_of()
     sharded = None if check_vma else specs
-    tx = clip_by_global_norm(1.0, (AXIS, 'model'), sharded=sharded)
+    tx = clip_by_global_norm(1.0, (AXIS, 'model'), specs=sharded)
     clip = on_mesh(
         lambda tree: tx.update(tree, tx.init(tree))[0], specs, check_vma, specs
     )
@@ -101,11 +101,11 @@ class ClipTest(parameterized.TestCase):
   def test_refuses_specs_of_an_axis_that_is_not_named(self, caller, check):
     specs = {'a': P('model'), 'b': P(), 'c': P(), 's': P()}
     sharded = specs | {'a': P('model', AXIS)}
-    tx = clip_by_global_norm(1.0, 'model', sharded=sharded)
+    tx = clip_by_global_norm(1.0, 'model', specs=sharded)
 
     def fn(tree):
       if caller == 'global_norm':
-        return st.global_norm(tree, 'model', sharded=sharded)
+        return st.global_norm(tree, 'model', specs=sharded)
       return tx.update(tree, tx.init(tree))[0]['c']
 
     with self.assertRaisesRegex(
@@ -138,7 +138,7 @@ class ShardUpdateTest(parameterized.TestCase):
   @cases.parameters((1, P(AXIS)), (3, P(AXIS)), (3, None))
   def test_clips_inside_by_the_norm_of_the_whole(self, num_shards, sharded):
     params = {'w': jnp.ones((3, 5)), 'b': jnp.ones(2), 's': jnp.ones(())}
-    clip = clip_by_global_norm(1.0, AXIS, sharded=sharded)
+    clip = clip_by_global_norm(1.0, AXIS, specs=sharded)
     tx = st.shard_update(optax.chain(clip, optax.adam(0.1, eps=1.0)), AXIS)
     whole = optax.chain(
         st.cross_shard_mean(AXIS),
@@ -207,7 +207,7 @@ class ShardUpdateTest(parameterized.TestCase):
     specs = {'a': P('model'), 'b': P()}
     # Inside, slices over the mapped axis are of what the other has left.
     sharded = {'a': P((AXIS, 'model')), 'b': P(AXIS)}
-    clip = clip_by_global_norm(1.0, (AXIS, 'model'), sharded=sharded)
+    clip = clip_by_global_norm(1.0, (AXIS, 'model'), specs=sharded)
     tx = st.shard_update(optax.chain(clip, optax.sgd(-1.0)), AXIS)
     tree = {'a': np.arange(1.0, 7, dtype=np.float32), 'b': np.ones(3, 'f')}
 

@@ -180,7 +180,7 @@ class InvariantTest(parameterized.TestCase):
   """Gradients that JAX, or an earlier link, has reduced already."""
 
   def test_leaves_an_averaged_gradient_as_it_is(self):
-    tx = st.cross_shard_mean(modes.AXIS, on_invariant='averaged')
+    tx = st.cross_shard_mean(modes.AXIS, if_reduced='mean')
 
     def shard(params, x):
       # The parameters are replicated: JAX sums their gradient.
@@ -194,13 +194,13 @@ class InvariantTest(parameterized.TestCase):
       expected = _like_params(np.broadcast_to(DATA.mean(0), DATA.shape))
       chex.assert_trees_all_equal(updates, expected, strict=True)
     # The gradients of two parameters by JAX, and a buffer.
-    report = st.monitoring.wire_report(mapped, PARAMS, DATA)
+    report = st.monitoring.communication_report(mapped, PARAMS, DATA)
     self.assertLen(report.collectives, 3)
 
   @cases.product(
       make=(
           *FACTORIES.values(),
-          functools.partial(st.cross_shard_mean, on_invariant='averaged'),
+          functools.partial(st.cross_shard_mean, if_reduced='mean'),
       ),
       own=((1.0, None), (None, [[0, 1, 2, 3], [4, 5, 6, 7]])),
   )
@@ -215,9 +215,9 @@ class InvariantTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'typed invariant'):
       jax.eval_shape(modes.map_shards(TRACKED, shard), PARAMS, DATA)
 
-  @cases.parameters('error', 'averaged')
-  def test_finishes_a_delayed_sum(self, on_invariant):
-    tx = st.cross_shard_mean(modes.AXIS, on_invariant=on_invariant)
+  @cases.parameters('error', 'mean')
+  def test_finishes_a_delayed_sum(self, if_reduced):
+    tx = st.cross_shard_mean(modes.AXIS, if_reduced=if_reduced)
 
     def shard(params, x):
       grads = jax.grad(_loss)(jax.tree.map(_delay_sum, params), x)
@@ -276,7 +276,7 @@ class SeveralAxesTest(parameterized.TestCase):
   def test_works_under_nested_maps(self):
     axes = 'host', 'core'
     txs = {
-        'tree': reproducible.mean(axes),
+        'tree': reproducible.cross_shard_mean(axes),
         'shard_update': st.shard_update(optax.identity(), axes),
         **{kind: make(axes) for kind, make in FACTORIES.items()},
     }
@@ -295,7 +295,7 @@ class SeveralAxesTest(parameterized.TestCase):
         np.testing.assert_array_equal(found, expected, err_msg=kind)
 
   def test_takes_each_leaf_in_its_own_state(self):
-    tx = st.cross_shard_mean(('host', 'core'), on_invariant='averaged')
+    tx = st.cross_shard_mean(('host', 'core'), if_reduced='mean')
 
     def shard(_, x):
       updates = {
@@ -371,7 +371,7 @@ class ShardMeanTest(parameterized.TestCase):
   def test_leaves_a_metric_that_is_averaged_as_it_is(self):
     def shard(step, x):
       metrics = {'x': x, 'step': step}
-      return st.shard_mean(metrics, modes.AXIS, on_invariant='averaged')
+      return st.shard_mean(metrics, modes.AXIS, if_reduced='mean')
 
     x = np.arange(8, dtype=np.float32)
     means = modes.map_shards('shard_map', shard)(np.float32(7), x)

@@ -291,16 +291,16 @@ class ModelAxisTest(parameterized.TestCase):
 
     specs = dict(in_specs=P(AXIS), out_specs=P())
     step = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
-    with self.assertRaisesRegex(ValueError, r"`sharded` .* over \['model'\]"):
+    with self.assertRaisesRegex(ValueError, r"`specs` .* over \['model'\]"):
       jax.eval_shape(step, jnp.ones(4))
 
   def test_refuses_what_is_no_spec(self):
     for sharded in ('model',), 3:
       with self.assertRaisesRegex(TypeError, 'must be a `PartitionSpec`'):
-        guard(optax.sgd(1.0), AXIS, sharded=sharded)
+        guard(optax.sgd(1.0), AXIS, specs=sharded)
 
   def test_needs_the_axes_of_its_specs(self):
-    tx = guard(mean_of(optax.sgd(1.0)), AXIS, sharded=P('model'))
+    tx = guard(mean_of(optax.sgd(1.0)), AXIS, specs=P('model'))
 
     with self.assertRaisesRegex(NameError, "`guard` needs .* axis 'model'"):
       run(tx, data(), mode='vmap')
@@ -310,7 +310,7 @@ class ModelAxisTest(parameterized.TestCase):
     specs = {'sliced': P('model'), 'whole': P()}
     sharded = None if check_vma else specs
     # The norm of slices is below the limit, that of the leaf above it.
-    given = dict(spikes=SpikeRule(max_norm=6.0), sharded=sharded)
+    given = dict(spikes=SpikeRule(max_norm=6.0), specs=sharded)
     tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', **given)
 
     def step(x):
@@ -334,7 +334,7 @@ class ModelAxisTest(parameterized.TestCase):
   def test_has_no_branch_about_what_the_compiler_shards(self):
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), kinds)
-    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', sharded=P())
+    tx = guard(mean_of(optax.sgd(-1.0)), AXIS, on_bad='exclude', specs=P())
 
     specs = dict(in_specs=P(AXIS), out_specs=P())
 
@@ -360,7 +360,7 @@ class WireTest(parameterized.TestCase):
   def test_sends_a_few_numbers_at_once_and_first(self, spikes, payload):
     tx = guard(mean_of(optax.adam(0.1)), AXIS, spikes=spikes)
 
-    report = st.monitoring.wire_report(
+    report = st.monitoring.communication_report(
         lambda x: tx.update(x, tx.init(x)),
         jnp.zeros(1000),
         axis_sizes={AXIS: SHARDS},

@@ -308,7 +308,7 @@ class MasterWeightsTest(parameterized.TestCase):
         out_specs=(P(), specs),
     )
     x = jnp.ones((8, 64), jnp.bfloat16)
-    report = st.monitoring.wire_report(step, params, state, x)
+    report = st.monitoring.communication_report(step, params, state, x)
 
     payload = {c.primitive: c.payload_bytes for c in report.collectives}
     self.assertEqual(payload['all_gather'], 2 * params['w'].size // SHARDS)
@@ -364,7 +364,7 @@ class MasterWeightsTest(parameterized.TestCase):
     tx = master_weights(ADAMW)
 
     shardings = st.state_shardings(
-        tx, params_of(MIXED), mesh, on_whole='ignore'
+        tx, params_of(MIXED), mesh, on_replicated='ignore'
     )
 
     found = masters_of(shardings)
@@ -405,7 +405,7 @@ class CheckpointTest(parameterized.TestCase):
   def test_holds_the_copies_in_the_shapes_of_the_parameters(self):
     tx, mesh, params, state = self.trained()
 
-    full = st.full_state(state, tx, params, mesh)
+    full = st.unshard_state(state, tx, params, mesh)
 
     masters = masters_of(full)
     narrow = {k: p for k, p in params.items() if k != 'wide'}
@@ -421,35 +421,35 @@ class CheckpointTest(parameterized.TestCase):
         as_dtypes({k: masters[k] for k in narrow}, MIXED), narrow, rtol=8e-3
     )
 
-  @cases.product(shards=(1, 3, 4), by=('place_state', 'resize_state'))
+  @cases.product(shards=(1, 3, 4), by=('shard_state', 'resize_state'))
   def test_another_number_of_shards_has_the_same_bits(self, shards, by):
     tx, mesh, params, state = self.trained()
     other = modes.mesh(shards)
-    full = jax.device_get(st.full_state(state, tx, params, mesh))
+    full = jax.device_get(st.unshard_state(state, tx, params, mesh))
 
-    if by == 'place_state':
-      placed = st.place_state(full, tx, params, other)
+    if by == 'shard_state':
+      placed = st.shard_state(full, tx, params, other)
     else:
       placed = st.resize_state(jax.device_get(state), tx, params, other)
 
-    again = jax.device_get(st.full_state(placed, tx, params, other))
+    again = jax.device_get(st.unshard_state(placed, tx, params, other))
     chex.assert_trees_all_equal(again, full, strict=True)
 
   def test_a_resumed_run_trains_as_an_unbroken_one(self):
     tx, mesh, params, state = self.trained()
     other = modes.mesh(4)
-    full = jax.device_get(st.full_state(state, tx, params, mesh))
+    full = jax.device_get(st.unshard_state(state, tx, params, mesh))
     moved = jax.device_get(params)
 
     for i in (2, 3):
       params, state = self.step(tx, mesh, params, state, i)
-    placed = st.place_state(full, tx, moved, other)
+    placed = st.shard_state(full, tx, moved, other)
     resumed = jax.device_put(moved, NamedSharding(other, P()))
     for i in (2, 3):
       resumed, placed = self.step(tx, other, resumed, placed, i)
 
-    found = st.full_state(placed, tx, resumed, other)
-    expected = st.full_state(state, tx, params, mesh)
+    found = st.unshard_state(placed, tx, resumed, other)
+    expected = st.unshard_state(state, tx, params, mesh)
     assert_close(*jax.device_get((masters_of(found), masters_of(expected))))
 
   def test_starts_from_float32_values(self):
@@ -459,9 +459,9 @@ class CheckpointTest(parameterized.TestCase):
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), precise)
     state = st.init_state(tx, params, mesh)
 
-    full = st.full_state(state, tx, params, mesh)
+    full = st.unshard_state(state, tx, params, mesh)
     full = optax.tree_utils.tree_set(full, master_weights=precise)
-    state = st.place_state(full, tx, params, mesh)
+    state = st.shard_state(full, tx, params, mesh)
 
-    found = st.full_state(state, tx, params, mesh)
+    found = st.unshard_state(state, tx, params, mesh)
     chex.assert_trees_all_equal(masters_of(found), precise, strict=True)

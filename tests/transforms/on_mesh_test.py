@@ -49,7 +49,7 @@ class OnMeshTest(parameterized.TestCase):
     for x, y in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
       self.assertEqual(x.sharding, y.sharding)
 
-  @cases.parameters({'in_specs': P(None, 'model')}, {'per_shard': True})
+  @cases.parameters({'in_specs': P(None, 'model')}, {'stacked': True})
   def test_takes_the_options_of_init_state(self, **options):
     mesh = jax.make_mesh((4, 2), ('data', 'model'), (AxisType.Auto,) * 2)
     params = jnp.ones((4, 2))
@@ -104,7 +104,7 @@ class OnMeshTest(parameterized.TestCase):
       ({'tx': optax.sgd}, '`tx` of `on_mesh` must be an Optax gradient'),
       ({'mesh': ('data',)}, '`mesh` must be a `jax.sharding.Mesh`'),
       ({'in_specs': 'data'}, '`in_specs` of `on_mesh` must be'),
-      ({'per_shard': 1}, '`per_shard` must be a boolean, got 1'),
+      ({'stacked': 1}, '`stacked` must be a boolean, got 1'),
   )
   def test_refuses_arguments(self, change, words):
     with self.assertRaisesRegex(TypeError, words):

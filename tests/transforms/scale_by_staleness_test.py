@@ -159,7 +159,9 @@ class WeightTest(parameterized.TestCase):
       return tx.update(_grads(params, x), tx.init(params), local_step=0)[0]
 
     mapped = modes.map_shards('shard_map', shard)
-    report = st.monitoring.wire_report(mapped, np.zeros(5, 'f'), DATA[:, 0])
+    report = st.monitoring.communication_report(
+        mapped, np.zeros(5, 'f'), DATA[:, 0]
+    )
 
     # The weights, and the mean of five elements with its weight.
     payload = sum(sent.payload_bytes for sent in report.collectives)

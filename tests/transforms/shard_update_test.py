@@ -232,7 +232,7 @@ class StateTest(parameterized.TestCase):
     kept = st.init_state(grouped, params, mesh).inner_state
     self.assertEqual(kept['w'].shape, (8, 3, 4))
     with self.assertRaisesRegex(ValueError, 'does not go into'):
-      st.full_state(state, tx, params, mesh)
+      st.unshard_state(state, tx, params, mesh)
 
   def test_slices_and_rows_of_groups_are_told_apart_in_one_state(self):
     tx = optax.partition(
@@ -258,7 +258,7 @@ class StateTest(parameterized.TestCase):
     self.assertEqual(state.inner_state.shape, (8, *shape))
     # The first shard has the state of one group alone.
     with self.assertRaisesRegex(ValueError, '`groups` divide has no full'):
-      st.full_state(state, tx, params, mesh)
+      st.unshard_state(state, tx, params, mesh)
     one, alone = modes.mesh(1), shard_update(COPY, AXIS, groups=[[0]])
     kept = st.init_state(alone, params, one)
     self.assertEqual(kept.inner_state.shape, shape)
@@ -356,7 +356,7 @@ class AxesTest(parameterized.TestCase):
 
   def test_takes_what_is_reduced_already_without_sending(self):
     mesh = modes.mesh()
-    tx = shard_update(optax.sgd(1.0), AXIS, on_invariant='averaged')
+    tx = shard_update(optax.sgd(1.0), AXIS, if_reduced='mean')
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P())
@@ -367,7 +367,7 @@ class AxesTest(parameterized.TestCase):
     updates = step(grads)
 
     np.testing.assert_array_equal(updates, -grads)
-    report = st.monitoring.wire_report(step, grads)
+    report = st.monitoring.communication_report(step, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
 
 
@@ -512,9 +512,9 @@ class RefusalTest(parameterized.TestCase):
       jax.eval_shape(step, np.ones(16, 'f'))
 
   @cases.parameters(
-      ({'on_invariant': 'guess'}, ValueError, '`on_invariant` must be'),
+      ({'if_reduced': 'guess'}, ValueError, '`if_reduced` must be'),
       (
-          {'on_invariant': 'averaged', 'reduction': 'sum'},
+          {'if_reduced': 'mean', 'reduction': 'sum'},
           *(ValueError, "`reduction` .* must be 'mean' with on_invar"),
       ),
       ({'assume_elementwise': 1}, TypeError, '`assume_.* a boolean, got 1'),

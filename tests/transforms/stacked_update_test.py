@@ -403,9 +403,9 @@ class CheckpointTest(parameterized.TestCase):
 
     eight, four = (modes.plain_mesh('jit', n) for n in (8, 4))
     params, state = self.train(first, tx, 8, start, None, BATCHES[:2])
-    full = jax.device_get(st.full_state(state, tx, params, eight))
+    full = jax.device_get(st.unshard_state(state, tx, params, eight))
     params = jax.device_get(params)
-    state = st.place_state(full, tx, params, four)
+    state = st.shard_state(full, tx, params, four)
     params, _ = self.train(second, tx, 4, params, state, BATCHES[2:])
 
     chex.assert_trees_all_close(
@@ -518,7 +518,7 @@ REFUSED = {
             mean(optax.sgd(0.1)),
             jax.tree.map(lambda x: x[:, None], test.grads),
         ),
-        r'got \(1,\) instead of \(\) .*`shard_transforms.reduce_towers`',
+        r'got \(1,\) instead of \(\) .*`shard_transforms.reduce_stacked_tow',
     ),
     'a mean that was taken before': (
         lambda test: test.update(
@@ -565,7 +565,7 @@ REFUSED = {
         '`state` of `on_mesh` must be what its `init` returned',
     ),
     'state per shard': (
-        lambda test: st.on_mesh(mean(ADAM), test.mesh, per_shard=True).update(
+        lambda test: st.on_mesh(mean(ADAM), test.mesh, stacked=True).update(
             test.grads, (), test.params
         ),
         'must be called inside of `jax.shard_map`',

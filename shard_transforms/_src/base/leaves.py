@@ -32,7 +32,7 @@ _REMEDIES = {
         'it is already reduced; `jax.grad` of replicated parameters is a sum.'
         ' Take `shard_transforms.value_and_grad`, and reduce once;'
         ' `tower_reduce`, not `MultiSteps`. If it is a mean, reduce with'
-        " `on_invariant='averaged'`."
+        " `if_reduced='mean'`."
     ),
     'unreduced': (
         'its sum over the shards is pending. Take the gradient of each shard'

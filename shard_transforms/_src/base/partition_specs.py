@@ -58,35 +58,35 @@ def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
   return jax.tree.map(restrict, specs, is_leaf=is_spec)
 
 
-def check(sharded: Any, caller: str, name: str = 'sharded') -> None:
-  """Checks that `sharded` is a tree of `PartitionSpec`s.
+def check(specs: Any, caller: str, name: str = 'specs') -> None:
+  """Checks that `specs` is a tree of `PartitionSpec`s.
 
   Raises:
     TypeError: If a leaf is not a `PartitionSpec`.
   """
-  if not all(map(is_spec, jax.tree.leaves(sharded, is_leaf=is_spec))):
+  if not all(map(is_spec, jax.tree.leaves(specs, is_leaf=is_spec))):
     raise TypeError(
         f'`{name}` of `{caller}` must be a `PartitionSpec` or a tree of them,'
-        f" got {sharded!r}. Write `PartitionSpec('model')`, or"
+        f" got {specs!r}. Write `PartitionSpec('model')`, or"
         ' `PartitionSpec()` for a whole leaf.'
     )
 
 
 def check_names_all(
-    sharded: SpecTree, axes: Collection[Hashable], caller: str
+    specs: SpecTree, axes: Collection[Hashable], caller: str
 ) -> None:
   """Checks that all mapped axes that specs name are in `axes`.
 
   Raises:
     ValueError: If a spec names another mapped axis.
   """
-  specs = jax.tree.leaves(sharded, is_leaf=is_spec)
+  specs = jax.tree.leaves(specs, is_leaf=is_spec)
   others = frozenset().union(*map(axes_of, specs)).difference(axes)
   missing = sorted(filter(axes_lib.is_bound, others), key=str)
   if missing and axes:
     raise ValueError(
         f'`axis_name` of `{caller}` must name all mapped axes over which'
-        f' `sharded` slices leaves, got {tuple(axes)!r} without {missing}.'
+        f' `specs` slices leaves, got {tuple(axes)!r} without {missing}.'
         ' Shards along a missing axis would get different norms: write'
         f' `axis_name={(*axes, *missing)!r}`.'
     )
@@ -166,23 +166,23 @@ def check_in_use(
 
 
 def sliced_axes(
-    tree: Any, axes: tuple[Hashable, ...], sharded: Any, caller: str
+    tree: Any, axes: tuple[Hashable, ...], specs: Any, caller: str
 ) -> list[tuple[Hashable, ...]]:
   """Returns the axes over which each leaf is sliced, from specs or types.
 
   Raises:
-    ValueError: If `sharded` is given without axes, or contradicts the types.
+    ValueError: If `specs` is given without axes, or contradicts the types.
   """
-  if sharded is not None and not axes:
+  if specs is not None and not axes:
     raise ValueError(
-        f'`sharded` of `{caller}` must come with `axis_name`, got {sharded!r}'
+        f'`specs` of `{caller}` must come with `axis_name`, got {specs!r}'
         ' alone. Name the axes over which leaves are sliced.'
     )
   axes_lib.size(axes, caller)
   leaves = jax.tree.leaves_with_path(tree)
   told = [None] * len(leaves)
-  if sharded is not None:
-    specs = jax.tree.broadcast(sharded, tree, is_leaf=is_spec)
+  if specs is not None:
+    specs = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     told = jax.tree.leaves(specs, is_leaf=is_spec)
   return [
       tuple(axis for axis in axes if _is_sliced(path, leaf, axis, spec, caller))
@@ -201,7 +201,7 @@ def _is_sliced(path, leaf, axis, spec, caller):
   name = leaves_lib.name_of(path)
   if told is None and state == 'untracked':
     raise ValueError(
-        f'`sharded` of `{caller}` must say which leaves are sliced over'
+        f'`specs` of `{caller}` must say which leaves are sliced over'
         f' {axis!r}, because JAX does not track it here, got None. Give the'
         ' `PartitionSpec`s of the leaves.'
     )
@@ -210,7 +210,7 @@ def _is_sliced(path, leaf, axis, spec, caller):
   # With one shard, the slice is the whole leaf, so nothing is contradicted.
   if state == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
     raise ValueError(
-        f'`sharded` of `{caller}` must agree with the types of the leaves, got'
+        f'`specs` of `{caller}` must agree with the types of the leaves, got'
         f' {spec!r} for {name} {list(jnp.shape(leaf))}, typed {state} over'
         f' {axis!r}. A gradient that is still to be reduced over an axis is no'
         ' slice.'

@@ -1,6 +1,6 @@
 """Fields of optimizer state: rules, counters and per-shard values.
 
-`resize_state`, `full_state`, `metrics` and `check_health` do not depend on
+`resize_state`, `unshard_state`, `metrics` and `check_health` do not depend on
 specific state classes. They read the `rules` attribute that any class of state
 can declare.
 
@@ -38,9 +38,9 @@ Kind = Literal[
     'minimum',
     'maximum',
     'average',
-    'share',
-    'begin_anew',
-    'refuse',
+    'split',
+    'reset',
+    'error',
 ]
 Summary = Literal['same', 'sum', 'mean', 'minimum', 'maximum']
 
@@ -65,9 +65,9 @@ class Rule:
     resize: How to convert the field to another number of shards. `'keep'`
       copies a field that does not depend on the number of shards; `'sum'`,
       `'mean'`, `'minimum'` and `'maximum'` preserve this value over all shards;
-      `'average'` sets each row to the mean of all finite rows; `'share'` sets
-      each row to an equal part of the sum of all rows; `'begin_anew'`
-      initializes the field again; `'refuse'` raises an error. If the conversion
+      `'average'` sets each row to the mean of all finite rows; `'split'` sets
+      each row to an equal part of the sum of all rows; `'reset'`
+      initializes the field again; `'error'` raises an error. If the conversion
       depends on values, a function that takes the state and the `reduction`
       argument of `resize_state`, and returns a `Rule`.
     metric: How `metrics` combines the values of the shards into one value.
@@ -75,8 +75,8 @@ class Rule:
       or `'maximum'` for per-shard values, which have a leading axis of length 1
       inside the mapped function. A field that is a mapping gives one metric per
       entry. `None` if the field is not a metric.
-    problem: A function that takes the state and returns the message with which
-      `check_health` raises, in full sentences, or `None` if the state is
+    health_check: A function that takes the state and returns the message with
+      which `check_health` raises, in full sentences, or `None` if the state is
       healthy. If an array is spread over several processes, the function may
       only read its addressable shards.
     empty: The value of added rows and of a field that is initialized again.
@@ -84,14 +84,14 @@ class Rule:
       existing rows.
     reason: A sentence that explains why the field cannot be converted;
       `{name}` is replaced by the name of the leaf.
-    row_weights: The weight of each row for `'average'` and `'share'`, [rows].
+    row_weights: The weight of each row for `'average'` and `'split'`, [rows].
       All rows have the same weight if it is omitted and, for `'average'`, if
       the weights of all finite rows are 0.
     full: Converts a sharded field to the shapes of the replicated state, for
-      `full_state`; used instead of `resize`. A function that takes the field,
-      as JAX or NumPy arrays; the types of the field on one shard; and the name
-      of the field in error messages. It returns the full field, and must accept
-      a field that is already full.
+      `unshard_state`; used instead of `resize`. A function that takes the
+      field, as JAX or NumPy arrays; the types of the field on one shard; and
+      the name of the field in error messages. It returns the full field, and
+      must accept a field that is already full.
     place: The inverse of `full`: a function that takes the full field and the
       types of the field on the new shards, and returns the sharded field.
     replaces_params: Whether `update` moves the parameters to the values of this
@@ -99,7 +99,7 @@ class Rule:
       of `local_updates`.
 
   Raises:
-    TypeError: If `problem` is neither `None` nor a function.
+    TypeError: If `health_check` is neither `None` nor a function.
     ValueError: If `resize` or `metric` is unknown, or if only one of `full` and
       `place` is given.
 
@@ -136,7 +136,7 @@ class Rule:
 
   resize: Kind | Callable[[Any, Reduction | None], 'Rule'] = 'keep'
   metric: Summary | None = None
-  problem: Callable[[Any], str | None] | None = None
+  health_check: Callable[[Any], str | None] | None = None
   empty: chex.Numeric | None = None
   reason: str = ''
   # Excluded from `==`, which is elementwise for arrays.
@@ -158,9 +158,10 @@ class Rule:
           f'`metric` must be None or one of {get_args(Summary)}, got'
           f' {self.metric!r}.'
       )
-    if not (self.problem is None or callable(self.problem)):
+    if not (self.health_check is None or callable(self.health_check)):
       raise TypeError(
-          f'`problem` must be None or a function, got {self.problem!r}.'
+          '`health_check` must be None or a function, got'
+          f' {self.health_check!r}.'
       )
     if (self.full is None) != (self.place is None):
       raise ValueError(

@@ -1,6 +1,7 @@
 """Communication reports on compiled programs, from their text.
 
-`hlo_wire_report` takes the text, `report_program` a program or a function.
+`hlo_communication_report` takes the text, `report_program` a program or a
+function.
 """
 
 from collections.abc import Mapping
@@ -39,13 +40,14 @@ _INSTALLED = re.compile(
 )
 
 
-def hlo_wire_report(
+def hlo_communication_report(
     text: str, mesh: Mesh | None = None
-) -> report_table.WireReport:
+) -> report_table.CommunicationReport:
   r"""Reports the communication of each device in one run of a compiled program.
 
-  Like `wire_report(..., compiled=True)`, for the text of a program that was
-  compiled elsewhere, for CPUs, GPUs or TPUs. The report has no `memory`.
+  Like `communication_report(..., compiled=True)`, for the text of a program
+  that was compiled elsewhere, for CPUs, GPUs or TPUs. The report has no
+  `memory`.
 
   Args:
     text: The optimized program as XLA prints it:
@@ -54,7 +56,7 @@ def hlo_wire_report(
       axes. Optional if the text contains these names.
 
   Returns:
-    A `WireReport`.
+    A `CommunicationReport`.
 
   Raises:
     TypeError: If `text` is not a string, or `mesh` is not a mesh.
@@ -72,7 +74,7 @@ def hlo_wire_report(
     ...     replica_groups=[1,8]<=[8], dimensions={0}
     ... }'''
     >>> mesh = jax.sharding.AbstractMesh((8,), ('data',))
-    >>> print(shard_transforms.monitoring.hlo_wire_report(text, mesh))
+    >>> print(shard_transforms.monitoring.hlo_communication_report(text, mesh))
     primitive   dtype    payload  axes  shards  times   sent  scope
     all_gather  float32      500  data       8      1  3,500
     total                                           1  3,500
@@ -114,13 +116,13 @@ def compile_program(
     raise ValueError(
         f'`fn` could not be compiled in this process: {error}. Compile it where'
         ' its backend is available, and pass `compiled.as_text()` to'
-        ' `hlo_wire_report`.'
+        ' `hlo_communication_report`.'
     ) from error
 
 
 def report_program(
     compiled: jax.stages.Compiled, mesh: Mesh | None
-) -> report_table.WireReport:
+) -> report_table.CommunicationReport:
   """Returns what a compiled program sends, and its memory.
 
   Raises:
@@ -130,7 +132,7 @@ def report_program(
   if text is None:
     raise ValueError(
         'The backend of `fn` does not provide the text of compiled programs.'
-        ' Use `wire_report` of the traced function.'
+        ' Use `communication_report` of the traced function.'
     )
   report = _report(text, mesh, _meshes(compiled))
   return dataclasses.replace(report, memory=compiled.memory_analysis())
@@ -171,7 +173,7 @@ def _report(text, mesh, meshes):
   layout = _layout(module, mesh)
   collectives = tuple(_Collectives(module, layout).all_of(module.entry))
   warnings = compiled_warnings.find(module, collectives)
-  report = report_table.WireReport(collectives, warnings)
+  report = report_table.CommunicationReport(collectives, warnings)
   if '' in layout.inside and report.total_bytes:
     raise _missing_mesh(module)
   return report

@@ -54,7 +54,7 @@ class DivergenceState(NamedTuple):
   rules = {
       'num_updates': states.Rule(metric='same'),
       'divergence': states.Rule(metric='same'),
-      'diverged_count': states.Rule(metric='same', problem=_problem),
+      'diverged_count': states.Rule(metric='same', health_check=_problem),
       'first_diverged_step': states.Rule(metric='same'),
   }
 

@@ -195,8 +195,8 @@ def check_health(state: optax.OptState) -> None:
   """Raises if training has stalled or shards have diverged.
 
   Checks the states of `guard` and `track_divergence` anywhere in `state`, and
-  all other states whose `rules` have a `problem` (see `state_rules.Rule`). The
-  check waits for counters on the devices, so call it only every few steps.
+  all other states whose `rules` have a `health_check` (see `state_rules.Rule`).
+  The check waits for counters on the devices, so call it only every few steps.
 
   Args:
     state: State of an optimizer, as returned by a step.
@@ -245,4 +245,4 @@ def check_health(state: optax.OptState) -> None:
 def _problems(node):
   """Returns the health checks of a state."""
   rules = states.rules_of(node).values()
-  return [rule.problem for rule in rules if rule.problem is not None]
+  return [rule.health_check for rule in rules if rule.health_check is not None]

@@ -96,7 +96,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class WireReport:
+class CommunicationReport:
   """The communication of a step; prints as a table.
 
   Args:
@@ -110,7 +110,7 @@ class WireReport:
 
   Examples:
     >>> import shard_transforms
-    >>> print(shard_transforms.monitoring.WireReport(()))
+    >>> print(shard_transforms.monitoring.CommunicationReport(()))
     nothing is sent
   """
 
@@ -129,7 +129,7 @@ class WireReport:
     return sum(c.times for c in self.collectives)
 
   @property
-  def merged(self) -> 'WireReport':
+  def merged(self) -> 'CommunicationReport':
     """The same report, with one row per compiled operation."""
     rows = []
     for op, parts in itertools.groupby(self.collectives, lambda c: c.op):
@@ -166,7 +166,10 @@ class WireReport:
 
 def costliest_branch(branches: Sequence[list[Collective]]) -> list[Collective]:
   """Returns the collectives of the branch that sends most."""
-  return max(branches, key=lambda branch: WireReport(tuple(branch)).total_bytes)
+  return max(
+      branches,
+      key=lambda branch: CommunicationReport(tuple(branch)).total_bytes,
+  )
 
 
 def conditional(collectives: Sequence[Collective]) -> list[Collective]:

@@ -77,7 +77,7 @@ class StepEstimate:
   Examples:
     >>> from shard_transforms import monitoring
     >>> chip = monitoring.Chip(1e12, 8e9, 1e11, 1e10, 1e10, 1e9)
-    >>> report = monitoring.WireReport((monitoring.Collective(
+    >>> report = monitoring.CommunicationReport((monitoring.Collective(
     ...     'psum', 'float32', payload_bytes=4_000_000, axes=('data',),
     ...     num_shards=8),))
     >>> estimate = monitoring.StepEstimate(
@@ -89,7 +89,7 @@ class StepEstimate:
   chip: Chip
   num_devices: int
   flops: float
-  report: report_table.WireReport
+  report: report_table.CommunicationReport
 
   @property
   def memory_bytes(self) -> int:

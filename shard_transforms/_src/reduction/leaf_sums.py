@@ -26,7 +26,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 
-OnInvariant = Literal['error', 'averaged']
+IfReduced = Literal['error', 'mean']
 
 
 class Key(NamedTuple):
@@ -70,8 +70,8 @@ class Reduction:
     axes: The mapped axes.
     groups: A partition of the shards into groups that reduce separately, or
       `None`.
-    on_invariant: The treatment of leaves that are the same on all shards:
-      `'error'`, or `'averaged'` for leaves that are already means.
+    if_reduced: The treatment of leaves that are the same on all shards:
+      `'error'`, or `'mean'` for leaves that are already means.
     sent: How leaves are communicated: whole or in slices.
   """
 
@@ -79,19 +79,18 @@ class Reduction:
   kind: weights.Kind
   axes: tuple[Hashable, ...]
   groups: groups_lib.Groups | None = None
-  on_invariant: OnInvariant = 'error'
+  if_reduced: IfReduced = 'error'
   sent: ClassVar[thresholds.Sent] = 'whole'
 
   def __post_init__(self):
-    if self.on_invariant not in get_args(OnInvariant):
+    if self.if_reduced not in get_args(IfReduced):
       raise ValueError(
-          "`on_invariant` must be 'error' or 'averaged', got"
-          f' {self.on_invariant!r}.'
+          "`if_reduced` must be 'error' or 'mean', got" f' {self.if_reduced!r}.'
       )
-    if self.on_invariant == 'averaged' and self.kind == 'sum':
+    if self.if_reduced == 'mean' and self.kind == 'sum':
       raise ValueError(
           f"`reduction` of `{self.caller}` must be 'mean' with"
-          " on_invariant='averaged', got 'sum'."
+          " if_reduced='mean', got 'sum'."
       )
     if self.groups is not None and len(self.axes) > 1:
       raise ValueError(
@@ -152,7 +151,7 @@ def check(
   leaves_lib.check_inexact(tree, options.caller)
   allowed = []
   if weight is None and options.groups is None:
-    allowed += ['invariant'] * (options.on_invariant == 'averaged')
+    allowed += ['invariant'] * (options.if_reduced == 'mean')
     allowed += ['unreduced'] * allow_unreduced
   leaves_lib.check_per_shard(tree, options.axes, options.caller, allowed)
   if weight is None:
@@ -236,7 +235,7 @@ def reduce(
 
 def sent_over(leaf: chex.Array, options: Reduction) -> tuple[Hashable, ...]:
   """Returns the axes over which a checked leaf differs between shards."""
-  if options.on_invariant == 'error':
+  if options.if_reduced == 'error':
     return options.axes
   return tuple(
       axis for axis in options.axes if axes_lib.state(leaf, axis) != 'invariant'

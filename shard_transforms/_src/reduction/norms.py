@@ -21,7 +21,7 @@ def global_norm(
     tree: chex.ArrayTree,
     axis_name: axes_lib.AxisName | None = None,
     *,
-    sharded: partition_specs.SpecTree = None,
+    specs: partition_specs.SpecTree = None,
 ) -> jax.Array:
   r"""Returns the norm of all elements of a tree, each counted once.
 
@@ -35,7 +35,7 @@ def global_norm(
     tree: Tree of real or complex arrays of any shapes; `float0` counts as zero.
     axis_name: The mapped axis, or a sequence of mapped axes, over which leaves
       may be sliced. `None` for the norm of the leaves of this shard only.
-    sharded: The `PartitionSpec`s of the leaves, as a tree or a prefix tree like
+    specs: The `PartitionSpec`s of the leaves, as a tree or a prefix tree like
       `in_specs` of `jax.shard_map`; they specify which leaves are sliced over
       these axes. A scalar is never sliced. `None` to use the types of the
       leaves: a leaf that varies over an axis is a slice.
@@ -46,9 +46,9 @@ def global_norm(
 
   Raises:
     NameError: If an axis is not bound.
-    TypeError: If a leaf is an integer or boolean, or `sharded` contains values
+    TypeError: If a leaf is an integer or boolean, or `specs` contains values
       that are not `PartitionSpec`s.
-    ValueError: If `sharded` is missing where JAX does not track varying axes,
+    ValueError: If `specs` is missing where JAX does not track varying axes,
       contradicts the types, is not a prefix of the tree, names a mapped axis
       that `axis_name` lacks, or is given without `axis_name`.
 
@@ -58,28 +58,28 @@ def global_norm(
     >>> import shard_transforms
     >>> from jax.sharding import PartitionSpec as P
     >>> norm = lambda slice: shard_transforms.global_norm(
-    ...     slice, 'model', sharded=P('model'))
+    ...     slice, 'model', specs=P('model'))
     >>> print(jax.vmap(norm, axis_name='model')(jnp.array([[3.0], [4.0]])))
     [5. 5.]
   """
   caller = 'global_norm'
-  partition_specs.check(sharded, caller)
+  partition_specs.check(specs, caller)
   axes = axes_lib.optional_axes(axis_name)
   leaves_lib.check_inexact(tree, caller)
-  partition_specs.check_names_all(sharded, axes, caller)
-  return jnp.sqrt(sum_of_squares(tree, axes, sharded, caller))
+  partition_specs.check_names_all(specs, axes, caller)
+  return jnp.sqrt(sum_of_squares(tree, axes, specs, caller))
 
 
 def sum_of_squares(
     tree: optax.Updates,
     axes: tuple[Hashable, ...],
-    sharded: partition_specs.SpecTree,
+    specs: partition_specs.SpecTree,
     caller: str,
 ) -> jax.Array:
   """Returns the sum of squares of all elements, float32 (or float64) []."""
   dtype = weights.dtype_for(tree)
   by_axes = collections.defaultdict(lambda: jnp.zeros([], dtype))
-  sliced_axes = partition_specs.sliced_axes(tree, axes, sharded, caller)
+  sliced_axes = partition_specs.sliced_axes(tree, axes, specs, caller)
   for leaf, sliced in zip(jax.tree.leaves(tree), sliced_axes, strict=True):
     if not leaves_lib.is_float0(leaf):
       by_axes[sliced] += _squares(leaf).astype(dtype)

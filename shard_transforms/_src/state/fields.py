@@ -111,7 +111,7 @@ def resize_rules_of(
     if callable(rule.resize):
       rules[name] = rule.resize(node, reduction)
       states.check_rule(node, name, rules[name])
-  begun = {name for name, rule in rules.items() if rule.resize == 'begin_anew'}
+  begun = {name for name, rule in rules.items() if rule.resize == 'reset'}
   # If only fields that begin anew have changed, the parameters differ, and not
   # the number of shards. Such fields are not initialized again.
   return rules if changed - begun else {}

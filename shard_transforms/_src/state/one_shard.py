@@ -154,7 +154,7 @@ class OneShard:
       ValueError: If the field was made for other parameters.
     """
     one_shard, expected = self._types_of(path)
-    self._check_shapes(path, full, ' It must be what `full_state` returns.')
+    self._check_shapes(path, full, ' It must be what `unshard_state` returns.')
     for (sub, leaf), like in _pairs(full, expected):
       fields.check_dtype(leaves_lib.name_of((*path, *sub)), leaf, like)
     if fields.types_of(target) != fields.types_of(one_shard):

@@ -25,7 +25,7 @@ def init_state(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     *,
     in_specs: specs_lib.SpecTree = P(),
-    per_shard: bool = False,
+    stacked: bool = False,
 ) -> optax.OptState:
   """Returns the state of a transformation as global arrays on a mesh.
 
@@ -42,7 +42,7 @@ def init_state(
     mesh: The mesh of the step.
     in_specs: The `PartitionSpec`s of the parameters, as for `jax.shard_map`: a
       tree or a prefix tree.
-    per_shard: Whether *every* leaf gets a leading axis of shards, over all mesh
+    stacked: Whether *every* leaf gets a leading axis of shards, over all mesh
       axes that `in_specs` does not use. For training in which the parameters
       and the whole state differ between shards, as with `groups`: take `x[0]`
       of every leaf at the start of the mapped function and return `x[None]`.
@@ -71,7 +71,7 @@ def init_state(
     () (8, 3)
   """
   return make_state(
-      tx, params, mesh, mesh.axis_names, in_specs=in_specs, per_shard=per_shard
+      tx, params, mesh, mesh.axis_names, in_specs=in_specs, stacked=stacked
   )
 
 
@@ -82,7 +82,7 @@ def make_state(
     axes: Sequence[Hashable],
     *,
     in_specs: specs_lib.SpecTree = P(),
-    per_shard: bool = False,
+    stacked: bool = False,
 ) -> optax.OptState:
   """Like `init_state`, but maps only `axes`.
 
@@ -91,8 +91,8 @@ def make_state(
   """
   param_specs = specs.checked_specs(tx, params, in_specs, 'init_state')
   specs.check_mesh(mesh)
-  arguments.check_bool('per_shard', per_shard)
-  lead = specs.free_axes(mesh, in_specs) if per_shard else ()
+  arguments.check_bool('stacked', stacked)
+  lead = specs.free_axes(mesh, in_specs) if stacked else ()
   types = specs.state_types(tx, params, mesh, param_specs, lead)
   out_specs = specs.spec_tree(types)
 

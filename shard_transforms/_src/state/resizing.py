@@ -11,8 +11,8 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
 from shard_transforms._src.state import copies
-from shard_transforms._src.state import full_state
 from shard_transforms._src.state import one_shard
+from shard_transforms._src.state import unsharding
 
 
 def resize_state(
@@ -26,10 +26,10 @@ def resize_state(
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 
-  This function combines `full_state` and `place_state`: sharded state, such as
-  the slices of `shard_update`, is joined and sharded again. Leaves that are the
-  same on all shards, or sharded like a parameter, are copied. Per-shard state
-  is converted as follows:
+  This function combines `unshard_state` and `shard_state`: sharded state, such
+  as the slices of `shard_update`, is joined and sharded again. Leaves that are
+  the same on all shards, or sharded like a parameter, are copied. Per-shard
+  state is converted as follows:
 
   * An unfinished window of `tower_reduce` is merged or spread such that its
     result stays the same. Conversion preserves the totals and the total weights
@@ -53,7 +53,7 @@ def resize_state(
     state: A state returned by `init_state` or `tx.update`, for any number of
       shards, as JAX or NumPy arrays on this process. NumPy arrays do not record
       how they were sharded: if `in_specs` shards parameters whose state is
-      sliced, pass JAX arrays, or use `full_state`.
+      sliced, pass JAX arrays, or use `unshard_state`.
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The new mesh.
@@ -88,12 +88,12 @@ def resize_state(
     >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
     (1, 16)
   """
-  full_state.check_reduction(reduction)
+  unsharding.check_reduction(reduction)
   after = one_shard.OneShard(tx, params, mesh, in_specs, 'resize_state')
   made = _made_on(_mesh_of(state), after)
   here = jax.tree.map_with_path(_on_this_process, state)
-  full = full_state.joined(here, state, after, made)
-  return full_state.place(full, after, reduction)
+  full = unsharding.joined(here, state, after, made)
+  return unsharding.place(full, after, reduction)
 
 
 def _made_on(mesh, after):
@@ -130,7 +130,7 @@ def _on_this_process(path, leaf):
   if not copies.is_here(leaf):
     raise ValueError(
         '`state` of `resize_state` must be on this process, got a part of'
-        f' {leaves_lib.name_of(path)}. Save `full_state` of it, restore that,'
-        ' and place it with `place_state`.'
+        f' {leaves_lib.name_of(path)}. Save `unshard_state` of it, restore'
+        ' that, and place it with `shard_state`.'
     )
   return leaf

@@ -28,22 +28,22 @@ def apply_rule(
     ValueError: If the leaf cannot be converted, or was made for other
       parameters.
   """
-  if rule.resize == 'begin_anew':
+  if rule.resize == 'reset':
     empty = 0 if rule.empty is None else rule.empty
     return np.full(target.shape, empty, old.dtype)
-  if rule.resize != 'refuse' and not _are_rows(old, target):
+  if rule.resize != 'error' and not _are_rows(old, target):
     got = f'the shape {old.shape}'
     raise ValueError(
         f'{full_rules.made_for_others(got, name)}, which does not go into'
         f' {target.shape}.'
     )
-  if rule.resize in ('keep', 'refuse'):
+  if rule.resize in ('keep', 'error'):
     raise ValueError(_reason(rule, name, old, target))
   if isinstance(old, jax.Array) and copies.is_key(old):
     return _keys(old, target.shape[0])
   if rule.resize == 'average':
     resized = _average(rule, old)
-  elif rule.resize == 'share':
+  elif rule.resize == 'split':
     resized = _share(rule, old, target.shape[0])
   else:
     resized = _merge(rule, old, target.shape[0])

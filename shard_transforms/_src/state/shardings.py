@@ -27,21 +27,21 @@ def state_shardings(
     params: leaves_lib.ParamTree,
     mesh: jax.sharding.Mesh,
     *,
-    shard_over: Hashable = 'data',
-    on_whole: Literal['warn', 'raise', 'ignore'] = 'warn',
+    axis_name: Hashable = 'data',
+    on_replicated: Literal['warn', 'raise', 'ignore'] = 'warn',
     whole_dims: int = 0,
 ) -> Any:
   """Returns shardings of the optimizer state for ZeRO-1 under `jax.jit`.
 
-  With these shardings, each device along `shard_over` keeps and computes only a
+  With these shardings, each device along `axis_name` keeps and computes only a
   part of the moments and of the updates; the compiler inserts the collectives,
   including the gather of the updates. In `jax.shard_map`, use `shard_update`
   instead.
 
   A leaf of the state with the shape of its parameter is sharded like the
-  parameter and also over `shard_over`: along the first divisible dimension that
+  parameter and also over `axis_name`: along the first divisible dimension that
   is not sharded yet, or otherwise along a sharded dimension. If the parameter
-  is already sharded over `shard_over`, as in FSDP, the leaf has the sharding of
+  is already sharded over `axis_name`, as in FSDP, the leaf has the sharding of
   the parameter; this is not an error, because each device keeps only a part.
   All other leaves are replicated. A warning names the replicated leaves with
   more than one element, because each device needs memory for the whole leaf. It
@@ -70,9 +70,9 @@ def state_shardings(
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`, with the shardings of
       the parameters. Leaves without a sharding are replicated.
     mesh: The mesh of the step.
-    shard_over: The mesh axis over which to shard, usually the batch axis.
-    on_whole: The behaviour for leaves that cannot be divided: `'warn'`, which
-      raises if no leaf can be divided; `'raise'`; or `'ignore'`.
+    axis_name: The mesh axis over which to shard, usually the batch axis.
+    on_replicated: The behaviour for leaves that cannot be divided: `'warn'`,
+      which raises if no leaf can be divided; `'raise'`; or `'ignore'`.
     whole_dims: The number of trailing dimensions of a leaf that are never
       divided. A leaf with fewer dimensions, such as a vector among matrices,
       may be divided along any dimension.
@@ -84,7 +84,7 @@ def state_shardings(
     NameError: If `tx` reduces over a mapped axis in `init`.
     TypeError: If an argument has the wrong type.
     ValueError: If `whole_dims` is negative; if the mesh has no axis
-      `shard_over`; if a parameter is on another mesh; if no leaf with the shape
+      `axis_name`; if a parameter is on another mesh; if no leaf with the shape
       of a parameter can be divided, except with `'ignore'`; or, with `'raise'`,
       if any leaf cannot be divided.
 
@@ -110,7 +110,7 @@ def state_shardings(
     Data-Parallel Training, 2020, https://arxiv.org/abs/2004.13336.
   """
   arguments.as_inner(tx, 'state_shardings', 'tx')
-  _check(mesh, shard_over, on_whole)
+  _check(mesh, axis_name, on_replicated)
   arguments.as_at_least('whole_dims', whole_dims, 0)
   shapes = jax.eval_shape(tx.init, jax.tree.map(_shape, params))
 
@@ -118,7 +118,7 @@ def state_shardings(
     if leaf.shape != jnp.shape(param):
       return leaf
     spec = _spec_of(param, mesh)
-    spec = _divided(leaf.shape, spec, mesh, shard_over, whole_dims)
+    spec = _divided(leaf.shape, spec, mesh, axis_name, whole_dims)
     return leaf.update(sharding=NamedSharding(mesh, spec))
 
   # Only leaves with the shape of their parameter get a sharding below.
@@ -126,27 +126,28 @@ def state_shardings(
       lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes
   )
   leaves = specs.map_with_params(tx, divide, whole, params)
-  if on_whole != 'ignore':
-    _tell_whole(leaves, shard_over, on_whole)
-    _tell_gathered(tx, leaves, params, shapes, shard_over)
+  if on_replicated != 'ignore':
+    _tell_whole(leaves, axis_name, on_replicated)
+    _tell_gathered(tx, leaves, params, shapes, axis_name)
   return jax.tree.map(
       lambda leaf: leaf.sharding or NamedSharding(mesh, P()), leaves
   )
 
 
-def _check(mesh, shard_over, on_whole):
+def _check(mesh, axis_name, on_replicated):
   if not isinstance(mesh, jax.sharding.Mesh):
     raise TypeError(
         f'`mesh` of `{_CALLER}` must be a `jax.sharding.Mesh`, got {mesh!r}.'
     )
-  if shard_over not in mesh.shape:
+  if axis_name not in mesh.shape:
     raise ValueError(
-        f'`shard_over` must be an axis of the mesh, {tuple(mesh.shape)}, got'
-        f' {shard_over!r}.'
+        f'`axis_name` must be an axis of the mesh, {tuple(mesh.shape)}, got'
+        f' {axis_name!r}.'
     )
-  if on_whole not in ('warn', 'raise', 'ignore'):
+  if on_replicated not in ('warn', 'raise', 'ignore'):
     raise ValueError(
-        f"`on_whole` must be 'warn', 'raise' or 'ignore', got {on_whole!r}."
+        "`on_replicated` must be 'warn', 'raise' or 'ignore', got"
+        f' {on_replicated!r}.'
     )
 
 
@@ -219,12 +220,12 @@ def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
   return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
 
 
-def _tell_whole(leaves, axis, on_whole):
+def _tell_whole(leaves, axis, on_replicated):
   """Warns about leaves that every device keeps whole, or raises.
 
   Raises:
-    ValueError: If there are such leaves and `on_whole` is `'raise'`, or if no
-      leaf with the shape of a parameter is divided.
+    ValueError: If there are such leaves and `on_replicated` is `'raise'`, or if
+      no leaf with the shape of a parameter is divided.
   """
   whole = {
       leaves_lib.name_of(path): leaf
@@ -247,10 +248,10 @@ def _tell_whole(leaves, axis, on_whole):
   )
   divides_none = len(whole) == len(jax.tree.leaves(leaves))
   like_param = any(leaf.sharding for leaf in found.values())
-  if on_whole == 'raise' or (divides_none and like_param):
+  if on_replicated == 'raise' or (divides_none and like_param):
     raise ValueError(
-        f'{message} Choose another `shard_over`, or keep them whole by'
-        " `on_whole='ignore'`."
+        f'{message} Choose another `axis_name`, or keep them whole by'
+        " `on_replicated='ignore'`."
     )
   warnings.warn(message, UserWarning, stacklevel=3)
 

@@ -30,7 +30,7 @@ def state_specs(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     *,
     in_specs: specs_lib.SpecTree = P(),
-    per_shard: bool = False,
+    stacked: bool = False,
 ) -> Any:
   """Returns the `PartitionSpec`s of the state of a transformation.
 
@@ -46,7 +46,7 @@ def state_specs(
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The mesh of the step.
     in_specs: The `PartitionSpec`s of the parameters, as for `jax.shard_map`.
-    per_shard: As in `init_state`.
+    stacked: As in `init_state`.
 
   Returns:
     A tree like the state, for `in_specs` and `out_specs` of `jax.shard_map`.
@@ -56,7 +56,7 @@ def state_specs(
     TypeError: If an argument has the wrong type.
     ValueError: If a leaf varies over an axis, but has no leading dimension of
       length 1 and is not shaped like its parameter or a slice of it; or if
-      `per_shard` is true and `in_specs` uses all axes.
+      `stacked` is true and `in_specs` uses all axes.
 
   Examples:
     >>> import jax
@@ -71,9 +71,9 @@ def state_specs(
     P() P('data',)
   """
   check_mesh(mesh)
-  arguments.check_bool('per_shard', per_shard)
+  arguments.check_bool('stacked', stacked)
   param_specs = checked_specs(tx, params, in_specs, 'state_specs')
-  lead = free_axes(mesh, in_specs) if per_shard else ()
+  lead = free_axes(mesh, in_specs) if stacked else ()
   return spec_tree(state_types(tx, params, mesh, param_specs, lead))
 
 
@@ -468,7 +468,7 @@ def free_axes(
   free = tuple(axis for axis in mesh.axis_names if axis not in used)
   if not free:
     raise ValueError(
-        '`per_shard` must be False where `in_specs` uses all axes of the mesh,'
+        '`stacked` must be False where `in_specs` uses all axes of the mesh,'
         f' got True with {in_specs!r}.'
     )
   return free

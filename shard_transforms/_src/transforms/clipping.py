@@ -16,7 +16,7 @@ def clip_by_global_norm(
     max_norm: chex.Numeric,
     axis_name: axes_lib.AxisName | None = None,
     *,
-    sharded: partition_specs.SpecTree = None,
+    specs: partition_specs.SpecTree = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Scales updates down so that their norm is at most `max_norm`.
 
@@ -40,7 +40,7 @@ def clip_by_global_norm(
   Args:
     max_norm: The norm above which updates are scaled down, a positive number.
     axis_name: As in `global_norm`.
-    sharded: As in `global_norm`; inside `shard_update` it is
+    specs: As in `global_norm`; inside `shard_update` it is
       `PartitionSpec(axis_name)`.
 
   Returns:
@@ -48,7 +48,7 @@ def clip_by_global_norm(
 
   Raises:
     NameError: In `update`, if an axis is not bound.
-    TypeError: If `max_norm` is not a real number, or if `sharded` is not a tree
+    TypeError: If `max_norm` is not a real number, or if `specs` is not a tree
       of `PartitionSpec`s; in `update`, if a leaf is an integer or boolean.
     ValueError: If `max_norm` is not positive; in `update`, in the cases of
       `global_norm`, or if only some leaves vary over an axis that is not in
@@ -70,7 +70,7 @@ def clip_by_global_norm(
   """
   caller = 'clip_by_global_norm'
   max_norm = arguments.as_positive('max_norm', max_norm)
-  partition_specs.check(sharded, caller)
+  partition_specs.check(specs, caller)
   axes = axes_lib.optional_axes(axis_name)
 
   def init_fn(params):
@@ -81,8 +81,8 @@ def clip_by_global_norm(
     del params, extra_args
     leaves_lib.check_inexact(updates, caller)
     _check_alike(updates, axes)
-    partition_specs.check_names_all(sharded, axes, caller)
-    norm = jnp.sqrt(norms.sum_of_squares(updates, axes, sharded, caller))
+    partition_specs.check_names_all(specs, axes, caller)
+    norm = jnp.sqrt(norms.sum_of_squares(updates, axes, specs, caller))
     is_small = norm <= jnp.asarray(max_norm, norm.dtype)
 
     def clip(leaf):

@@ -14,7 +14,7 @@ def cross_shard_mean(
     axis_name: axes.AxisName,
     *,
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: leaf_sums.OnInvariant = 'error',
+    if_reduced: leaf_sums.IfReduced = 'error',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Replaces updates by their mean over all shards of a mapped axis.
 
@@ -47,9 +47,9 @@ def cross_shard_mean(
     axis_name: The mapped axis to reduce over, or a sequence of mapped axes.
     groups: A partition of the shards into groups of equal size, such as
       `[[0, 1], [2, 3]]`. Each group reduces only among its own shards. The
-      result then differs between shards; see `init_state(..., per_shard=True)`.
-    on_invariant: The treatment of a leaf whose type shows that it is the same
-      on all shards: `'error'` raises an error; `'averaged'` assumes that the
+      result then differs between shards; see `init_state(..., stacked=True)`.
+    if_reduced: The treatment of a leaf whose type shows that it is the same
+      on all shards: `'error'` raises an error; `'mean'` assumes that the
       leaf is already the mean, and returns it without communication.
 
   Returns:
@@ -80,7 +80,7 @@ def cross_shard_mean(
     `tf.contrib.tpu.CrossShardOptimizer` of TensorFlow 1.15 with
     `reduction=Reduction.MEAN`.
   """
-  return _cross_shard('mean', axis_name, groups, on_invariant)
+  return _cross_shard('mean', axis_name, groups, if_reduced)
 
 
 def cross_shard_sum(
@@ -130,7 +130,7 @@ def shard_mean(
     axis_name: axes.AxisName,
     *,
     weight: chex.Numeric | None = None,
-    on_invariant: leaf_sums.OnInvariant = 'error',
+    if_reduced: leaf_sums.IfReduced = 'error',
 ) -> chex.ArrayTree:
   """Returns the (weighted) mean of a tree over all shards of a mapped axis.
 
@@ -141,8 +141,8 @@ def shard_mean(
     tree: Tree of arrays of any shapes; integers and booleans become float32.
     axis_name: The mapped axis, or a sequence of mapped axes.
     weight: One scalar per shard, such as its token count, or `None`.
-    on_invariant: The treatment of a leaf that is the same on all shards; see
-      `cross_shard_mean`. `'averaged'` returns the leaf unchanged.
+    if_reduced: The treatment of a leaf that is the same on all shards; see
+      `cross_shard_mean`. `'mean'` returns the leaf unchanged.
 
   Returns:
     A tree of the same shapes, the same on all shards.
@@ -166,18 +166,18 @@ def shard_mean(
       'shard_mean',
       'mean',
       axes.as_axes(axis_name),
-      on_invariant=on_invariant,
+      if_reduced=if_reduced,
   )
   return mean(jax.tree.map(_as_float, tree), weight)
 
 
-def _cross_shard(kind, axis_name, groups, on_invariant):
+def _cross_shard(kind, axis_name, groups, if_reduced):
   reduction = leaf_sums.Reduction(
       f'cross_shard_{kind}',
       kind,
       axes.as_axes(axis_name),
       None if groups is None else groups_lib.as_groups(groups),
-      on_invariant,
+      if_reduced,
   )
 
   def init_fn(params):

@@ -85,7 +85,7 @@ class GuardState(NamedTuple):
   rules = {
       'num_updates': states.Rule(metric='same'),
       'skipped_count': states.Rule(metric='same'),
-      'consecutive_skipped': states.Rule(metric='same', problem=_stalled),
+      'consecutive_skipped': states.Rule(metric='same', health_check=_stalled),
       'bad_shard_count': states.Rule(metric='same'),
       'last_bad_step': states.Rule(
           resize='maximum', empty=states.NEVER, metric='maximum'
@@ -101,7 +101,7 @@ def guard(
     spikes: spikes_lib.SpikeRule | None = None,
     min_shards: int | None = None,
     max_consecutive: int | None = None,
-    sharded: partition_specs.SpecTree = None,
+    specs: partition_specs.SpecTree = None,
     assume_weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Skips updates that are NaN, infinite or spikes, or excludes bad shards.
@@ -158,7 +158,7 @@ def guard(
     max_consecutive: The number of consecutive skipped steps at which
       `check_health` raises; `None` for no limit. A step that excludes bad
       shards does not count as skipped.
-    sharded: The `PartitionSpec`s of leaves that are sliced over axes other than
+    specs: The `PartitionSpec`s of leaves that are sliced over axes other than
       `axis_name`, as in `global_norm`; needed if JAX does not track types.
     assume_weighted: Turns off the check that `inner` uses `weight` in all its
       sums over shards. Set it only if `inner` is refused although it uses the
@@ -180,7 +180,7 @@ def guard(
       `update`, and in `init` on several shards, if there are fewer than
       `min_shards` shards; in `update`, if updates are already reduced although
       `axis_name` is given, or differ between shards although it is not given,
-      if `sharded` is missing, if `inner` does not use the weight, or if the
+      if `specs` is missing, if `inner` does not use the weight, or if the
       state was made with other options.
 
   Examples:
@@ -214,7 +214,7 @@ def guard(
   most = min(
       arguments.as_at_least('max_consecutive', most, 1), states.MAX_COUNT
   )
-  partition_specs.check(sharded, _CALLER)
+  partition_specs.check(specs, _CALLER)
   inner = arguments.as_inner(inner, _CALLER)
   gate = gating.gate(_CALLER, inner, axes, assume_weighted)
   # Whether each shard sanitizes its update before `inner`. If not, a NaN goes
@@ -222,8 +222,8 @@ def guard(
   is_early = on_bad == 'exclude' or spikes is not None
 
   def init_fn(params):
-    # `full_state` calls `init` on one shard to get the shapes of the state, so
-    # one shard must be allowed for every `min_shards`.
+    # `unshard_state` calls `init` on one shard to get the shapes of the state,
+    # so one shard must be allowed for every `min_shards`.
     if axes_lib.size(axes, _CALLER) > 1 and num_enough is not None:
       _check_enough_shards(axes, num_enough)
     known = () if spikes is None else spikes_lib.start(spikes, axes)
@@ -234,11 +234,11 @@ def guard(
     if num_enough is not None:
       _check_enough_shards(axes, num_enough)
     spikes_lib.check_fits(spikes, state.spikes)
-    sliced = _sliced_over(updates, axes, sharded)
+    sliced = _sliced_over(updates, axes, specs)
     if is_early:
       value = extra_args.get('value')
       judgement = spikes_lib.judge(
-          spikes, state.spikes, updates, value, sliced, sharded
+          spikes, state.spikes, updates, value, sliced, specs
       )
     else:
       updates, judgement = _check(updates, sliced, axes)
@@ -327,23 +327,23 @@ def _check_enough_shards(axes, num_enough):
     )
 
 
-def _sliced_over(updates, axes, sharded):
+def _sliced_over(updates, axes, specs):
   """Returns the axes, other than `axes`, over which leaves are sliced.
 
   Raises:
     NameError: If such an axis is not bound.
-    ValueError: If `sharded` is missing where JAX does not track types.
+    ValueError: If `specs` is missing where JAX does not track types.
   """
   found = frozenset()
-  if sharded is not None:
-    specs = jax.tree.leaves(sharded, is_leaf=partition_specs.is_spec)
+  if specs is not None:
+    specs = jax.tree.leaves(specs, is_leaf=partition_specs.is_spec)
     found = found.union(*map(partition_specs.axes_of, specs))
   elif axes:
     found = found.union(*map(axes_lib.varying_axes, jax.tree.leaves(updates)))
     unknown = set(axes_lib.untracked_axes()).difference(axes)
     if unknown:
       raise ValueError(
-          '`sharded` of `guard` must say which leaves are sliced over'
+          '`specs` of `guard` must say which leaves are sliced over'
           f' {sorted(unknown, key=str)}, because JAX does not track it here,'
           ' got None. Give the `PartitionSpec`s of the leaves, or `P()` for'
           ' none.'

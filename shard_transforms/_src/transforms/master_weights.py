@@ -74,7 +74,7 @@ def master_weights(
 
   `init` copies the 16-bit values of the parameters. To start from float32
   values, use `optax.tree_utils.tree_set` to replace `master_weights` in the
-  state; in a sharded state, do this between `full_state` and `place_state`.
+  state; in a sharded state, do this between `unshard_state` and `shard_state`.
 
   Args:
     inner: The optimizer that runs in float32.

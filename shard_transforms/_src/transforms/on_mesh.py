@@ -23,7 +23,7 @@ def on_mesh(
     axis_name: axes_lib.AxisName | None = None,
     *,
     in_specs: specs_lib.SpecTree = P(),
-    per_shard: bool = False,
+    stacked: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Binds a transformation to a mesh, to be used under plain `jax.jit`.
 
@@ -38,7 +38,7 @@ def on_mesh(
   `jax.jit`. A transformation that would reduce this gradient again refuses it
   because of its type. Transformations with an option for gradients that are
   already reduced accept it, such as `contrib.owned_update` with
-  `on_sliced='averaged'` and `on_invariant='averaged'`.
+  `if_sliced='mean'` and `if_reduced='mean'`.
 
   The extra arguments `weight`, `local_step` and `value` are arrays [shards],
   with one element per shard, or scalars, which apply to all shards. All other
@@ -58,7 +58,7 @@ def on_mesh(
       sliced over these axes. `None` stands for all axes of the mesh.
     in_specs: The `PartitionSpec`s of parameters that are slices inside the
       mapped step, as in `init_state`.
-    per_shard: As in `init_state`; only for steps that are mapped.
+    stacked: As in `init_state`; only for steps that are mapped.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with the state of `tx`.
@@ -101,17 +101,17 @@ def on_mesh(
   specs.check_mesh(mesh)
   inner = arguments.as_inner(tx, 'on_mesh', 'tx')
   specs_lib.check(in_specs, 'on_mesh', 'in_specs')
-  arguments.check_bool('per_shard', per_shard)
+  arguments.check_bool('stacked', stacked)
   axes = _axes(mesh, axis_name, in_specs)
 
   def init_fn(params):
-    # `full_state` calls `init` on one shard to get the shapes of the state.
+    # `unshard_state` calls `init` on one shard to get the shapes of the state.
     if _check_sizes(mesh, or_one=True):
       return inner.init(params)
     if axis_name is None:
       _check_axes_are_named(params, mesh, in_specs)
     return placement.make_state(
-        inner, params, mesh, axes, in_specs=in_specs, per_shard=per_shard
+        inner, params, mesh, axes, in_specs=in_specs, stacked=stacked
     )
 
   update = stacked_update.stacked_update(inner, mesh, axes, in_specs)
@@ -119,9 +119,9 @@ def on_mesh(
   def update_fn(updates, state, params=None, **extra_args):
     if _check_sizes(mesh):
       return inner.update(updates, state, params, **extra_args)
-    if per_shard:
+    if stacked:
       raise ValueError(
-          '`update` of `on_mesh(..., per_shard=True)` must be called inside of'
+          '`update` of `on_mesh(..., stacked=True)` must be called inside of'
           ' `jax.shard_map`, because parameters and the whole state differ'
           ' between shards there.'
       )

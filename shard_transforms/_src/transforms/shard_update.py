@@ -52,7 +52,7 @@ def shard_update(
     *,
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: leaf_sums.OnInvariant = 'error',
+    if_reduced: leaf_sums.IfReduced = 'error',
     assume_elementwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer (ZeRO-1): each shard updates its slice of each leaf.
@@ -83,10 +83,10 @@ def shard_update(
 
   Scalars are not sliced: they are reduced as in `cross_shard_mean`, and every
   shard updates them. Create the state with `init_state`, and map it with the
-  specs from `state_specs`. `full_state` removes the padding for a checkpoint,
-  and `resize_state` converts the state to another number of shards. All axes of
-  the mesh must be mapped, and parameters may be sharded over axes other than
-  `axis_name`.
+  specs from `state_specs`. `unshard_state` removes the padding for a
+  checkpoint, and `resize_state` converts the state to another number of shards.
+  All axes of the mesh must be mapped, and parameters may be sharded over axes
+  other than `axis_name`.
 
   Args:
     inner: The transformation that runs on slices.
@@ -97,7 +97,7 @@ def shard_update(
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of equal size. Each group
       reduces only among its own shards and holds the state once.
-    on_invariant: The treatment, in a mean, of a leaf whose type shows that it
+    if_reduced: The treatment, in a mean, of a leaf whose type shows that it
       is the same on all shards; see `cross_shard_mean`.
     assume_elementwise: Turns off the check that `inner` is element-wise. Set it
       only if `inner` is refused although it is element-wise: any other `inner`
@@ -144,7 +144,7 @@ def shard_update(
       reduction,
       axes_lib.as_axes(axis_name),
       None if groups is None else groups_lib.as_groups(groups),
-      on_invariant,
+      if_reduced,
   )
   inner = arguments.as_inner(inner, _CALLER)
   own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)

@@ -256,7 +256,7 @@ class SpikeState(NamedTuple):
   rules = {
       # Larger batches have smaller norms, so norms at one batch size do not
       # tell which norms are spikes at another.
-      'statistics': states.Rule(resize='begin_anew'),
+      'statistics': states.Rule(resize='reset'),
       'spike_count': states.Rule(metric='same'),
       'last_spike': states.Rule(resize='maximum', empty=states.NEVER),
       'last_mean': states.Rule(metric='same'),
@@ -340,17 +340,17 @@ def judge(
     updates: optax.Updates,
     value: chex.Numeric | None,
     sliced: tuple[Hashable, ...],
-    sharded: partition_specs.SpecTree,
+    specs: partition_specs.SpecTree,
 ) -> Judgement:
   """Checks the update and the loss of a shard, over all slices of the update.
 
   Raises:
     TypeError: If the rule uses the loss, and `value` is not a real number.
-    ValueError: If `sharded` contradicts the types, or `value` is not a scalar.
+    ValueError: If `specs` contradicts the types, or `value` is not a scalar.
   """
   if rule is None or not isinstance(state, SpikeState):
     return without_rule(norms.are_finite(updates, sliced))
-  values, is_finite = _signals(rule, updates, value, sliced, sharded)
+  values, is_finite = _signals(rule, updates, value, sliced, specs)
   low, high = _bounds(rule, state.statistics)
   is_spike = jnp.logical_not((low <= values) & (values <= high))
   is_clipped, factor = jnp.asarray(False), None
@@ -401,7 +401,7 @@ def _bounds(
   return low, jnp.where(is_ready, jnp.minimum(high, mean + reach), high)
 
 
-def _signals(rule, updates, value, sliced, sharded):
+def _signals(rule, updates, value, sliced, specs):
   """Returns the signals, float32 [signals], and a bool [] for finite updates.
 
   With the signal `'norm'`, the bool is always true: updates that are not finite
@@ -409,7 +409,7 @@ def _signals(rule, updates, value, sliced, sharded):
   """
   signals, is_finite = [], jnp.asarray(True)
   if 'norm' in rule.signals:
-    specs = sharded if sliced else None
+    specs = specs if sliced else None
     squares = norms.sum_of_squares(updates, sliced, specs, _CALLER)
     norm = leaves_lib.as_dtype(jnp.sqrt(squares), jnp.float32)
     signals.append(jnp.reshape(norm, 1))

@@ -322,7 +322,7 @@ def _check_shapes(updates, params):
           f' the parameters, got {jnp.shape(x)} instead of'
           f' {jnp.shape(param)} at {leaves_lib.name_of(path)}. Gradients of'
           ' towers, [shards, towers, ...], need'
-          ' `shard_transforms.reduce_towers`.'
+          ' `shard_transforms.reduce_stacked_towers`.'
       )
 
 

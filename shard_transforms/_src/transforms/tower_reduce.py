@@ -43,7 +43,7 @@ def _total_weight_rule(state, reduction):
   # For a sum, `inner` counts each shard with a positive weight once, so every
   # new shard needs a share of the weight.
   is_sum = isinstance(state.summed, SummedTowers)
-  return states.Rule(resize='share' if is_sum else 'sum')
+  return states.Rule(resize='split' if is_sum else 'sum')
 
 
 def _is_unweighted(state, reduction):
@@ -55,12 +55,12 @@ def _rule_of_unweighted(reduction):
   """Returns the rule of the totals of a window without weights."""
   if reduction is None:
     return states.Rule(
-        resize='refuse',
+        resize='error',
         reason=(
             "`reduction` must be 'mean', 'sum' or 'weighted', got None: the"
             ' result of the window that was begun without weights, or is'
             ' summed, at {name}, depends on how shards are reduced. Give it to'
-            ' `place_state` or `resize_state`.'
+            ' `shard_state` or `resize_state`.'
         ),
     )
   return states.Rule(resize=reduction)

@@ -75,7 +75,7 @@ class CrossCheckState(NamedTuple):
   trusted: jax.Array
 
   rules = {
-      'num_checks': states.Rule(metric='same', problem=_problem),
+      'num_checks': states.Rule(metric='same', health_check=_problem),
       'num_unexplained': states.Rule(metric='same'),
       'num_differing': states.Rule(metric='maximum'),
       'num_suspected': states.Rule(metric='maximum'),

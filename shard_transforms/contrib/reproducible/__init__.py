@@ -1,15 +1,23 @@
 """Reductions with the same bits on any number of shards."""
 
-from shard_transforms.contrib._src.reproducible.accumulation import TowersState
-from shard_transforms.contrib._src.reproducible.cross_shard import mean
-from shard_transforms.contrib._src.reproducible.cross_shard import sum
-from shard_transforms.contrib._src.reproducible.towers import sharded_towers
-from shard_transforms.contrib._src.reproducible.towers import towers
+from shard_transforms.contrib._src.reproducible.accumulation import (
+    TowerReduceState,
+)
+from shard_transforms.contrib._src.reproducible.cross_shard import (
+    cross_shard_mean,
+)
+from shard_transforms.contrib._src.reproducible.cross_shard import (
+    cross_shard_sum,
+)
+from shard_transforms.contrib._src.reproducible.tower_reduce import (
+    sharded_tower_reduce,
+)
+from shard_transforms.contrib._src.reproducible.tower_reduce import tower_reduce
 
 __all__ = (
-    'TowersState',
-    'mean',
-    'sharded_towers',
-    'sum',
-    'towers',
+    'TowerReduceState',
+    'cross_shard_mean',
+    'cross_shard_sum',
+    'sharded_tower_reduce',
+    'tower_reduce',
 )

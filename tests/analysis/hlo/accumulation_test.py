@@ -11,8 +11,8 @@ import optax
 import cases
 import modes
 import shard_transforms as st
-from shard_transforms.monitoring import hlo_wire_report
-from shard_transforms.monitoring import wire_report
+from shard_transforms.monitoring import communication_report
+from shard_transforms.monitoring import hlo_communication_report
 
 
 def sharding(*spec):
@@ -59,7 +59,7 @@ def add(total, grad):
 
 def warnings_of(fn, *args, num_collectives=None):
   """Returns the warnings of a program, which must communicate."""
-  report = wire_report(fn, *args, compiled=True)
+  report = communication_report(fn, *args, compiled=True)
   assert report.num_collectives > 0
   if num_collectives is not None:
     assert report.num_collectives == num_collectives, report
@@ -458,7 +458,9 @@ true_computation=%empty, false_computation=%wait
 class AccumulationTest(parameterized.TestCase):
 
   def test_recommends_a_cure_for_a_loop(self):
-    report = wire_report(accumulate(add), *MICRO_BATCHES, compiled=True)
+    report = communication_report(
+        accumulate(add), *MICRO_BATCHES, compiled=True
+    )
 
     (warning,) = report.warnings
     self.assertContainsInOrder(
@@ -499,7 +501,7 @@ class AccumulationTest(parameterized.TestCase):
       zeros = tuple(jnp.zeros((16, n), jnp.float32) for n in widths)
       return lax.scan(turn, zeros, xs)[0]
 
-    report = wire_report(step, XS, compiled=True)
+    report = communication_report(step, XS, compiled=True)
 
     (warning,) = report.warnings
     sent = 4 * 2 * 7 / 8 * 4 * 16
@@ -541,13 +543,13 @@ class AccumulationTest(parameterized.TestCase):
     self.assertEmpty(found)
 
   def test_a_branch_may_have_no_operands(self):
-    (warning,) = hlo_wire_report(ADD + EMPTIED_FROM_NOTHING).warnings
+    (warning,) = hlo_communication_report(ADD + EMPTIED_FROM_NOTHING).warnings
 
     self.assertIn('reduces float32[3] in each call, and only adds', warning)
 
   def test_does_not_warn_about_results_in_a_tuple(self):
     # XLA may use the tuple of an operation as the tuple of the body.
-    report = hlo_wire_report(ADD + TUPLE_OF_SUMS)
+    report = hlo_communication_report(ADD + TUPLE_OF_SUMS)
 
     self.assertLen(report.collectives, 2)
     self.assertEmpty(report.warnings)

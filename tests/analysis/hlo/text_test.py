@@ -4,7 +4,7 @@ from absl.testing import parameterized
 import jax
 
 import cases
-from shard_transforms.monitoring import hlo_wire_report
+from shard_transforms.monitoring import hlo_communication_report
 
 MESH = jax.sharding.AbstractMesh((4, 2), ('data', 'model'))
 DATA = "mesh['data'=4,'model'=2] {'data'}"
@@ -72,7 +72,7 @@ SUM = f'all-reduce(%c), replica_groups={DATA}, to_apply=%add'
 
 def report_on(line, body='%next = pred[] copy(%due)'):
   text = TEXT.replace('LINE', line).replace('BODY', body)
-  return hlo_wire_report(text, MESH)
+  return hlo_communication_report(text, MESH)
 
 
 def sent(line):
@@ -255,7 +255,7 @@ class ErrorTest(parameterized.TestCase):
   @cases.parameters(*TEXT_ERRORS)
   def test_refuses_a_text(self, text, words):
     with self.assertRaisesRegex(ValueError, f'`text` {words}'):
-      hlo_wire_report(text, MESH)
+      hlo_communication_report(text, MESH)
 
   @cases.parameters(NOTHING, '!!! of later days')
   def test_ignores_lines_without_communication(self, line):

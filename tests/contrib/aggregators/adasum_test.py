@@ -116,7 +116,7 @@ class AdasumTest(parameterized.TestCase):
     grads = [jax.ShapeDtypeStruct((elements,), jnp.float32)] * num_leaves
     tx = contrib.adasum(AXIS)
 
-    report = st.monitoring.wire_report(
+    report = st.monitoring.communication_report(
         lambda u: tx.update(u, tx.init(u))[0], grads, axis_sizes={AXIS: 8}
     )
 

@@ -47,7 +47,7 @@ class AggregatorTest(parameterized.TestCase):
     outer = optax.chain(make(), optax.sgd(1.0))
     rounds = st.contrib.local_updates(optax.sgd(0.5), outer, AXIS, every=2)
     sliced = optax.chain(
-        make(), st.shard_update(optax.sgd(1.0), AXIS, on_invariant='averaged')
+        make(), st.shard_update(optax.sgd(1.0), AXIS, if_reduced='mean')
     )
 
     def run(tx, params, *calls):
@@ -132,7 +132,7 @@ class ExchangeTest(parameterized.TestCase):
     leaves = [jax.ShapeDtypeStruct(s, jnp.float32) for s in 9 * [(8, 64), (8,)]]
     tx = AGGREGATORS[name]()
 
-    report = st.monitoring.wire_report(
+    report = st.monitoring.communication_report(
         lambda u: tx.update(u, tx.init(u))[0], leaves, axis_sizes={AXIS: 8}
     )
 

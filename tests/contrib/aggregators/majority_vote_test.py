@@ -76,7 +76,7 @@ class MajorityVoteTest(parameterized.TestCase):
     grads = jax.ShapeDtypeStruct((8 * 8 * 1000,), jnp.float32)
 
     def sent(weight):
-      return st.monitoring.wire_report(
+      return st.monitoring.communication_report(
           lambda u: VOTE.update(u, VOTE.init(u), weight=weight)[0],
           grads,
           axis_sizes={AXIS: 8},

@@ -149,7 +149,7 @@ class OrderStatisticsTest(parameterized.TestCase):
         'median': MEDIAN,
         'trimmed': contrib.trimmed_mean(AXIS, num_trimmed),
     }.items():
-      report = st.monitoring.wire_report(
+      report = st.monitoring.communication_report(
           lambda u, tx=tx: tx.update(u, tx.init(u))[0],
           grads,
           axis_sizes={AXIS: 8},

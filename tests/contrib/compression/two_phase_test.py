@@ -11,7 +11,7 @@ import cases
 import modes
 from shard_transforms.contrib import compression
 from shard_transforms.contrib._src.compression import two_phase
-from shard_transforms.monitoring import wire_report
+from shard_transforms.monitoring import communication_report
 
 AXIS = modes.AXIS
 
@@ -67,7 +67,7 @@ class ExchangeTest(parameterized.TestCase):
       return tx.update(grads, tx.init(grads))[0]
 
     grads = jax.ShapeDtypeStruct((size,), jnp.float32)
-    report = wire_report(step, grads, axis_sizes={AXIS: num_shards})
+    report = communication_report(step, grads, axis_sizes={AXIS: num_shards})
 
     once = num_blocks * block_bytes * (num_shards - 1) / num_shards
     self.assertEqual(report.total_bytes, 2 * once)

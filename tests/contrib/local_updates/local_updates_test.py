@@ -12,11 +12,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-import local_methods
 import numpy as np
 import optax
 
 import cases
+import local_methods
 import modes
 import shard_transforms as st
 from shard_transforms import contrib
@@ -32,7 +32,7 @@ from shard_transforms import value_and_grad
 from shard_transforms.contrib import compression
 from shard_transforms.contrib import local_params
 from shard_transforms.contrib import local_updates
-from shard_transforms.monitoring import wire_report
+from shard_transforms.monitoring import communication_report
 
 AXIS = modes.AXIS
 SHARDS, STEPS = 8, 12
@@ -361,7 +361,9 @@ class ReportTest(parameterized.TestCase):
       return _train(tx, params, own)[:2]
 
     own = np.zeros((SHARDS, 1, 5), np.float32)
-    report = wire_report(modes.map_shards('shard_map', shard), PARAMS, own)
+    report = communication_report(
+        modes.map_shards('shard_map', shard), PARAMS, own
+    )
 
     # Each of the five elements is sent once per round.
     self.assertTrue(all(c.conditional for c in report.collectives))
@@ -371,7 +373,7 @@ class ReportTest(parameterized.TestCase):
   def test_reports_the_communication_of_inner(self):
     tx = _local(every=20, inner=_mean(SGD, axis_name='core'))
 
-    report = wire_report(
+    report = communication_report(
         lambda x: tx.update(x, tx.init(x), x),
         np.zeros(10, np.float32),
         axis_sizes={AXIS: 4, 'core': 2},
@@ -401,7 +403,9 @@ class ReportTest(parameterized.TestCase):
 
     def warnings(*args):
       fn = modes.map_shards(mode, lambda *given: shard(*given, *args))
-      return wire_report(fn, PARAMS, np.zeros((SHARDS, 5), 'f')).warnings
+      return communication_report(
+          fn, PARAMS, np.zeros((SHARDS, 5), 'f')
+      ).warnings
 
     for grad in by_hand, by_name:
       (warning,) = warnings(grad)

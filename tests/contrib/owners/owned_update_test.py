@@ -310,7 +310,7 @@ class EqualityTest(parameterized.TestCase):
 
   def test_takes_what_is_reduced_already_without_sending(self):
     inner = optax.lars(1.0)
-    tx = owned(inner, on_invariant='averaged')
+    tx = owned(inner, if_reduced='mean')
 
     def step(tx, grads):
       return tx.update(grads, tx.init(grads), grads)[0]
@@ -326,7 +326,7 @@ class EqualityTest(parameterized.TestCase):
 
     expected = jax.jit(functools.partial(step, inner))(grads)
     assert_close(*jax.device_get((found, expected)))
-    report = monitoring.wire_report(mapped, grads)
+    report = monitoring.communication_report(mapped, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
 
   def test_nnx_optimizer_trains_as_alone(self):
@@ -566,9 +566,9 @@ class ProgramTest(parameterized.TestCase):
     mapped, args = self.program(optax.lars(0.1), shapes, axes, sizes)
     alone, few = self.program(optax.lars(0.1), shapes, sizes=(2,))
 
-    report = monitoring.wire_report(mapped, *args)
+    report = monitoring.communication_report(mapped, *args)
 
-    least = monitoring.wire_report(alone, *few)
+    least = monitoring.communication_report(alone, *few)
     # Of an all-reduce, (N - 1) / N of twice the bytes, and slices of two
     # matrices for eight owners, there and back.
     self.assertLess(report.total_bytes, 3.1 * least.total_bytes)
@@ -774,11 +774,11 @@ class RefusalTest(parameterized.TestCase):
   @cases.parameters(
       ({'whole_dims': 2.0}, TypeError, '`whole_dims` must be None or a number'),
       ({'whole_dims': 0}, ValueError, '`whole_dims` must be at least 1'),
-      ({'on_sliced': 'sum'}, ValueError, "must be 'error', 'summed' or"),
+      ({'if_sliced': 'all'}, ValueError, "must be 'error', 'sum' or"),
       (
-          {'on_sliced': 'averaged', 'reduction': 'sum'},
+          {'if_sliced': 'mean', 'reduction': 'sum'},
           ValueError,
-          "must be 'mean' with on_sliced='averaged'",
+          "must be 'mean' with if_sliced='mean'",
       ),
       ({'param_specs': 'data'}, TypeError, '`param_specs` of `owned_update`'),
       (
@@ -842,7 +842,9 @@ class StacksTest(parameterized.TestCase):
           out_specs=(P(), specs),
       )
       state = init_state(tx, params, mesh)
-      step[name] = monitoring.wire_report(mapped, params, state).total_bytes
+      step[name] = monitoring.communication_report(
+          mapped, params, state
+      ).total_bytes
 
     self.assertLessEqual(step['owned'], most * step['whole'])
 

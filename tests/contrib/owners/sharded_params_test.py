@@ -90,7 +90,7 @@ class Case(NamedTuple):
     }
 
   def tx(self, **options):
-    options = {'on_sliced': 'summed', **self.options, **options}
+    options = {'if_sliced': 'sum', **self.options, **options}
     return contrib.owned_update(
         self.inner, AXIS, param_specs=self.specs, **options
     )
@@ -210,15 +210,15 @@ class MappedTest(parameterized.TestCase):
     params, state, expected, kept = train(case)
 
     assert_close(params, expected)
-    full = st.full_state(state, tx, params, mesh, in_specs=specs)
+    full = st.unshard_state(state, tx, params, mesh, in_specs=specs)
     assert_close(full.inner_state, kept)
     # The state of a checkpoint, on fewer devices.
     sizes = (4,) if len(case.sizes) == 1 else (2, 2)
     mesh, saved = mesh_of(sizes), jax.device_get(full)
-    placed = st.place_state(saved, tx, params, mesh, in_specs=specs)
+    placed = st.shard_state(saved, tx, params, mesh, in_specs=specs)
     resized = st.resize_state(state, tx, params, mesh, in_specs=specs)
     for x in placed, resized:
-      again = st.full_state(x, tx, params, mesh, in_specs=specs)
+      again = st.unshard_state(x, tx, params, mesh, in_specs=specs)
       jax.tree.map(np.testing.assert_array_equal, again, saved)
 
   def test_what_is_sliced_is_exchanged_alone(self):
@@ -236,7 +236,9 @@ class MappedTest(parameterized.TestCase):
           out_specs=(specs, of_state),
       )
       state = st.init_state(tx, params, mesh, in_specs=specs)
-      return monitoring.wire_report(mapped, params, state, params).total_bytes
+      return monitoring.communication_report(
+          mapped, params, state, params
+      ).total_bytes
 
     # Each shard sends 7/8 of what it holds, there and back; and parameters,
     # where `inner` reads them.
@@ -247,7 +249,7 @@ class MappedTest(parameterized.TestCase):
   @cases.parameters('vmap', 'shard_map_unchecked')
   def test_trains_so_where_types_are_not_tracked(self, mode):
     case = Case(matrices(3, P(AXIS), (8, 6)), muon(weight_decay=0.1), (4,))
-    tx, params, grads = case.tx(on_sliced='averaged'), *map(case.params, (0, 1))
+    tx, params, grads = case.tx(if_sliced='mean'), *map(case.params, (0, 1))
 
     def one_shard(_, own):
       params, grads = own
@@ -293,7 +295,7 @@ class MappedTest(parameterized.TestCase):
   def test_takes_gradients_of_several_dtypes(self, name, promotion):
     inner = getattr(optax, name)(0.1)
     case = Case(matrices(9, ROWS, (16, 6)), inner, (8,))
-    tx, mesh, specs = case.tx(on_sliced='averaged'), case.mesh, case.specs
+    tx, mesh, specs = case.tx(if_sliced='mean'), case.mesh, case.specs
     params, grads = case.params(), case.params(1)
     grads['w1'] = jnp.asarray(grads['w1'], jnp.bfloat16)
 
@@ -319,7 +321,7 @@ class PlainJitTest(parameterized.TestCase):
   def test_takes_the_gradient_of_the_whole_batch(self, name, kind):
     case = CASES[name]
     mesh, specs = mesh_of(case.sizes, modes.PLAIN[kind]), case.specs
-    tx = case.tx(on_sliced='averaged', on_invariant='averaged')
+    tx = case.tx(if_sliced='mean', if_reduced='mean')
     tx = st.on_mesh(tx, mesh, in_specs=specs)
     params, grads = case.params(), case.params(1)
 
@@ -332,7 +334,7 @@ class PlainJitTest(parameterized.TestCase):
     assert_close(updates, expected)
     for x, y in zip(*map(jax.tree.leaves, (updates, own)), strict=True):
       self.assertTrue(x.sharding.is_equivalent_to(y.sharding, x.ndim))
-    full = st.full_state(state, tx, own, mesh, in_specs=specs)
+    full = st.unshard_state(state, tx, own, mesh, in_specs=specs)
     assert_close(full.inner_state, kept)
 
   def test_takes_stacked_gradients_of_slices_over_another_axis(self):
@@ -376,11 +378,11 @@ class RefusalTest(parameterized.TestCase):
       (
           P(None, AXIS),
           ROWS,
-          {'on_sliced': 'summed'},
+          {'if_sliced': 'sum'},
           r"got .*None, 'data'.* `in_specs` shards by .*Give the same specs",
       ),
       (P(None, None, AXIS), P(), {}, 'at most an entry for each dimension'),
-      (ROWS, ROWS, {}, "say what the gradients .*Say 'summed' .*'averaged'"),
+      (ROWS, ROWS, {}, "say what the gradients .*Say 'sum' .*'mean'"),
   )
   def test_refuses_specs(self, specs, in_specs, options, message):
     with self.assertRaisesRegex(ValueError, message):
@@ -393,9 +395,9 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'Give the same specs'):
       tx.init(case.params())
 
-  @cases.parameters('summed', 'averaged')
-  def test_takes_what_the_refusal_names(self, on_sliced):
-    state = started(ROWS, ROWS, on_sliced=on_sliced)
+  @cases.parameters('sum', 'mean')
+  def test_takes_what_the_refusal_names(self, if_sliced):
+    state = started(ROWS, ROWS, if_sliced=if_sliced)
 
     self.assertLen(jax.tree.leaves(state.inner_state.stacks), 1)
 

@@ -221,7 +221,7 @@ class StateTest(parameterized.TestCase):
 class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
-      ((-1,), {}, ValueError, '`lam` must not be negative, got -1'),
+      ((-1,), {}, ValueError, '`strength` must not be negative, got -1'),
       ((1,), {'decay': 1}, ValueError, '`decay` must be .* less than 1, got 1'),
       ((1,), {'eps': 0}, ValueError, '`eps` must be positive, got 0'),
   )

@@ -107,7 +107,7 @@ class CompressedMeanState(NamedTuple):
   rules = {
       'step': states.Rule(metric='same'),
       # Resizing preserves the mean of all residuals.
-      'residual': states.Rule(resize='mean', problem=_problem),
+      'residual': states.Rule(resize='mean', health_check=_problem),
       'server_residual': _SLICES,
       'update_norm': states.Rule(resize='maximum'),
   }
@@ -149,7 +149,7 @@ class PowerSGDState(NamedTuple):
 
   rules = {
       'step': states.Rule(metric='same'),
-      'residual': states.Rule(resize='mean', problem=_problem),
+      'residual': states.Rule(resize='mean', health_check=_problem),
       'update_norm': states.Rule(resize='maximum'),
   }
 
@@ -160,8 +160,9 @@ def compression_error(state: optax.OptState) -> jax.Array:
   .. math:: \lVert e_i \rVert / \lVert u_i \rVert
 
   Here :math:`e_i` are the residuals of all states of `contrib.compression` in
-  `state`, and :math:`u_i` the compressed leaves of the last update. If :math:`\delta` is the contraction of the
-  compressor, the ratio settles at about :math:`\sqrt{1 - \delta} / (1 - \sqrt{1
+  `state`, and :math:`u_i` the compressed leaves of the last update. If
+  :math:`\delta` is the contraction of the compressor, the ratio settles at
+  about :math:`\sqrt{1 - \delta} / (1 - \sqrt{1
   - \delta})` at most. If it grows from step to step, feedback cannot keep up:
   use a smaller learning rate, a longer warm-up or a compressor that sends more.
 
@@ -201,8 +202,8 @@ def compression_error(state: optax.OptState) -> jax.Array:
   ]
   if not pairs:
     raise ValueError(
-        '`state` has no residuals of `contrib.compression`. Pass the state of an'
-        ' optimizer that contains `compressed_mean` or'
+        '`state` has no residuals of `contrib.compression`. Pass the state of'
+        ' an optimizer that contains `compressed_mean` or'
         f' `power_sgd`, got {jax.tree.structure(state)}.'
     )
   residual_squares = sum(

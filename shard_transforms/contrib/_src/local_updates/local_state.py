@@ -31,7 +31,7 @@ def _per_shard_rule(state, _):
 
 
 def _weight_rule(state, _):
-  return states.Rule(resize='share', row_weights=_are_finite(state))
+  return states.Rule(resize='split', row_weights=_are_finite(state))
 
 
 def _are_finite(state):
@@ -104,7 +104,7 @@ class LocalUpdatesState(NamedTuple):
   rules = {
       'step': states.Rule(metric='same'),
       'num_rounds': states.Rule(metric='same'),
-      'own_params': states.Rule(resize=_per_shard_rule, problem=_problem),
+      'own_params': states.Rule(resize=_per_shard_rule, health_check=_problem),
       'inner_state': states.Rule(resize=_per_shard_rule),
       'total_weight': states.Rule(resize=_weight_rule),
   }
@@ -124,8 +124,9 @@ def local_params(
     params = optax.apply_updates(params, updates)
 
   A gradient at `params` has the same type, but then every step of a round
-  starts from the same point, without an error. `monitoring.wire_report` of a
-  step warns about it: check a step once, in a test.
+  starts from the same point, without an error.
+  `monitoring.communication_report` of a step warns about it: check a step once,
+  in a test.
 
   Args:
     params: The parameters, as for `tx.update`.

@@ -27,7 +27,7 @@ from shard_transforms.contrib._src.owners import padding
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
 from shard_transforms.contrib._src.owners import state_layout
 
-OnSliced = Literal['error', 'summed', 'averaged']
+IfSliced = Literal['error', 'sum', 'mean']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class OwnedInner:
     inner: The transformation.
     reduction: How updates are reduced.
     param_specs: The `PartitionSpec`s of the parameters.
-    on_sliced: How to read the gradients of slices.
+    if_sliced: How to read the gradients of slices.
     whole_dims: The number of the last dimensions of a matrix, or `None` if
       each leaf is one.
     assume_leafwise: Whether `inner` is assumed to treat each leaf alone.
@@ -47,7 +47,7 @@ class OwnedInner:
   inner: optax.GradientTransformationExtraArgs
   reduction: sharded_reduction.ShardedReduction
   param_specs: specs_lib.SpecTree
-  on_sliced: OnSliced
+  if_sliced: IfSliced
   whole_dims: int | None
   assume_leafwise: bool
 
@@ -182,13 +182,13 @@ class OwnedInner:
     """
     axes = {axis for axes in leaf.slicing for axis in axes}
     axes = [a for a in self.reduction.axes if a in axes]
-    if not axes or self.reduction.kind == 'sum' or self.on_sliced != 'error':
+    if not axes or self.reduction.kind == 'sum' or self.if_sliced != 'error':
       return
     raise ValueError(
-        f'`on_sliced` of `{self.reduction.caller}` must say what the gradients'
+        f'`if_sliced` of `{self.reduction.caller}` must say what the gradients'
         f" of slices are, got 'error' for {name}, which is sliced over {axes}."
-        " Say 'summed' if they are sums over the shards, as the loss of each"
-        " shard gives them by `jax.lax.all_gather`; say 'averaged' if they are"
+        " Say 'sum' if they are sums over the shards, as the loss of each"
+        " shard gives them by `jax.lax.all_gather`; say 'mean' if they are"
         ' those of the mean of the losses, as under plain `jax.jit`.'
     )
 
@@ -198,7 +198,7 @@ class OwnedInner:
     return association.trace_init(self.inner, types).results
 
   def _exchanges(self, stacks):
-    are_summed = self.on_sliced == 'summed'
+    are_summed = self.if_sliced == 'sum'
     return [
         exchange.Exchange(stack, self.reduction, are_summed)
         for stack in stacks.stacks
@@ -238,7 +238,7 @@ class OwnedInner:
       over = dataclasses.replace(self.reduction, axes=axes)
       (x,) = leaf_sums.reduce([x], share, over)
     sliced = set(self.reduction.axes).intersection(leaf.layout.sliced)
-    if self.on_sliced == 'summed' and self.reduction.kind == 'mean':
+    if self.if_sliced == 'sum' and self.reduction.kind == 'mean':
       x = x / x.dtype.type(math.prod(map(lax.axis_size, sliced)))
     return exchange.gathered(x, leaf.slicing)
 

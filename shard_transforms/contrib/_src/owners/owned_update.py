@@ -52,8 +52,8 @@ def owned_update(
     whole_dims: int | None = None,
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
-    on_invariant: leaf_sums.OnInvariant = 'error',
-    on_sliced: owned_inner.OnSliced = 'error',
+    if_reduced: leaf_sums.IfReduced = 'error',
+    if_sliced: owned_inner.IfSliced = 'error',
     assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer by whole matrices: for Muon, LAMB, SOAP and others.
@@ -98,11 +98,11 @@ def owned_update(
 
   Make the state with `init_state`, and map it with the specs of `state_specs`;
   give both `in_specs=param_specs`. It fits this number of shards.
-  `full_state` gives it the shapes of the replicated optimizer, and
+  `unshard_state` gives it the shapes of the replicated optimizer, and
   `resize_state` converts it to another number. All axes of the mesh must be
   mapped. Under plain `jax.jit`, use `on_mesh(tx, mesh, in_specs=param_specs)`,
   whose `update` takes the gradient of the whole batch as well: say
-  `on_sliced='averaged', on_invariant='averaged'`.
+  `if_sliced='mean', if_reduced='mean'`.
 
   Args:
     inner: The transformation.
@@ -123,12 +123,12 @@ def owned_update(
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of one size, each of which
       reduces among itself and holds the state once.
-    on_invariant: How to read a leaf whose type says that it is the same on all
+    if_reduced: How to read a leaf whose type says that it is the same on all
       shards, for a mean; see `cross_shard_mean`.
-    on_sliced: How to read the gradient of a leaf that is sliced over an axis of
-      `axis_name`, for a mean. `'summed'`: it is the sum over the shards, as
+    if_sliced: How to read the gradient of a leaf that is sliced over an axis of
+      `axis_name`, for a mean. `'sum'`: it is the sum over the shards, as
       `jax.lax.all_gather` in the loss of each shard gives it, and is divided
-      by their number. `'averaged'`: it is that of the mean of the losses, and
+      by their number. `'mean'`: it is that of the mean of the losses, and
       is taken as it is. With `reduction='sum'`, it must be summed.
     assume_leafwise: Turns off the check that `inner` treats each leaf alone.
       Set it if `inner` is refused although it does: one that mixes leaves then
@@ -149,7 +149,7 @@ def owned_update(
       sizes; in `init` and `update`, if `inner` mixes leaves, unless it is
       assumed not to, if `param_specs` does not agree with the types of the
       parameters, or with the `in_specs` of `init_state` or `on_mesh`, or if
-      `on_sliced` does not say what gradients are; in `update`, as in
+      `if_sliced` does not say what gradients are; in `update`, as in
       `cross_shard_mean`, if slices come with a `weight`, if an extra argument
       has the shape of slices or of all layers, or if the state was made for
       other parameters or another number of shards.
@@ -165,7 +165,7 @@ def owned_update(
     >>> spec = jax.P('data')
     >>> tx = contrib.owned_update(
     ...     optax.contrib.muon(0.1), 'data', param_specs=spec,
-    ...     on_sliced='summed')
+    ...     if_sliced='sum')
     >>> mesh = jax.make_mesh((8,), ('data',))
     >>> params = {str(i): jnp.ones((8, 4)) for i in range(16)}
     >>> state = shard_transforms.init_state(tx, params, mesh, in_specs=spec)
@@ -179,19 +179,19 @@ def owned_update(
   arguments.check_reduction(reduction)
   arguments.check_bool('assume_leafwise', assume_leafwise)
   specs_lib.check(param_specs, _CALLER, 'param_specs')
-  _check_options(whole_dims, on_sliced, reduction, groups, param_specs)
+  _check_options(whole_dims, if_sliced, reduction, groups, param_specs)
   reduce = sharded_reduction.ShardedReduction(
       _CALLER,
       reduction,
       axes_lib.as_axes(axis_name),
       None if groups is None else groups_lib.as_groups(groups),
-      on_invariant,
+      if_reduced,
   )
   own = owned_inner.OwnedInner(
       arguments.as_inner(inner, _CALLER),
       reduce,
       param_specs,
-      on_sliced,
+      if_sliced,
       whole_dims,
       assume_leafwise,
   )
@@ -209,7 +209,7 @@ def owned_update(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_options(whole_dims, on_sliced, reduction, groups, param_specs):
+def _check_options(whole_dims, if_sliced, reduction, groups, param_specs):
   """Checks how parameters are said to be laid out.
 
   Raises:
@@ -225,14 +225,13 @@ def _check_options(whole_dims, on_sliced, reduction, groups, param_specs):
     )
   if whole_dims is not None and whole_dims < 1:
     raise ValueError(f'`whole_dims` must be at least 1, got {whole_dims}.')
-  if on_sliced not in get_args(owned_inner.OnSliced):
+  if if_sliced not in get_args(owned_inner.IfSliced):
     raise ValueError(
-        "`on_sliced` must be 'error', 'summed' or 'averaged', got"
-        f' {on_sliced!r}.'
+        "`if_sliced` must be 'error', 'sum' or 'mean', got" f' {if_sliced!r}.'
     )
-  if on_sliced == 'averaged' and reduction == 'sum':
+  if if_sliced == 'mean' and reduction == 'sum':
     raise ValueError(
-        f"`reduction` of `{_CALLER}` must be 'mean' with on_sliced='averaged',"
+        f"`reduction` of `{_CALLER}` must be 'mean' with if_sliced='mean',"
         " got 'sum'."
     )
   specs = jax.tree.leaves(param_specs, is_leaf=specs_lib.is_spec)

@@ -21,7 +21,7 @@ from shard_transforms.contrib._src.reproducible import tree_reduction
 
 def _total_rule(state, _):
   """Returns the resize rule of partial sums, which are empty between steps."""
-  return _unfinished_window_rule(state) or states.Rule(resize='begin_anew')
+  return _unfinished_window_rule(state) or states.Rule(resize='reset')
 
 
 def _total_weight_rule(state, _):
@@ -38,7 +38,7 @@ def _unfinished_window_rule(state):
   if not np.any(state.tower):
     return None
   return states.Rule(
-      resize='refuse',
+      resize='error',
       reason=(
           f'`state` has {state.tower} towers in an unfinished window at'
           ' {name}, whose partial sums fit only the old number of shards.'
@@ -49,8 +49,8 @@ def _unfinished_window_rule(state):
   )
 
 
-class TowersState(NamedTuple):
-  """State of `towers` and of `sharded_towers`.
+class TowerReduceState(NamedTuple):
+  """State of `tower_reduce` and of `sharded_tower_reduce`.
 
   Partial sums differ between shards: they have a leading axis, of length 1
   inside the mapped function and of the number of shards outside. Row l is the
@@ -64,8 +64,8 @@ class TowersState(NamedTuple):
     total_weight: Partial sums of the weights of the towers, with one row per
       level of the tree over all towers of all shards; float32, or float64 if a
       parameter is.
-    inner_state: State of the inner transformation; for `sharded_towers`, a
-      `ShardUpdateState`.
+    inner_state: State of the inner transformation; for `sharded_tower_reduce`,
+      a `ShardUpdateState`.
 
   Examples:
     >>> import jax
@@ -74,7 +74,7 @@ class TowersState(NamedTuple):
     >>> import shard_transforms
     >>> from shard_transforms.contrib import reproducible
     >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = reproducible.towers(4, optax.sgd(0.1), 'data')
+    >>> tx = reproducible.tower_reduce(4, optax.sgd(0.1), 'data')
     >>> state = shard_transforms.init_state(tx, jnp.zeros(3), mesh)
     >>> print(state.total.shape, state.total_weight.shape)
     (8, 2, 3) (8, 6)
@@ -124,7 +124,7 @@ def transformation(
     total = partial_sums.empty(params, num_towers)
     total_weight = jnp.zeros(num_levels(), weights.dtype_for(params))
     total, total_weight = states.store((total, total_weight), reduction.axes)
-    return TowersState(states.counter(), total, total_weight, init(params))
+    return TowerReduceState(states.counter(), total, total_weight, init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     _check(updates, state, num_levels(), reduction)
@@ -169,7 +169,7 @@ def _check(updates, state, num_levels, reduction):
       number of towers.
   """
   caller = reduction.caller
-  arguments.check_state(state, TowersState, caller)
+  arguments.check_state(state, TowerReduceState, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, reduction.axes, caller)
   leaves_lib.check_not_explicit(updates, caller)
@@ -217,7 +217,7 @@ def _collect(updates, state, weight, reduction):
   total_weight = partial_sums.add(total_weight, tower_weight, state.tower)
   total, total_weight = states.store((total, total_weight), axes)
   tower = states.count(state.tower, 1)
-  window = TowersState(tower, total, total_weight, state.inner_state)
+  window = TowerReduceState(tower, total, total_weight, state.inner_state)
   states.check_kept(state, window, caller)
   return window
 

@@ -1,4 +1,4 @@
-"""`mean` and `sum`: reductions with the same bits on any number of shards."""
+"""Means and sums with the same bits on any number of shards."""
 
 from typing import Any
 
@@ -14,17 +14,18 @@ from shard_transforms.contrib._src.reproducible import tree_reduction
 from shard_transforms.contrib._src.reproducible import tree_sums
 
 
-def mean(
+def cross_shard_mean(
     axis_name: axes_lib.AxisName, *, num_towers: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
   """Averages updates, with the same bits on any number of shards.
 
-  Like `cross_shard_mean`, but updates are added in the order of a balanced
-  binary tree: first the updates of neighbouring shards, then neighbouring
-  pairs, and so on. With `num_towers`, each leaf is a stack [num_towers, ...] of
-  the updates of that many micro-batches, which are added in the same tree, and
-  the mean is over all micro-batches of all shards. A step has the same bits on
-  2, 4 and 8 shards if the gradient of each micro-batch has.
+  Like `shard_transforms.cross_shard_mean`, but updates are added in the order
+  of a balanced binary tree: first the updates of neighbouring shards, then
+  neighbouring pairs, and so on. With `num_towers`, each leaf is a stack
+  [num_towers, ...] of the updates of that many micro-batches, which are added
+  in the same tree, and the mean is over all micro-batches of all shards. A step
+  has the same bits on 2, 4 and 8 shards if the gradient of each micro-batch
+  has.
 
   Shards exchange halves, then gather, which sends as many bytes as a ring
   all-reduce.
@@ -53,7 +54,7 @@ def mean(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from shard_transforms.contrib import reproducible
-    >>> mean = reproducible.mean('data')
+    >>> mean = reproducible.cross_shard_mean('data')
     >>> def step(x):
     ...   return mean.update(x, mean.init(x))[0]
     >>> print(jax.vmap(step, axis_name='data')(jnp.array([1.0, 2.0, 3.0, 6.0])))
@@ -62,30 +63,32 @@ def mean(
   return _cross_shard('mean', axis_name, num_towers)
 
 
-def sum(
+def cross_shard_sum(
     axis_name: axes_lib.AxisName, *, num_towers: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
   """Sums updates, with the same bits on any number of shards.
 
-  Like `mean`, without the division. The sum includes the weights.
+  Like `cross_shard_mean` of this module, without the division. The sum includes
+  the weights.
 
   Args:
-    axis_name: As in `mean`.
-    num_towers: As in `mean`.
+    axis_name: As in `cross_shard_mean`.
+    num_towers: As in `cross_shard_mean`.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` without state, like `mean`.
+    An `optax.GradientTransformationExtraArgs` without state, like
+    `cross_shard_mean`.
 
   Raises:
-    NameError: As in `mean`.
-    TypeError: As in `mean`.
-    ValueError: As in `mean`.
+    NameError: As in `cross_shard_mean`.
+    TypeError: As in `cross_shard_mean`.
+    ValueError: As in `cross_shard_mean`.
 
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from shard_transforms.contrib import reproducible
-    >>> total = reproducible.sum('data', num_towers=2)
+    >>> total = reproducible.cross_shard_sum('data', num_towers=2)
     >>> def step(towers):
     ...   return total.update(towers, total.init(towers[0]))[0]
     >>> towers = jnp.array([[1.0, 2.0], [3.0, 6.0]])
@@ -96,7 +99,7 @@ def sum(
 
 
 def _cross_shard(kind, axis_name, num_towers):
-  caller = f'reproducible.{kind}'
+  caller = f'reproducible.cross_shard_{kind}'
   if num_towers is not None:
     num_towers = arguments.as_at_least('num_towers', num_towers, 1)
     tree_reduction.check_power_of_two('`num_towers`', num_towers)

@@ -42,7 +42,7 @@ class CompensateDelayState(NamedTuple):
 
 
 def compensate_delay(
-    lam: chex.Numeric,
+    strength: chex.Numeric,
     *,
     decay: chex.Numeric | None = None,
     eps: chex.Numeric = 1e-7,
@@ -72,8 +72,8 @@ def compensate_delay(
   extra argument `weight` is zero keeps its moving mean.
 
   Args:
-    lam: The strength of the correction, at least 0; 0.04 in the paper, and 2
-      with `decay`.
+    strength: The strength of the correction, at least 0; 0.04 in the paper, and
+      2 with `decay`.
     decay: The decay of the moving mean of squares, at least 0 and less than 1,
       0.95 in the paper; `None` for a constant :math:`\lambda`.
     eps: A positive number that is added to the moving mean.
@@ -91,10 +91,10 @@ def compensate_delay(
     TypeError: If an argument is not a real number; in `update`, if
       `read_params` is missing, a leaf is an integer or boolean, or the state is
       from another transformation.
-    ValueError: If `lam` is negative, `decay` is not at least 0 and less than 1,
-      or `eps` is not positive; in `update`, if `params` is missing, the trees
-      do not match, updates are already reduced although `axis_name` is given or
-      `read_params` differ, or updates differ between shards without
+    ValueError: If `strength` is negative, `decay` is not at least 0 and less
+      than 1, or `eps` is not positive; in `update`, if `params` is missing, the
+      trees do not match, updates are already reduced although `axis_name` is
+      given or `read_params` differ, or updates differ between shards without
       `axis_name`.
 
   Examples:
@@ -112,7 +112,7 @@ def compensate_delay(
     Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
     Compensation, 2017, https://arxiv.org/abs/1609.08326.
   """
-  lam = arguments.as_not_negative('lam', lam)
+  strength = arguments.as_not_negative('strength', strength)
   eps = arguments.as_positive('eps', eps)
   if decay is not None:
     decay = arguments.as_decay('decay', decay)
@@ -139,13 +139,17 @@ def compensate_delay(
     moved = _moved(updates, params, read_params)
     arguments.check_varies_with(updates, moved, _CALLER)
     squares = jax.tree.map(_square, updates)
-    lams = jax.tree.map(lambda _: lam, updates)
+    strengths = jax.tree.map(lambda _: strength, updates)
     if decay is not None:
       counts = _updates_mean(weight) if axes else True
       mean_square = _record(state.mean_square, squares, decay, counts, axes)
-      lams = jax.tree.map(lambda m: lam / jnp.sqrt(m + eps), mean_square)
+      strengths = jax.tree.map(
+          lambda m: strength / jnp.sqrt(m + eps), mean_square
+      )
       state = _next_state(state, mean_square, axes)
-    nearer = leaves_lib.tree_map(_compensate, updates, moved, squares, lams)
+    nearer = leaves_lib.tree_map(
+        _compensate, updates, moved, squares, strengths
+    )
     return nearer, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -243,11 +247,11 @@ def _next_state(state, mean_square, axes):
   return after
 
 
-def _compensate(update, moved, square, lam):
+def _compensate(update, moved, square, strength):
   """Corrects the update of a leaf where its parameter has moved."""
   if update is None or moved is None:
     return update
-  factor = (jnp.asarray(lam, square.dtype) * square).astype(moved.dtype)
+  factor = (jnp.asarray(strength, square.dtype) * square).astype(moved.dtype)
   nearer = leaves_lib.as_accumulator(update) + factor * moved
   nearer = nearer.astype(leaves_lib.dtype_of(update))
   # A correction of zero could change the sign of a zero, and would turn

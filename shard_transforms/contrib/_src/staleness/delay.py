@@ -24,10 +24,10 @@ def _pending_rule(_, reduction):
   reason = (
       f"`reduction` must be 'mean' or 'sum', got {reduction!r}: the pending"
       ' updates of each shard, at {name}, can be resized only if it is known'
-      ' how shards are reduced. Pass `reduction` to `place_state` or'
+      ' how shards are reduced. Pass `reduction` to `shard_state` or'
       ' `resize_state`.'
   )
-  return states.Rule(resize='refuse', reason=reason)
+  return states.Rule(resize='error', reason=reason)
 
 
 class DelayUpdatesState(NamedTuple):

@@ -19,13 +19,13 @@ import cases
 from harness import assert_same
 import modes
 from shard_transforms import contrib
-from shard_transforms import full_state
 from shard_transforms import guard
 from shard_transforms import init_state
-from shard_transforms import place_state
 from shard_transforms import resize_state
+from shard_transforms import shard_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
+from shard_transforms import unshard_state
 from shard_transforms._src.state import copies
 from shard_transforms.contrib import compression
 from shard_transforms.contrib import reproducible
@@ -79,15 +79,15 @@ class FullTest(parameterized.TestCase):
     mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Explicit,))
     state = init_state(tx, params_of(), mesh)
 
-    full = full_state(state, tx, params_of(), mesh)
-    target = full_state(init_state(tx, shapes, mesh), tx, shapes, mesh)
+    full = unshard_state(state, tx, params_of(), mesh)
+    target = unshard_state(init_state(tx, shapes, mesh), tx, shapes, mesh)
 
     found = jax.device_get((full.inner_state, COPY.init(params_of())))
     chex.assert_trees_all_equal(*found, strict=True)
     kinds = jax.tree.map(ocp.utils.to_shape_dtype_struct, full)
     self.assertEqual(target, kinds)
     for given, after in (full, mesh), (jax.device_get(full), modes.mesh(3)):
-      placed = place_state(given, tx, shapes, after)
+      placed = shard_state(given, tx, shapes, after)
       assert_same(placed, init_state(tx, params_of(), after))
       for leaf in jax.tree.leaves(placed):
         self.assertEqual(leaf.sharding.mesh, after)
@@ -106,13 +106,13 @@ class FullTest(parameterized.TestCase):
     params, mesh = jax.eval_shape(params_of), modes.mesh()
     calls = {
         'init_state': lambda: init_state(tx, params, mesh),
-        'full_state': lambda: full_state(state, tx, params, mesh),
-        'place_state': lambda: place_state(full, tx, params, mesh),
+        'unshard_state': lambda: unshard_state(state, tx, params, mesh),
+        'shard_state': lambda: shard_state(full, tx, params, mesh),
         'resize_state': lambda: resize_state(here, tx, params, modes.mesh(3)),
     }
     state = init_state(tx, params, mesh)
     here = init_state(tx, params_of(), mesh)
-    full = full_state(here, tx, params, mesh)
+    full = unshard_state(here, tx, params, mesh)
 
     counts = {}
     for name, call in calls.items():
@@ -122,14 +122,14 @@ class FullTest(parameterized.TestCase):
 
     # On the mesh and on one shard. JAX has kept the types that all shards
     # together have on this mesh, but not on the other.
-    expected = {'init_state': 2, 'full_state': 2, 'place_state': 2}
+    expected = {'init_state': 2, 'unshard_state': 2, 'shard_state': 2}
     self.assertEqual(counts, expected | {'resize_state': 5})
 
   def test_no_device_needs_memory_for_all_of_it(self):
     tx, mesh = contrib.owned_update(optax.trace(0.9), AXIS), modes.mesh()
     params = {str(i): ones((64, 64)) for i in range(16)}
     state = init_state(tx, params, mesh)
-    join = jax.jit(lambda state: full_state(state, tx, params, mesh))
+    join = jax.jit(lambda state: unshard_state(state, tx, params, mesh))
 
     memory = join.lower(state).compile().memory_analysis()
     num_bytes = sum(x.nbytes for x in params.values())
@@ -142,8 +142,8 @@ class FullTest(parameterized.TestCase):
 
     with jax.set_mesh(mesh):
       state = init_state(tx, params, mesh)
-      full = full_state(state, tx, params, mesh)
-      placed = place_state(full, tx, params, mesh)
+      full = unshard_state(state, tx, params, mesh)
+      placed = shard_state(full, tx, params, mesh)
 
     found = jax.device_get((full.inner_state, COPY.init(params)))
     chex.assert_trees_all_equal(*found, strict=True)
@@ -160,8 +160,8 @@ class FullTest(parameterized.TestCase):
     params['odd'] = ones((6, 2))
     state = init_state(tx, params, before)
 
-    full = full_state(state, tx, params, before)
-    placed = place_state(full, tx, params, after)
+    full = unshard_state(state, tx, params, before)
+    placed = shard_state(full, tx, params, after)
 
     assert_same(placed, init_state(tx, params, after))
     # As slices are, or XLA would gather what it divides in another order.
@@ -176,8 +176,8 @@ class FullTest(parameterized.TestCase):
     params = {k: ones((64, 64)) for k in 'vw'}
     state = jax.tree.map(np.array, init_state(tx, params, mesh))
 
-    full = full_state(state, tx, params, mesh)
-    placed = place_state(full, tx, params, mesh)
+    full = unshard_state(state, tx, params, mesh)
+    placed = shard_state(full, tx, params, mesh)
 
     for leaf in jax.tree.leaves((state, full)):
       self.assertIsInstance(leaf, np.ndarray)
@@ -186,7 +186,7 @@ class FullTest(parameterized.TestCase):
     chex.assert_trees_all_equal(full[0].inner_state[1], full[1][1], params)
     for leaf in jax.tree.leaves(full):
       leaf[...] = -1
-    again = full_state(placed, tx, params, mesh)
+    again = unshard_state(placed, tx, params, mesh)
     chex.assert_trees_all_equal(again[0].inner_state[1], again[1][1], params)
 
   @cases.parameters(*WRAPPERS)
@@ -194,13 +194,13 @@ class FullTest(parameterized.TestCase):
     tx, mesh = optax.chain(WRAPPERS[name](COPY), COPY), modes.mesh()
     params = {k: params_of()[k] for k in ('even', 'scalar')}
     state = init_state(tx, params, mesh)
-    full = full_state(state, tx, params, mesh)
+    full = unshard_state(state, tx, params, mesh)
     resized = resize_state(state, tx, params, mesh)
 
     spoil = functools.partial(jax.tree.map, lambda x: x * 2 + 1)
     jax.block_until_ready(jax.jit(spoil, donate_argnums=0)(state))
 
-    again = full_state(resized, tx, params, mesh)
+    again = unshard_state(resized, tx, params, mesh)
     for count, copy in full[0].inner_state, full[1], again[0].inner_state:
       np.testing.assert_array_equal(count, 3)
       np.testing.assert_array_equal(copy['scalar'], 0.5)
@@ -211,9 +211,9 @@ class FullTest(parameterized.TestCase):
     tx, params = contrib.owned_update(inner, AXIS), {'a': ones((4, 3))}
     state = init_state(tx, params, modes.mesh())
 
-    full = full_state(state, tx, params, modes.mesh())
+    full = unshard_state(state, tx, params, modes.mesh())
     resized = resize_state(state, tx, params, modes.mesh(4))
-    placed = place_state(full, tx, params, modes.mesh(4))
+    placed = shard_state(full, tx, params, modes.mesh(4))
 
     expected = jax.tree.map(_bits, init_state(tx, params, modes.mesh(4)))
     for found in (resized, placed):
@@ -241,8 +241,8 @@ class FullTest(parameterized.TestCase):
     mesh, other = modes.mesh(4), modes.mesh(2)
     state = init_state(tx, params, mesh)
 
-    full = full_state(state, tx, params, mesh)
-    placed = place_state(full, tx, params, other)
+    full = unshard_state(state, tx, params, mesh)
+    placed = shard_state(full, tx, params, other)
     resized = resize_state(state, tx, params, other)
 
     for found in placed, resized:
@@ -259,8 +259,8 @@ class FullTest(parameterized.TestCase):
         total_weight=np.float32([1, 2, 3, 5]),
     )
 
-    full = full_state(state, tx, params, modes.mesh(4))
-    placed = place_state(full, tx, params, modes.mesh(2))
+    full = unshard_state(state, tx, params, modes.mesh(4))
+    placed = shard_state(full, tx, params, modes.mesh(2))
 
     chex.assert_trees_all_equal(full.total, state.total)
     trace = optax.tree_utils.tree_get(full, 'trace')
@@ -274,8 +274,8 @@ class FullTest(parameterized.TestCase):
     params = {'w': ones((200, 300)), 'b': ones(300)}
     state = init_state(tx, params, modes.mesh())
 
-    full = full_state(state, tx, params, modes.mesh())
-    placed = place_state(jax.device_get(full), tx, params, modes.mesh(4))
+    full = unshard_state(state, tx, params, modes.mesh())
+    placed = shard_state(jax.device_get(full), tx, params, modes.mesh(4))
 
     self.assertEqual(full.server_residual['w'].size, 60_000)
     assert_same(placed, init_state(tx, params, modes.mesh(4)))
@@ -301,13 +301,13 @@ class CheckpointTest(parameterized.TestCase):
     trace = {k: x * i for i, (k, x) in enumerate(params.items(), 1)}
     expected = init_state(tx, params, before)
     expected = expected._replace(inner_state=optax.TraceState(trace))
-    state = place_state(expected, tx, params, before)
+    state = shard_state(expected, tx, params, before)
 
-    like = full_state(init_state(tx, params, after), tx, params, after)
-    saved = saved_by_orbax(full_state(state, tx, params, before), like)
-    placed = place_state(saved, tx, params, after)
+    like = unshard_state(init_state(tx, params, after), tx, params, after)
+    saved = saved_by_orbax(unshard_state(state, tx, params, before), like)
+    placed = shard_state(saved, tx, params, after)
 
-    found = full_state(placed, tx, params, after)
+    found = unshard_state(placed, tx, params, after)
     chex.assert_trees_all_equal(jax.device_get(found), expected, strict=True)
 
   def test_orbax_places_divided_slices_by_their_shardings(self):
@@ -353,7 +353,7 @@ def on_axes(sizes, axes):
 def convert(
     params,
     tx=SLICED,
-    fn=full_state,
+    fn=unshard_state,
     other=None,
     others=None,
     mesh=((8,), (AXIS,)),
@@ -369,7 +369,7 @@ def convert(
   fn(state, other or tx, params if others is None else others, here, **options)
 
 
-PLACED = {'fn': place_state}
+PLACED = {'fn': shard_state}
 
 
 def traced(shape, dtype=np.float32):
@@ -427,9 +427,9 @@ EACH = (
     (on_model((4, 5), (2, 4)), 'made'),
     (
         PLACED
-        | {'tx': reproducible.towers(2, optax.trace(0.9), AXIS)}
+        | {'tx': reproducible.tower_reduce(2, optax.trace(0.9), AXIS)}
         | {'other': SLICED},
-        'got the tree .*TowersState.* instead',
+        'got the tree .*TowerReduceState.* instead',
     ),
     ({'tx': GROUPED}, '`groups` divide has no full form'),
     (
@@ -485,10 +485,10 @@ class RefusalTest(parameterized.TestCase):
       return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
 
     with mock.patch.object(copies, 'is_here', is_here):
-      full = full_state(state, tx, params, mesh)
-      placed = place_state(full, tx, params, mesh)
+      full = unshard_state(state, tx, params, mesh)
+      placed = shard_state(full, tx, params, mesh)
 
       with self.assertRaisesRegex(ValueError, 'a part of GuardState'):
-        place_state(full, tx, params, modes.mesh(4))
+        shard_state(full, tx, params, modes.mesh(4))
 
     chex.assert_trees_all_equal(placed, state)

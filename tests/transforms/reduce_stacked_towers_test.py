@@ -1,4 +1,4 @@
-"""`reduce_towers`: stacked towers by weight, and what `inner` is given."""
+"""Stacked towers by weight, and what `inner` is given."""
 
 import functools
 
@@ -34,7 +34,7 @@ def _like_params(w):
 
 def _reduce(reduction):
   """Maps reductions of 3 towers of each shard: without weights, and with."""
-  tx = st.reduce_towers(
+  tx = st.reduce_stacked_towers(
       NUM_TOWERS, st.cross_shard_mean(modes.AXIS), reduction=reduction
   )
 
@@ -78,7 +78,9 @@ class ReduceTowersTest(parameterized.TestCase):
 
   @cases.parameters('mean', 'sum')
   def test_hands_on_weight_step_and_other_arguments(self, reduction):
-    tx = st.reduce_towers(NUM_TOWERS, harness.recorder(), reduction=reduction)
+    tx = st.reduce_stacked_towers(
+        NUM_TOWERS, harness.recorder(), reduction=reduction
+    )
     weights = WEIGHTS.copy()
     weights[3] = 0
     steps = np.random.default_rng(2).integers(-9, 99, (8, 3)).astype(np.int32)
@@ -99,7 +101,7 @@ class ReduceTowersTest(parameterized.TestCase):
     chex.assert_trees_all_equal(recorded, expected, strict=True)
 
   def test_one_tower_counts_by_its_weight(self):
-    tx = st.reduce_towers(1, optax.identity())
+    tx = st.reduce_stacked_towers(1, optax.identity())
 
     for weight in 2, 0:
       x, weights = np.ones((1, 3), np.float32), np.full(1, weight)
@@ -108,7 +110,7 @@ class ReduceTowersTest(parameterized.TestCase):
       np.testing.assert_array_equal(updates, np.full(3, weight > 0))
 
   def test_one_local_step_stands_for_all_towers(self):
-    tx = st.reduce_towers(2, harness.recorder())
+    tx = st.reduce_stacked_towers(2, harness.recorder())
 
     _, recorded = tx.update(jnp.ones((2, 3)), tx.init(None), local_step=7)
 
@@ -118,13 +120,13 @@ class ReduceTowersTest(parameterized.TestCase):
 class WeightTest(parameterized.TestCase):
 
   def test_a_link_of_a_chain_takes_no_weight(self):
-    tx = st.reduce_towers(2)
+    tx = st.reduce_stacked_towers(2)
 
     with self.assertRaisesRegex(ValueError, 'must come with `inner`'):
       tx.update(np.ones((2, 3), np.float32), tx.init(None), weight=np.ones(2))
 
   def test_refuses_own_weights_for_updates_that_are_already_reduced(self):
-    tx = st.reduce_towers(2, optax.identity())
+    tx = st.reduce_stacked_towers(2, optax.identity())
 
     def shard(params, weight):
       grads = jax.vmap(jax.grad(jnp.multiply), in_axes=(None, 0))
@@ -132,12 +134,14 @@ class WeightTest(parameterized.TestCase):
       return tx.update(grads, tx.init(params), weight=weight)[0]
 
     mapped = modes.map_shards('shard_map', shard)
-    message = "`updates` of `reduce_towers` must be per shard over 'data'"
+    message = (
+        "`updates` of `reduce_stacked_towers` must be per shard over 'data'"
+    )
     with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(mapped, jnp.ones(()), jnp.ones((8, 2)))
 
   def test_takes_common_weights_for_updates_that_are_already_reduced(self):
-    tx = st.reduce_towers(2, optax.identity())
+    tx = st.reduce_stacked_towers(2, optax.identity())
 
     def shard(towers, _):
       return tx.update(towers, tx.init(towers[0]), weight=np.array([3, 1]))[0]

@@ -1,4 +1,4 @@
-"""`reduce_towers`: gradient accumulation over stacked updates."""
+"""`reduce_stacked_towers`: gradient accumulation over stacked updates."""
 
 import functools
 from typing import Literal
@@ -12,10 +12,10 @@ from shard_transforms._src.base import axes
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import weights
 
-_CALLER = 'reduce_towers'
+_CALLER = 'reduce_stacked_towers'
 
 
-def reduce_towers(
+def reduce_stacked_towers(
     num_towers: int,
     inner: optax.GradientTransformation | None = None,
     *,
@@ -65,7 +65,7 @@ def reduce_towers(
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
-    >>> tx = shard_transforms.reduce_towers(2, optax.sgd(1.0))
+    >>> tx = shard_transforms.reduce_stacked_towers(2, optax.sgd(1.0))
     >>> towers = jnp.array([[1.0, 1.0], [5.0, 9.0]])
     >>> state = tx.init(jnp.zeros(2))
     >>> print(tx.update(towers, state, weight=jnp.array([30, 10]))[0])
@@ -127,7 +127,7 @@ def _check_stacked(updates, num_towers):
   for path, leaf in jax.tree.leaves_with_path(updates):
     if jnp.shape(leaf)[:1] != (num_towers,):
       raise ValueError(
-          '`updates` of `reduce_towers` must have a leading axis of'
+          '`updates` of `reduce_stacked_towers` must have a leading axis of'
           f' {num_towers} towers, got the shape {jnp.shape(leaf)} at'
           f' {leaves.name_of(path)}.'
       )

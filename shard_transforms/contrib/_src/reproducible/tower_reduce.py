@@ -1,4 +1,4 @@
-"""`towers` and `sharded_towers`: reproducible sums over towers and shards."""
+"""Reproducible accumulation over towers and shards."""
 
 import optax
 
@@ -11,7 +11,7 @@ from shard_transforms.contrib._src.reproducible import accumulation
 from shard_transforms.contrib._src.reproducible import tree_reduction
 
 
-def towers(
+def tower_reduce(
     num_towers: int,
     inner: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
@@ -53,7 +53,7 @@ def towers(
     reduction: `'mean'` or `'sum'` over all towers of all shards.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` with a `TowersState`, whose
+    An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, whose
     `update` takes the optional extra argument `weight`, one scalar per tower.
     Create the state with `init_state`.
 
@@ -72,7 +72,7 @@ def towers(
     >>> import jax.numpy as jnp
     >>> import optax
     >>> from shard_transforms.contrib import reproducible
-    >>> tx = reproducible.towers(2, optax.sgd(1.0), 'data')
+    >>> tx = reproducible.tower_reduce(2, optax.sgd(1.0), 'data')
     >>> def step(towers):
     ...   state = tx.init(jnp.zeros([]))
     ...   for tower in towers:
@@ -82,7 +82,7 @@ def towers(
     >>> print(jax.vmap(step, axis_name='data')(towers))
     [-3. -3.]
   """
-  reduce = _as_reduction('towers', reduction, axis_name)
+  reduce = _as_reduction('tower_reduce', reduction, axis_name)
   inner = arguments.as_inner(inner, reduce.caller)
 
   def finish(inner_state, params, sums, total, like, extra_args):
@@ -92,7 +92,7 @@ def towers(
   return accumulation.transformation(num_towers, reduce, inner.init, finish)
 
 
-def sharded_towers(
+def sharded_tower_reduce(
     num_towers: int,
     inner: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
@@ -102,30 +102,30 @@ def sharded_towers(
 ) -> optax.GradientTransformationExtraArgs:
   """Shards the optimizer (ZeRO-1), with the same bits on any number of shards.
 
-  Returns the same updates as `towers`, with the state and the work of `inner`
-  divided among the shards, as in `shard_update`: shards exchange halves until
-  each has the mean of its slice of every leaf, `inner` computes a slice of the
-  updates, and an all-gather joins the slices. `inner` must be element-wise.
-  Sums over slices, as for the global norm, are refused, because their bits
-  depend on the number of slices.
+  Returns the same updates as `tower_reduce`, with the state and the work of
+  `inner` divided among the shards, as in `shard_update`: shards exchange halves
+  until each has the mean of its slice of every leaf, `inner` computes a slice
+  of the updates, and an all-gather joins the slices. `inner` must be
+  element-wise. Sums over slices, as for the global norm, are refused, because
+  their bits depend on the number of slices.
 
   Args:
-    num_towers: As in `towers`; 1 without accumulation.
+    num_towers: As in `tower_reduce`; 1 without accumulation.
     inner: The transformation that runs on slices.
-    axis_name: As in `towers`.
+    axis_name: As in `tower_reduce`.
     reduction: `'mean'` or `'sum'` over all towers of all shards.
     assume_elementwise: Whether to skip the check that `inner` is element-wise.
       Set it if `inner` is refused although it is: an `inner` that combines
       elements then trains wrongly without an error.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` with a `TowersState`, like
-    `towers`.
+    An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, like
+    `tower_reduce`.
 
   Raises:
-    NameError: As in `towers`.
-    TypeError: As in `towers`.
-    ValueError: As in `towers`; in `init` and `update`, if `inner` is not
+    NameError: As in `tower_reduce`.
+    TypeError: As in `tower_reduce`.
+    ValueError: As in `tower_reduce`; in `init` and `update`, if `inner` is not
       element-wise, or an axis of the mesh is not mapped.
 
   Examples:
@@ -135,13 +135,13 @@ def sharded_towers(
     >>> import shard_transforms
     >>> from shard_transforms.contrib import reproducible
     >>> mesh = jax.make_mesh((8,), ('data',))
-    >>> tx = reproducible.sharded_towers(2, optax.adam(0.1), 'data')
+    >>> tx = reproducible.sharded_tower_reduce(2, optax.adam(0.1), 'data')
     >>> state = shard_transforms.init_state(tx, jnp.ones((3, 16)), mesh)
     >>> mu = optax.tree_utils.tree_get(state, 'mu')
     >>> print(mu.shape, mu.addressable_shards[0].data.shape)
     (3, 16) (3, 2)
   """
-  reduce = _as_reduction('sharded_towers', reduction, axis_name)
+  reduce = _as_reduction('sharded_tower_reduce', reduction, axis_name)
   arguments.check_bool('assume_elementwise', assume_elementwise)
   inner = arguments.as_inner(inner, reduce.caller)
   sliced = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)

@@ -1,4 +1,4 @@
-"""`wire_report`: the communication of a step, from its jaxpr."""
+"""`communication_report`: the communication of a step, from its jaxpr."""
 
 from collections.abc import Callable
 from collections.abc import Hashable
@@ -25,14 +25,14 @@ from shard_transforms._src.monitoring import compiled_report
 from shard_transforms._src.monitoring import report_table
 
 
-def wire_report(
+def communication_report(
     fn: Callable[..., Any] | jax.stages.Lowered | jax.stages.Compiled,
     *args: Any,
     axis_sizes: Mapping[Hashable, int] | None = None,
     compiled: bool = False,
     mesh: compiled_report.Mesh | None = None,
     **kwargs: Any,
-) -> report_table.WireReport:
+) -> report_table.CommunicationReport:
   r"""Reports the communication of each shard in one run of a function.
 
   The function is traced, not run. Each collective counts as the bytes that one
@@ -98,7 +98,8 @@ def wire_report(
     kwargs: The keyword arguments, like `args`.
 
   Returns:
-    A `WireReport`, with `total_bytes` and `num_collectives` for assertions.
+    A `CommunicationReport`, with `total_bytes` and `num_collectives` for
+    assertions.
 
   Raises:
     NameError: If `fn` uses an axis that is not bound.
@@ -116,7 +117,7 @@ def wire_report(
     >>> tx = shard_transforms.cross_shard_mean('data')
     >>> reduce = lambda grads: tx.update(grads, tx.init(grads))[0]
     >>> grads = jax.ShapeDtypeStruct((1000,), jnp.bfloat16)
-    >>> report = shard_transforms.monitoring.wire_report(
+    >>> report = shard_transforms.monitoring.communication_report(
     ...     reduce, grads, axis_sizes={'data': 8})
     >>> print(report)
     primitive  dtype    payload  axes  shards  times   sent  scope
@@ -152,9 +153,9 @@ def wire_report(
     jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
   except NameError as error:
     raise NameError(
-        f'`fn` of `wire_report` uses an unbound name: {error} If this is a'
-        ' mapped axis and `fn` is a function of one shard, pass its size, as'
-        " in `axis_sizes={'data': 8}`."
+        f'`fn` of `communication_report` uses an unbound name: {error} If this'
+        ' is a mapped axis and `fn` is a function of one shard, pass its size,'
+        " as in `axis_sizes={'data': 8}`."
     ) from error
   program = inlining.flatten(jaxpr.jaxpr)
   warnings = (
@@ -164,7 +165,9 @@ def wire_report(
       *slice_sums.find(program),
       *_unmapped_warning(program, (args, kwargs) if axis_sizes is None else ()),
   )
-  return report_table.WireReport(tuple(_collectives(program)), warnings)
+  return report_table.CommunicationReport(
+      tuple(_collectives(program)), warnings
+  )
 
 
 def _unmapped_warning(program, inputs):
@@ -279,4 +282,4 @@ def _num_shards(equation):
   sizes = inlining.axis_sizes(equation)
   outside = [axis for axis in equation.axes if axis not in sizes]
   inside = [sizes[axis] for axis in equation.axes if axis in sizes]
-  return math.prod(inside) * axes_lib.size(outside, 'wire_report')
+  return math.prod(inside) * axes_lib.size(outside, 'communication_report')

@@ -19,8 +19,8 @@ from shard_transforms import drop_stale
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms.monitoring import Collective
-from shard_transforms.monitoring import WireReport
-from shard_transforms.monitoring import wire_report
+from shard_transforms.monitoring import CommunicationReport
+from shard_transforms.monitoring import communication_report
 
 AXIS = modes.AXIS
 # Ways to report on a program of 8 shards.
@@ -55,12 +55,12 @@ def scatter(x, n=8):
 def report_on(way, fn, *own):
   """Reports on a function of the trees of a shard, on 8 shards."""
   if way == 'axis_sizes':
-    return wire_report(fn, *own, axis_sizes={AXIS: 8})
+    return communication_report(fn, *own, axis_sizes={AXIS: 8})
   stacked = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), own
   )
   mapped = modes.map_shards(way, lambda _, own: fn(*own))
-  return wire_report(mapped, 0.0, stacked)
+  return communication_report(mapped, 0.0, stacked)
 
 
 def update_with(tx, *names, **static):
@@ -164,8 +164,8 @@ LIBRARY = {
         *of_grads(drop_stale(2, MEAN, axis_name=AXIS), 'local_step'),
         *((R(8) + R(GRADS_BYTES + 4), 0), 4),
     ),
-    'reduce_towers of mean': (
-        *(update_with(st.reduce_towers(3, MEAN)), (TOWERS,)),
+    'reduce_stacked_towers of mean': (
+        *(update_with(st.reduce_stacked_towers(3, MEAN)), (TOWERS,)),
         *((R(GRADS_BYTES), 0), 2),
     ),
     # In each call the decision, the loss and its weight; once per window
@@ -193,7 +193,7 @@ class LibraryTest(parameterized.TestCase):
   def test_vmap_does_not_communicate(self):
     fn, own, *_ = LIBRARY['drop_stale']
 
-    self.assertEqual(report_on('vmap', fn, *own), WireReport(()))
+    self.assertEqual(report_on('vmap', fn, *own), CommunicationReport(()))
 
   def test_reports_the_scope_and_the_axes(self):
     report = report_on('shard_map', update_with(MEAN), GRADS)
@@ -211,7 +211,7 @@ class LibraryTest(parameterized.TestCase):
 
   @cases.parameters((('host', 'core'), 8), ('core', 4), (('host',), 2))
   def test_cross_shard_over_several_axes(self, axis_name, num_shards):
-    report = wire_report(
+    report = communication_report(
         update_with(cross_shard_mean(axis_name)),
         GRADS,
         axis_sizes={'host': 2, 'core': 4},
@@ -222,12 +222,12 @@ class LibraryTest(parameterized.TestCase):
       self.assertEqual(collective.num_shards, num_shards)
 
   def test_cross_shard_of_reduced_updates(self):
-    tx = cross_shard_mean(AXIS, on_invariant='averaged')
+    tx = cross_shard_mean(AXIS, if_reduced='mean')
     mapped = modes.map_shards('shard_map', lambda g, _: update_with(tx)(g))
 
-    report = wire_report(mapped, GRADS, np.zeros(8, np.float32))
+    report = communication_report(mapped, GRADS, np.zeros(8, np.float32))
 
-    self.assertEqual(report, WireReport(()))
+    self.assertEqual(report, CommunicationReport(()))
 
 
 # A vector of 24 floats on each of 8 shards.
@@ -291,7 +291,7 @@ class PrimitiveTest(parameterized.TestCase):
 
     mapped = modes.map_shards('shard_map', fn)
     x = jax.ShapeDtypeStruct((8, 24), jnp.float32)
-    report = wire_report(mapped, VECTOR, x)
+    report = communication_report(mapped, VECTOR, x)
 
     self.assertEqual((report.total_bytes, report.num_collectives), (168, 1))
 
@@ -342,7 +342,7 @@ class PrimitiveTest(parameterized.TestCase):
     for way in ('pmap', 'shard_map_unchecked', 'axis_sizes'):
       report = report_on(way, fn, VECTOR)
 
-      self.assertEqual(report, WireReport(()), way)
+      self.assertEqual(report, CommunicationReport(()), way)
 
 
 def pmax(x):
@@ -443,7 +443,7 @@ class WireReportTest(parameterized.TestCase):
     def fn(x, scale, *, shift):
       return {'y': lax.psum(x * scale + shift['by'], AXIS), 'none': None}
 
-    report = wire_report(
+    report = communication_report(
         fn, np.ones(24, np.float32), 2.0, shift={'by': 1}, axis_sizes={AXIS: 8}
     )
 
@@ -457,7 +457,7 @@ class WireReportTest(parameterized.TestCase):
       def reduce(x):
         return lax.psum(x, AXIS)
 
-      reports.append(wire_report(reduce, x))
+      reports.append(communication_report(reduce, x))
       return x
 
     x = jax.ShapeDtypeStruct((8, 24), jnp.float32)
@@ -473,7 +473,7 @@ class WireReportTest(parameterized.TestCase):
         out_specs=P(),
     )
 
-    report = wire_report(mapped, VECTOR)
+    report = communication_report(mapped, VECTOR)
 
     self.assertEqual(report.collectives[0].payload_bytes, 3 * 4)
 
@@ -536,7 +536,7 @@ class ShardedArgumentTest(parameterized.TestCase):
     if way == 'keywords':
       given, named = (w,), {'x': x}
 
-    report = wire_report(jax.jit(_square_grad), *given, **named)
+    report = communication_report(jax.jit(_square_grad), *given, **named)
 
     (warning,) = report.warnings
     self.assertRegex(
@@ -545,7 +545,7 @@ class ShardedArgumentTest(parameterized.TestCase):
         ' traced program does not show.*with `compiled=True`',
     )
     self.assertEqual(str(report), f'nothing is sent\nwarning: {warning}')
-    compiled = wire_report(jax.jit(_square_grad), w, x, compiled=True)
+    compiled = communication_report(jax.jit(_square_grad), w, x, compiled=True)
     self.assertEqual(compiled.num_collectives, 1)
     self.assertEmpty(compiled.warnings)
 
@@ -564,7 +564,7 @@ class ShardedArgumentTest(parameterized.TestCase):
     def repeat(w, x):
       return lax.scan(lambda w, _: (step(w, x), ()), w, length=2)[0]
 
-    report = wire_report(repeat if in_scan else step, w, x)
+    report = communication_report(repeat if in_scan else step, w, x)
 
     (warning,) = report.warnings
     self.assertStartsWith(warning, "Arguments are sharded over 'model', which")
@@ -585,11 +585,11 @@ class ShardedArgumentTest(parameterized.TestCase):
             (w, jax.device_put(x, jax.NamedSharding(self.mesh, P()))),
         ),
     ):
-      report = wire_report(fn, *args)
+      report = communication_report(fn, *args)
 
       self.assertEmpty(report.warnings)
 
-    way = wire_report(_square_grad, w, x, axis_sizes={AXIS: 8})
+    way = communication_report(_square_grad, w, x, axis_sizes={AXIS: 8})
     self.assertEmpty(way.warnings)
 
 
@@ -598,7 +598,7 @@ ERRORS = (
     (dict(fn=None), TypeError, '`fn` must be callable, got None.'),
     (
         *(dict(), NameError),
-        '`fn` of `wire_report` uses an unbound name: .*unbound axis'
+        '`fn` of `communication_report` uses an unbound name: .*unbound axis'
         ".* data.* pass its size, as in `axis_sizes={'data': 8}`.",
     ),
     (dict(axis_sizes={'model': 8}), NameError, 'pass its size, as in `axis_si'),
@@ -619,4 +619,4 @@ class ErrorTest(parameterized.TestCase):
     given = {'fn': lambda x: lax.psum(x, AXIS)} | given
 
     with self.assertRaisesRegex(error, words):
-      wire_report(given.pop('fn'), VECTOR, **given)
+      communication_report(given.pop('fn'), VECTOR, **given)

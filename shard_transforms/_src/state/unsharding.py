@@ -1,4 +1,4 @@
-"""`full_state` and `place_state`: checkpoints of sharded optimizer state."""
+"""`unshard_state` and `shard_state`: checkpoints of sharded optimizer state."""
 
 import functools
 from typing import Any
@@ -23,7 +23,7 @@ from shard_transforms._src.state import shardings
 from shard_transforms._src.state import specs
 
 
-def full_state(
+def unshard_state(
     state: optax.OptState,
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
@@ -36,7 +36,7 @@ def full_state(
   State that a transformation such as `shard_update` has sharded gets the shapes
   of `inner.init(params)`, so that the checkpoint does not depend on the number
   of shards. All other leaves are copied. Save the result, and restore it with
-  `place_state` on any number of shards.
+  `shard_state` on any number of shards.
 
   The full leaves are sharded over the devices, along dimensions that divide
   evenly, so that no device needs memory for the whole state. A leaf that cannot
@@ -70,11 +70,13 @@ def full_state(
     >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
     >>> params = jax.numpy.ones((3, 5))
     >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> full = shard_transforms.full_state(state, tx, params, mesh)
+    >>> full = shard_transforms.unshard_state(state, tx, params, mesh)
     >>> print(state.inner_state[0].mu.shape, full.inner_state[0].mu.shape)
     (1, 16) (3, 5)
   """
-  one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs, 'full_state')
+  one_shard = one_shard_lib.OneShard(
+      tx, params, mesh, in_specs, 'unshard_state'
+  )
   return joined(state, state, one_shard, one_shard)
 
 
@@ -93,7 +95,7 @@ def joined(
     made: The same for the mesh on which the state was made, if it is known.
 
   Raises:
-    ValueError: As in `full_state`.
+    ValueError: As in `unshard_state`.
   """
 
   def convert(path, rule, field, placed):
@@ -119,7 +121,7 @@ def joined(
   return full
 
 
-def place_state(
+def shard_state(
     state: optax.OptState,
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
@@ -130,13 +132,13 @@ def place_state(
 ) -> optax.OptState:
   """Places the state of a checkpoint on a mesh with any number of shards.
 
-  This is the inverse of `full_state`: full leaves are sharded again. If the
+  This is the inverse of `unshard_state`: full leaves are sharded again. If the
   number of shards has changed, per-shard state, such as residuals and the
   towers of an unfinished window, is converted as in `resize_state`. Such state
   must then be on this process, for example as NumPy arrays.
 
   Args:
-    state: The result of `full_state`, as JAX arrays or, when restored from a
+    state: The result of `unshard_state`, as JAX arrays or, when restored from a
       checkpoint, as NumPy arrays.
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
@@ -164,14 +166,14 @@ def place_state(
     >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
     >>> params = jax.numpy.ones((3, 5))
     >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> full = shard_transforms.full_state(state, tx, params, mesh)
+    >>> full = shard_transforms.unshard_state(state, tx, params, mesh)
     >>> four = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])
-    >>> state = shard_transforms.place_state(full, tx, params, four)
+    >>> state = shard_transforms.shard_state(full, tx, params, four)
     >>> print(state.inner_state[0].mu.shape)
     (1, 16)
   """
   check_reduction(reduction)
-  one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs, 'place_state')
+  one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs, 'shard_state')
   return place(state, one_shard, reduction)
 
 
@@ -188,7 +190,7 @@ def place(
     reduction: As for `resize_state`.
 
   Raises:
-    ValueError: As in `place_state`.
+    ValueError: As in `shard_state`.
   """
 
   def rules_of(node, like):
@@ -277,7 +279,7 @@ def _carried_over(path, rule, sub, leaf, like):
   """Resizes a leaf by its rule, and places it."""
   name = leaves_lib.name_of((*path, *sub))
   fields.check_dtype(name, leaf, like)
-  if rule.resize == 'begin_anew' or jnp.shape(leaf) != like.shape:
+  if rule.resize == 'reset' or jnp.shape(leaf) != like.shape:
     if not copies.is_here(leaf):
       copies.refuse_elsewhere(name)
     leaf = row_resizing.apply_rule(rule, name, leaf, like)
