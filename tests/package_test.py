@@ -475,7 +475,8 @@ class DocumentationTest(parameterized.TestCase):
 
   def test_files_of_the_index_of_tests_exist(self):
     names = re.findall(r'`([\w/]+\.(?:py|json))`', read('tests/README.md'))
-    folders = ROOT, ROOT / 'tests', PACKAGE / '_src' / 'state'
+    tests = ROOT / 'tests'
+    folders = ROOT, tests, tests / '_lib', PACKAGE / '_src' / 'state'
     missing = [
         name for name in names if not any((x / name).exists() for x in folders)
     ]

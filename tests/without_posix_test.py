@@ -52,7 +52,7 @@ class WithoutPosixTest(absltest.TestCase):
 
   def test_imports_every_namespace_and_trains(self):
     printed = run("""
-from shard_transforms import aggregators, asynchronous, compression, facade
+from shard_transforms import asynchronous, contrib, facade
 from shard_transforms import monitoring, state_rules
 assert shard_transforms.launch.join_processes() == 1
 tx = optax.chain(shard_transforms.cross_shard_mean('data'), optax.sgd(1.0))

@@ -114,15 +114,15 @@ class GlobalNormTest(parameterized.TestCase):
       (float, {'axis_name': 'x'}, NameError, '`global_norm` needs the axis'),
       (
           float,
-          {'axis_name': AXIS, 'sharded': AXIS},
+          {'axis_name': AXIS, 'specs': AXIS},
           TypeError,
           '`specs` of `global_norm` must be a `PartitionSpec`',
       ),
       (float, {'axis_name': AXIS}, ValueError, 'must say which .* not track'),
-      (float, {'sharded': P(AXIS)}, ValueError, 'must come with `axis_name`'),
+      (float, {'specs': P(AXIS)}, ValueError, 'must come with `axis_name`'),
       (
           float,
-          {'axis_name': AXIS, 'sharded': {'v': P(AXIS)}},
+          {'axis_name': AXIS, 'specs': {'v': P(AXIS)}},
           ValueError,
           'key|structure',
       ),

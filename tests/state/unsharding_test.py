@@ -429,7 +429,7 @@ EACH = (
         PLACED
         | {'tx': reproducible.tower_reduce(2, optax.trace(0.9), AXIS)}
         | {'other': SLICED},
-        'got the tree .*TowerReduceState.* instead',
+        'got the tree .*ReproducibleState.* instead',
     ),
     ({'tx': GROUPED}, '`groups` divide has no full form'),
     (

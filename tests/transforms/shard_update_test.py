@@ -515,7 +515,7 @@ class RefusalTest(parameterized.TestCase):
       ({'if_reduced': 'guess'}, ValueError, '`if_reduced` must be'),
       (
           {'if_reduced': 'mean', 'reduction': 'sum'},
-          *(ValueError, "`reduction` .* must be 'mean' with on_invar"),
+          *(ValueError, "`reduction` .* must be 'mean' with if_reduced"),
       ),
       ({'assume_elementwise': 1}, TypeError, '`assume_.* a boolean, got 1'),
       ({'groups': 'ab'}, TypeError, '`groups` must be'),

@@ -33,7 +33,7 @@ class NoiseScaleState(NamedTuple):
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from shard_transforms import monitoring
+    >>> from shard_transforms import contrib
     >>> tx = contrib.track_noise_scale('data')
     >>> print(tx.init(jnp.zeros(2)).noise_scale)
     0.0
@@ -114,7 +114,7 @@ def track_noise_scale(
   Examples:
     >>> import jax
     >>> import jax.numpy as jnp
-    >>> from shard_transforms import monitoring
+    >>> from shard_transforms import contrib
     >>> tx = contrib.track_noise_scale('data', decay=0.5)
     >>> def measure(update):
     ...   mean, state = tx.update(update, tx.init(update))

@@ -1,7 +1,7 @@
 """Reductions with the same bits on any number of shards."""
 
 from shard_transforms.contrib._src.reproducible.accumulation import (
-    TowerReduceState,
+    ReproducibleState,
 )
 from shard_transforms.contrib._src.reproducible.cross_shard import (
     cross_shard_mean,
@@ -15,7 +15,7 @@ from shard_transforms.contrib._src.reproducible.tower_reduce import (
 from shard_transforms.contrib._src.reproducible.tower_reduce import tower_reduce
 
 __all__ = (
-    'TowerReduceState',
+    'ReproducibleState',
     'cross_shard_mean',
     'cross_shard_sum',
     'sharded_tower_reduce',

@@ -49,7 +49,7 @@ def _unfinished_window_rule(state):
   )
 
 
-class TowerReduceState(NamedTuple):
+class ReproducibleState(NamedTuple):
   """State of `tower_reduce` and of `sharded_tower_reduce`.
 
   Partial sums differ between shards: they have a leading axis, of length 1
@@ -124,7 +124,9 @@ def transformation(
     total = partial_sums.empty(params, num_towers)
     total_weight = jnp.zeros(num_levels(), weights.dtype_for(params))
     total, total_weight = states.store((total, total_weight), reduction.axes)
-    return TowerReduceState(states.counter(), total, total_weight, init(params))
+    return ReproducibleState(
+        states.counter(), total, total_weight, init(params)
+    )
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     _check(updates, state, num_levels(), reduction)
@@ -169,7 +171,7 @@ def _check(updates, state, num_levels, reduction):
       number of towers.
   """
   caller = reduction.caller
-  arguments.check_state(state, TowerReduceState, caller)
+  arguments.check_state(state, ReproducibleState, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, reduction.axes, caller)
   leaves_lib.check_not_explicit(updates, caller)
@@ -217,7 +219,7 @@ def _collect(updates, state, weight, reduction):
   total_weight = partial_sums.add(total_weight, tower_weight, state.tower)
   total, total_weight = states.store((total, total_weight), axes)
   tower = states.count(state.tower, 1)
-  window = TowerReduceState(tower, total, total_weight, state.inner_state)
+  window = ReproducibleState(tower, total, total_weight, state.inner_state)
   states.check_kept(state, window, caller)
   return window
 

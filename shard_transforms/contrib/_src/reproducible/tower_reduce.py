@@ -53,7 +53,7 @@ def tower_reduce(
     reduction: `'mean'` or `'sum'` over all towers of all shards.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, whose
+    An `optax.GradientTransformationExtraArgs` with a `ReproducibleState`, whose
     `update` takes the optional extra argument `weight`, one scalar per tower.
     Create the state with `init_state`.
 
@@ -119,7 +119,7 @@ def sharded_tower_reduce(
       elements then trains wrongly without an error.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` with a `TowerReduceState`, like
+    An `optax.GradientTransformationExtraArgs` with a `ReproducibleState`, like
     `tower_reduce`.
 
   Raises:

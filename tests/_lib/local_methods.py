@@ -135,7 +135,7 @@ def streaming(centres, every=6, delay=1, own_part=0.25):
 
 def of_page():
   """Returns the column `outer` of the table in docs/local_updates.md."""
-  page = pathlib.Path(__file__).parents[3] / 'docs' / 'local_updates.md'
+  page = pathlib.Path(__file__).parents[2] / 'docs' / 'local_updates.md'
   text = page.read_text(encoding='utf-8')
   rows = re.findall(r'^\| (.*?) \| `(sgd\([^`]*\))` \|', text, re.MULTILINE)
   names = {'sgd': optax.sgd, 'N': SHARDS, 'alpha': 0.8, 'beta': 0.6}

@@ -11,7 +11,7 @@ import optax
 
 from shard_transforms.facade import transforms
 
-FOLDER = pathlib.Path(__file__).parent / 'golden'
+FOLDER = pathlib.Path(__file__).parents[1] / 'golden'
 
 # The loss of one shard, tower or worker, a term for each variable.
 TERMS = {

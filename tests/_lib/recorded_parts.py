@@ -14,7 +14,7 @@ import numpy as np
 
 from shard_transforms.facade import tf
 
-_PATH = pathlib.Path(__file__).with_name('parts.json')
+_PATH = pathlib.Path(__file__).parents[1] / 'facade' / 'parts.json'
 RECORDED = json.loads(_PATH.read_text(encoding='utf-8'))
 START = {k: np.float32(x) for k, x in RECORDED['start'].items()}
 GRADS = [

@@ -8,7 +8,7 @@ import tempfile
 
 from absl.testing import parameterized
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
+EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
 # Warnings are errors.
 STRICT = (sys.executable, '-W', 'error')
 # With it, the examples have their data, but not all of scikit-learn, which
