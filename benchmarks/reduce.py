@@ -26,7 +26,7 @@ import numpy as np
 import timing
 
 import shard_transforms
-from shard_transforms._src.base import thresholds
+from shard_transforms._src.reduction import thresholds
 from shard_transforms.contrib import reproducible
 
 AXIS = 'data'

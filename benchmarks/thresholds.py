@@ -1,6 +1,6 @@
 """Measures each threshold of the library here, and prints what it would set.
 
-`shard_transforms/_src/base/thresholds.py` is the table of buffers. Where a
+`shard_transforms/_src/reduction/thresholds.py` is the table of buffers. Where a
 platform has no figures in it, nothing is packed: run this there. Two others
 stand where they are used, in `aggregators` and `exchanges`. It takes all
 devices, or virtual ones of a CPU, and on two idle cores less than ten minutes.
@@ -31,7 +31,7 @@ import timing
 
 import shard_transforms
 from shard_transforms import contrib
-from shard_transforms._src.base import thresholds
+from shard_transforms._src.reduction import thresholds
 from shard_transforms.contrib import compression
 from shard_transforms.contrib._src import exchanges
 from shard_transforms.contrib._src.aggregators import aggregator

@@ -13,7 +13,7 @@ import numpy as np
 
 import modes
 import shard_transforms as st
-from shard_transforms._src.base import thresholds
+from shard_transforms._src.reduction import thresholds
 
 GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7))
 

@@ -14,7 +14,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from shard_transforms._src.base import thresholds
+from shard_transforms._src.reduction import thresholds
 
 
 def map_packed(

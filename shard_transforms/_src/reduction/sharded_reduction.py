@@ -16,10 +16,10 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import thresholds
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms._src.reduction import thresholds
 
 
 class ShardedReduction(leaf_sums.Reduction):

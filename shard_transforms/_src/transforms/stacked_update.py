@@ -18,8 +18,8 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.base import stacked as stacked_lib
-from shard_transforms._src.base import unreduced
 from shard_transforms._src.state import specs
+from shard_transforms._src.transforms import unreduced
 
 _CALLER = 'on_mesh'
 # Extra arguments that may differ between shards.

@@ -11,10 +11,10 @@ import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import thresholds
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
+from shard_transforms._src.reduction import thresholds
 from shard_transforms.contrib._src import exchanges
 from shard_transforms.contrib._src.aggregators import aggregator
 
