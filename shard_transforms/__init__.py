@@ -9,13 +9,13 @@ from shard_transforms import state_rules as state_rules
 from shard_transforms._src.base.stacked import Stacked
 from shard_transforms._src.monitoring.model_state import unless_skipped
 from shard_transforms._src.reduction.norms import global_norm
+from shard_transforms._src.state.conversion import resize_state
+from shard_transforms._src.state.conversion import shard_state
+from shard_transforms._src.state.conversion import unshard_state
 from shard_transforms._src.state.placement import init_state
-from shard_transforms._src.state.resizing import resize_state
 from shard_transforms._src.state.shardings import state_shardings
 from shard_transforms._src.state.specs import specs_of
 from shard_transforms._src.state.specs import state_specs
-from shard_transforms._src.state.unsharding import shard_state
-from shard_transforms._src.state.unsharding import unshard_state
 from shard_transforms._src.transforms.accumulation import (
     accumulated_value_and_grad,
 )

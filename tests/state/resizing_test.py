@@ -29,7 +29,7 @@ from shard_transforms import init_state
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
-from shard_transforms._src.state import row_resizing
+from shard_transforms._src.state import resizing
 from shard_transforms.state_rules import Rule
 
 AXIS = modes.AXIS
@@ -671,7 +671,7 @@ class RuleTest(parameterized.TestCase):
         continue
       old = np.asarray(old, dtype)
 
-      resized = row_resizing.apply_rule(Rule(**rule), 'leaf', old, target)
+      resized = resizing.apply_rule(Rule(**rule), 'leaf', old, target)
 
       self.assertEqual(resized.dtype, dtype)
       want = np.rint(want) if dtype is np.int32 else np.asarray(want, dtype)

@@ -26,7 +26,7 @@ from shard_transforms import shard_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms import unshard_state
-from shard_transforms._src.state import copies
+from shard_transforms._src.state import resizing
 from shard_transforms.contrib import compression
 from shard_transforms.contrib import reproducible
 
@@ -484,7 +484,7 @@ class RefusalTest(parameterized.TestCase):
     def is_here(leaf):
       return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
 
-    with mock.patch.object(copies, 'is_here', is_here):
+    with mock.patch.object(resizing, 'is_here', is_here):
       full = unshard_state(state, tx, params, mesh)
       placed = shard_state(full, tx, params, mesh)
 

@@ -3,10 +3,7 @@
 from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Mapping
-import contextlib
-import contextvars
 import itertools
 from typing import Any
 
@@ -20,11 +17,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 
 # `PartitionSpec`s in a tree or a prefix tree, as for `jax.shard_map`.
 SpecTree = P | None | Iterable['SpecTree'] | Mapping[Any, 'SpecTree']
-
-# The shape and the spec of each parameter where `init` is traced on a mesh.
-_SPECS_IN_USE: contextvars.ContextVar[Mapping[str, tuple[Any, P]]] = (
-    contextvars.ContextVar('specs_in_use')
-)
 
 
 def is_spec(spec: Any) -> bool:
@@ -108,61 +100,6 @@ def of_params(in_specs: SpecTree, params: Any, caller: str) -> Any:
         f'`in_specs` of `{caller}` must have the tree of the parameters, or the'
         f' head of it, got {in_specs!r} for {jax.tree.structure(params)}.'
     ) from error
-
-
-@contextlib.contextmanager
-def in_use(params: Any, specs: SpecTree) -> Iterator[None]:
-  """Makes the specs of parameters known to the `init` that is traced.
-
-  Args:
-    params: The parameters as a shard holds them.
-    specs: The `PartitionSpec` of each parameter.
-  """
-  leaves = jax.tree.leaves_with_path(params)
-  pairs = zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-  specs_of_names = {
-      leaves_lib.name_of(path): (jnp.shape(x), spec)
-      for (path, x), spec in pairs
-  }
-  token = _SPECS_IN_USE.set(specs_of_names)
-  try:
-    yield
-  finally:
-    _SPECS_IN_USE.reset(token)
-
-
-def check_in_use(
-    name: str, shape: tuple[int, ...], spec: P, caller: str
-) -> None:
-  """Checks that a spec slices a parameter as the specs in use do.
-
-  Types do not tell which dimension an axis slices. A parameter without a spec
-  in use, such as that of another tree, is not checked.
-
-  Args:
-    name: The path of the parameter.
-    shape: The shape of the slice that a shard holds.
-    spec: The spec to check.
-    caller: The public name that errors show.
-
-  Raises:
-    ValueError: If the specs differ.
-  """
-  shape_in_use, in_use = _SPECS_IN_USE.get({}).get(name, (None, None))
-  if shape_in_use != shape or in_use is None:
-    return
-
-  def slicing(spec):
-    parts = [[a for a in e if lax.axis_size(a) > 1] for e in entries(spec)]
-    return parts + [[]] * (len(shape) - len(parts))
-
-  if slicing(spec) != slicing(in_use):
-    raise ValueError(
-        f'`param_specs` of `{caller}` must be the `in_specs` of the step, got'
-        f' {spec!r} for {name}, which `in_specs` shards by {in_use!r}. Give'
-        ' the same specs to `param_specs`, `init_state`, `state_specs`,'
-        ' `on_mesh` and `jax.shard_map`.'
-    )
 
 
 def sliced_axes(

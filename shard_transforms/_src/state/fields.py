@@ -1,4 +1,4 @@
-"""Traversal of the fields of a state and of the rules declared for them."""
+"""Fields of state: traversal, comparison, and rules for sharded fields."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shard_transforms._src.base import full_rules
+from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import states
-from shard_transforms._src.state import copies
 
 
 def map_fields(
@@ -83,40 +82,6 @@ def full_rules_of(node: Any, _: Any) -> dict[str, states.Rule]:
   return {name: rule for name, rule in rules.items() if rule.full is not None}
 
 
-def resize_rules_of(
-    node: Any, like: Any, reduction: states.Reduction | None
-) -> dict[str, states.Rule]:
-  """Returns the rules of the fields of a node that are resized.
-
-  Raises:
-    TypeError: If the `resize` function of a rule does not return a `Rule`.
-    ValueError: If part of the state is on other processes.
-  """
-  rules = {
-      name: rule
-      for name, rule in states.rules_of(node).items()
-      if rule.resize != 'keep'
-  }
-  changed = {
-      name
-      for name in rules
-      if types_of(getattr(node, name)) != types_of(getattr(like, name))
-  }
-  if not changed:
-    return {}
-  # Rules may depend on values.
-  if not all(map(copies.is_here, jax.tree.leaves(node))):
-    copies.refuse_elsewhere(type(node).__name__)
-  for name, rule in rules.items():
-    if callable(rule.resize):
-      rules[name] = rule.resize(node, reduction)
-      states.check_rule(node, name, rules[name])
-  begun = {name for name, rule in rules.items() if rule.resize == 'reset'}
-  # If only fields that begin anew have changed, the parameters differ, and not
-  # the number of shards. Such fields are not initialized again.
-  return rules if changed - begun else {}
-
-
 def check_same_trees(
     path: tuple[Any, ...],
     state: Any,
@@ -133,7 +98,7 @@ def check_same_trees(
   if found != expected:
     got = f'the tree {jax.tree.structure(state)}'
     raise ValueError(
-        f'{full_rules.made_for_others(got, leaves_lib.name_of(path))} instead'
+        f'{made_for_others(got, leaves_lib.name_of(path))} instead'
         f' of {jax.tree.structure(like)}.'
     )
 
@@ -144,17 +109,85 @@ def check_dtype(name: str, leaf: Any, like: Any) -> None:
   Raises:
     TypeError: If the dtypes differ.
   """
-  dtype = copies.dtype_of(leaf)
+  dtype = dtype_of(leaf)
   if dtype != like.dtype:
     got = f'{dtype.name} instead of {like.dtype.name}'
-    raise TypeError(f'{full_rules.made_for_others(got, name)}.')
+    raise TypeError(f'{made_for_others(got, name)}.')
 
 
 def types_of(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
   """Returns the shapes and dtypes of the leaves of a tree."""
-  return [(jnp.shape(x), copies.dtype_of(x)) for x in jax.tree.leaves(tree)]
+  return [(jnp.shape(x), dtype_of(x)) for x in jax.tree.leaves(tree)]
 
 
 def without_shardings(tree: Any) -> Any:
   """Returns the types of a tree of arrays, without their shardings."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def dtype_of(leaf: Any) -> Any:
+  """Returns the dtype of a leaf, which may be a random key."""
+  return getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
+
+
+def made_for_others(got: str, name: str) -> str:
+  """Returns the error message for state that was made for other parameters."""
+  return (
+      '`state` must be made by this transformation for these parameters, got'
+      f' {got} at {name}'
+  )
+
+
+def full_rule(
+    join: Callable[[Any, Any], Any], place: Callable[[Any, Any], Any]
+) -> states.Rule:
+  """Returns a rule that joins the leaves of a field, and places them again.
+
+  Args:
+    join: Takes a leaf and its type on one shard. Returns the leaf in the shape
+      of this type, or `None` if the shapes do not match.
+    place: The inverse of `join`: takes the full leaf, and its type on the new
+      shards.
+
+  Raises:
+    ValueError: In `full` of the rule, if a field has another tree, or a leaf
+      cannot be joined to the shape on one shard.
+  """
+
+  def full(slices, one_shard, name):
+    found = jax.tree.structure(slices), jax.tree.structure(one_shard)
+    if found[0] != found[1]:
+      raise ValueError(
+          f'{made_for_others(f"the tree {found[0]}", name)}, instead of'
+          f' {found[1]}.'
+      )
+
+    def full_leaf(path, leaf, like):
+      whole = leaf if jnp.shape(leaf) == like.shape else join(leaf, like)
+      if whole is None:
+        got = f'the shape {jnp.shape(leaf)}'
+        at = name + jax.tree_util.keystr(path)
+        raise ValueError(
+            f'{made_for_others(got, at)}, which does not go into {like.shape}.'
+            ' State that `groups` divide has no full form.'
+        )
+      return whole
+
+    return jax.tree.map_with_path(full_leaf, slices, one_shard)
+
+  return states.Rule(
+      full=full, place=lambda part, target: jax.tree.map(place, part, target)
+  )
+
+
+def _crop(leaf, like):
+  """Removes the padding of a leaf; `None` if the shapes do not match."""
+  if not like.shape or not divisions.is_padded(jnp.shape(leaf), like.shape):
+    return None
+  return divisions.cropped(leaf, like.shape)
+
+
+# Divides each leaf like `shard_update`: along its dimensions, or flattened.
+DIVIDED = full_rule(
+    _crop, lambda leaf, like: divisions.padded(leaf, like.shape)
+)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.state import fields
 from shard_transforms._src.state import specs
+from shard_transforms._src.state import state_types
 
 Path = tuple[Any, ...]
 
@@ -58,7 +58,7 @@ class OneShard:
     # If parameters are sharded, `state_types` traces with the local shapes of
     # the parameters instead.
     is_sharded = any(map(partition_specs.axes_of, self._leaf_specs()))
-    return specs.state_types(
+    return state_types.state_types(
         self.tx,
         self.params,
         self.mesh,
@@ -73,7 +73,7 @@ class OneShard:
 
   @functools.cached_property
   def _on_one_shard(self):
-    return specs.types_on_one_shard(
+    return state_types.types_on_one_shard(
         self.tx, self.params, self.mesh, self._param_specs
     )
 
@@ -167,7 +167,7 @@ class OneShard:
   def _types_of(self, path):
     if path not in self._fields:
       name = leaves_lib.name_of(path)
-      raise ValueError(f'{full_rules.made_for_others("a part", name)}.')
+      raise ValueError(f'{fields.made_for_others("a part", name)}.')
     return self._fields[path]
 
   def _check_shapes(self, path, full, hint=''):
@@ -178,7 +178,7 @@ class OneShard:
         name = leaves_lib.name_of((*path, *sub))
         got = f'the shape {jnp.shape(leaf)}'
         raise ValueError(
-            f'{full_rules.made_for_others(got, name)} instead of {like.shape}.'
+            f'{fields.made_for_others(got, name)} instead of {like.shape}.'
             f'{hint}'
         )
 
@@ -188,8 +188,8 @@ class OneShard:
   def _check_whole_params(self, path):
     # Slices of sharded parameters cannot be distinguished from slices of
     # unsharded parameters. All other rules handle sharded parameters.
-    rule, _ = self.parts.get(path, (full_rules.DIVIDED, None))
-    if rule is not full_rules.DIVIDED:
+    rule, _ = self.parts.get(path, (fields.DIVIDED, None))
+    if rule is not fields.DIVIDED:
       return
     if any(map(partition_specs.axes_of, self._leaf_specs())):
       raise ValueError(

@@ -17,6 +17,7 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.state import specs
+from shard_transforms._src.state import state_types
 
 
 def init_state(
@@ -93,8 +94,8 @@ def make_state(
   specs.check_mesh(mesh)
   arguments.check_bool('stacked', stacked)
   lead = specs.free_axes(mesh, in_specs) if stacked else ()
-  types = specs.state_types(tx, params, mesh, param_specs, lead)
-  out_specs = specs.spec_tree(types)
+  types = state_types.state_types(tx, params, mesh, param_specs, lead)
+  out_specs = state_types.spec_tree(types)
 
   def init(params):
     state = tx.init(params)
@@ -110,15 +111,17 @@ def make_state(
       lambda x: specs_lib.restricted(spec_of(x), others), params
   )
   if any(map(specs_lib.axes_of, jax.tree.leaves(beside))):
-    types = specs.beside(tx, params, mesh, param_specs, types, beside)
+    types = state_types.beside(tx, params, mesh, param_specs, types, beside)
     mapped = functools.partial(
         *(_partly_mapped, init, mesh, axes, param_specs, out_specs),
-        specs.spec_tree(types),
+        state_types.spec_tree(types),
     )
     param_specs = jax.tree.map(specs_lib.joined, param_specs, beside)
   # Parameters without leaves are neither abstract nor concrete.
   is_nowhere = isinstance(mesh, jax.sharding.AbstractMesh)
-  if specs.is_abstract(params) or (is_nowhere and not jax.tree.leaves(params)):
+  if state_types.is_abstract(params) or (
+      is_nowhere and not jax.tree.leaves(params)
+  ):
     return types
   params = _placed(params, param_specs, mesh)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, types)

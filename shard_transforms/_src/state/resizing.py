@@ -1,136 +1,182 @@
-"""`resize_state`: converts state to another number of shards."""
+"""Resizing of per-shard state when the number of shards changes."""
 
-import contextlib
-import dataclasses
+from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
-import optax
+import jax.numpy as jnp
+import numpy as np
 
-from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
-from shard_transforms._src.state import copies
-from shard_transforms._src.state import one_shard
-from shard_transforms._src.state import unsharding
+from shard_transforms._src.state import fields
+
+_COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 
 
-def resize_state(
-    state: optax.OptState,
-    tx: optax.GradientTransformation,
-    params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh,
-    *,
-    in_specs: partition_specs.SpecTree = P(),
-    reduction: states.Reduction | None = None,
-) -> optax.OptState:
-  """Converts the state of a transformation to another number of shards.
+def resize_rules_of(
+    node: Any, like: Any, reduction: states.Reduction | None
+) -> dict[str, states.Rule]:
+  """Returns the rules of the fields of a node that are resized.
 
-  This function combines `unshard_state` and `shard_state`: sharded state, such
-  as the slices of `shard_update`, is joined and sharded again. Leaves that are
-  the same on all shards, or sharded like a parameter, are copied. Per-shard
-  state is converted as follows:
+  Raises:
+    TypeError: If the `resize` function of a rule does not return a `Rule`.
+    ValueError: If part of the state is on other processes.
+  """
+  rules = {
+      name: rule
+      for name, rule in states.rules_of(node).items()
+      if rule.resize != 'keep'
+  }
+  changed = {
+      name
+      for name in rules
+      if fields.types_of(getattr(node, name))
+      != fields.types_of(getattr(like, name))
+  }
+  if not changed:
+    return {}
+  # Rules may depend on values.
+  if not all(map(is_here, jax.tree.leaves(node))):
+    refuse_elsewhere(type(node).__name__)
+  for name, rule in rules.items():
+    if callable(rule.resize):
+      rules[name] = rule.resize(node, reduction)
+      states.check_rule(node, name, rules[name])
+  begun = {name for name, rule in rules.items() if rule.resize == 'reset'}
+  # If only fields that begin anew have changed, the parameters differ, and not
+  # the number of shards. Such fields are not initialized again.
+  return rules if changed - begun else {}
 
-  * An unfinished window of `tower_reduce` is merged or spread such that its
-    result stays the same. Conversion preserves the totals and the total weights
-    over all shards or, without weights, their `reduction`. Weights that only
-    include or exclude shards, as in `guard`, are added like numbers of tokens.
-    In a window with `reduction='sum'`, a shard that has no weight yet counts as
-    a shard that receives weight later.
-  * The `reduction` of the pending updates of `delay_updates` stays the same.
-  * The mean squares of `compensate_delay` become their maximum.
-  * In `guard`, a merged shard keeps the latest bad step of the original shards.
-    The rolling mean of norms restarts, because other batches have other norms.
-  * All shards of `local_updates` continue from the mean of the per-shard
-    parameters and inner states, weighted by the steps of each shard, and share
-    the total weight equally, so that an unfinished round contains the steps of
-    all shards.
 
-  Custom states declare `rules`; see `shard_transforms.state_rules.Rule`. For
-  any other leaf that differs between shards, this function raises an error.
+def apply_rule(
+    rule: states.Rule, name: str, old: np.ndarray | jax.Array, target: Any
+) -> np.ndarray | jax.Array:
+  """Converts a leaf to another number of shards.
 
   Args:
-    state: A state returned by `init_state` or `tx.update`, for any number of
-      shards, as JAX or NumPy arrays on this process. NumPy arrays do not record
-      how they were sharded: if `in_specs` shards parameters whose state is
-      sliced, pass JAX arrays, or use `unshard_state`.
-    tx: The transformation.
-    params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
-    mesh: The new mesh.
-    in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
-    reduction: How `inner` of `tower_reduce` reduces over shards. An unfinished
-      window without weights requires `'mean'` or `'sum'`; if all of its weights
-      are 1, which looks the same, use `'weighted'`. `delay_updates` before the
-      reduction also requires `'mean'` or `'sum'`.
-
-  Returns:
-    A new state with the same placement as the result of `init_state`. It does
-    not share memory with `state`.
+    rule: The rule that is declared for the leaf.
+    name: The name of the leaf, for error messages.
+    old: The values of the leaf.
+    target: The new shape and sharding of the leaf.
 
   Raises:
-    NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If a leaf does not have the dtype that the transformation uses,
-      or a state declares a rule that is not a `Rule`.
-    ValueError: If `state` was not made by `tx` for these parameters, a leaf
-      cannot be converted or is not on this process, `reduction` is missing or
-      unknown, or a state declares a rule for a missing field.
-
-  Examples:
-    >>> import jax
-    >>> import optax
-    >>> import shard_transforms
-    >>> eight = jax.make_mesh((8,), ('data',))
-    >>> four = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])
-    >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
-    >>> params = jax.numpy.ones((3, 5))
-    >>> state = shard_transforms.init_state(tx, params, eight)
-    >>> state = shard_transforms.resize_state(state, tx, params, four)
-    >>> print(optax.tree_utils.tree_get(state, 'mu').shape)
-    (1, 16)
+    ValueError: If the leaf cannot be converted, or was made for other
+      parameters.
   """
-  unsharding.check_reduction(reduction)
-  after = one_shard.OneShard(tx, params, mesh, in_specs, 'resize_state')
-  made = _made_on(_mesh_of(state), after)
-  here = jax.tree.map_with_path(_on_this_process, state)
-  full = unsharding.joined(here, state, after, made)
-  return unsharding.place(full, after, reduction)
-
-
-def _made_on(mesh, after):
-  """Returns a `OneShard` for the original mesh of a state, or `None`."""
-  told = jax.tree.leaves(after.in_specs, is_leaf=partition_specs.is_spec)
-  axes = set().union(*map(partition_specs.axes_of, told))
-  if mesh is None or not axes <= set(mesh.axis_names):
-    return None
-  made = dataclasses.replace(after, mesh=mesh)
-  # The axes of the original mesh may have other names, and `on_mesh` only
-  # supports its own mesh.
-  with contextlib.suppress(NameError, ValueError):
-    return made if made.parts else None
-  return None
-
-
-def _mesh_of(state):
-  """Returns the mesh over which a state is sharded, or `None`."""
-  for leaf in jax.tree.leaves(state):
-    sharding = getattr(leaf, 'sharding', None)
-    is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
-    if is_on_mesh and partition_specs.axes_of(sharding.spec):
-      return sharding.mesh
-  return None
-
-
-def _on_this_process(path, leaf):
-  """Returns a leaf as a NumPy array; a random key is returned unchanged.
-
-  Raises:
-    ValueError: If part of the leaf is on another process.
-  """
-  leaf = copies.on_host(leaf)
-  if not copies.is_here(leaf):
+  if rule.resize == 'reset':
+    empty = 0 if rule.empty is None else rule.empty
+    return np.full(target.shape, empty, old.dtype)
+  if rule.resize != 'error' and not _are_rows(old, target):
+    got = f'the shape {old.shape}'
     raise ValueError(
-        '`state` of `resize_state` must be on this process, got a part of'
-        f' {leaves_lib.name_of(path)}. Save `unshard_state` of it, restore'
-        ' that, and place it with `shard_state`.'
+        f'{fields.made_for_others(got, name)}, which does not go into'
+        f' {target.shape}.'
     )
-  return leaf
+  if rule.resize in ('keep', 'error'):
+    raise ValueError(_reason(rule, name, old, target))
+  if isinstance(old, jax.Array) and is_key(old):
+    return _keys(old, target.shape[0])
+  if rule.resize == 'average':
+    resized = _average(rule, old)
+  elif rule.resize == 'split':
+    resized = _share(rule, old, target.shape[0])
+  else:
+    resized = _merge(rule, old, target.shape[0])
+  if resized.dtype.kind == 'f' and not jnp.issubdtype(old.dtype, jnp.inexact):
+    resized = np.rint(resized)
+  return np.broadcast_to(resized, target.shape).astype(old.dtype)
+
+
+def _keys(old, num_shards):
+  """Returns a random key for each shard.
+
+  If the keys of the shards differ, every added shard gets a new key. If all
+  shards have the same key, added shards get this key, too.
+  """
+  data = np.asarray(jax.random.key_data(old))
+  turn, row = np.divmod(np.arange(num_shards), len(data))
+  bits = jnp.asarray(data[row])
+  keys = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(old))
+  is_new = (turn > 0) & np.any(data != data[:1])
+  return jnp.where(is_new, jax.vmap(jax.random.fold_in)(keys, turn), keys)
+
+
+def _reason(rule, name, old, target):
+  """Returns the reason why a leaf cannot be converted, for the error."""
+  if rule.reason:
+    return rule.reason.replace('{name}', name)
+  return (
+      'A leaf that depends on the number of shards must have a rule, got none'
+      f' and the shape {old.shape} instead of {target.shape} at {name}. Go on'
+      ' with as many shards as before, or start this part again with'
+      ' `init_state`.'
+  )
+
+
+def _merge(rule, old, num_shards):
+  """Combines the rows of neighbouring shards, or adds empty rows."""
+  combine = _COMBINE[rule.resize]
+  if num_shards > len(old):
+    empty = rule.empty
+    if empty is None:
+      empty = 0 if combine is np.sum else combine(old, axis=0)
+    rows = np.broadcast_to(empty, (num_shards - len(old), *old.shape[1:]))
+    merged = np.concatenate([old, rows.astype(old.dtype)])
+  else:
+    parts = np.array_split(old, num_shards)
+    merged = np.stack([combine(part, axis=0) for part in parts])
+  # The mean over the new shards divides by another number of shards.
+  return merged * (num_shards / len(old)) if rule.resize == 'mean' else merged
+
+
+def _share(rule, old, num_shards):
+  """Returns an equal part of the weighted sum of all rows."""
+  weights = np.ones(len(old)) if rule.row_weights is None else rule.row_weights
+  return np.tensordot(weights, old.astype(np.float64), 1) / num_shards
+
+
+def _average(rule, old):
+  """Returns the weighted mean of all finite rows."""
+  # The mean of equal rows must be bitwise equal to them.
+  if np.all(old == old[:1]):
+    return old[0]
+  is_finite = np.isfinite(old.reshape(len(old), -1)).all(axis=-1)
+  counts = is_finite if is_finite.any() else np.ones(len(old), bool)
+  weights = rule.row_weights
+  if weights is None or not np.any(weights[counts]):
+    weights = np.ones(len(old))
+  return np.average(old[counts], axis=0, weights=weights[counts])
+
+
+def _are_rows(old, target):
+  """Whether `old` and `target` have a leading axis of shards and equal rows."""
+  is_same = old.ndim == target.ndim and old.shape[1:] == target.shape[1:]
+  is_sharded = any(target.sharding.spec[:1])
+  return (
+      is_same
+      and is_sharded
+      and target.sharding.shard_shape(target.shape)[0] == 1
+  )
+
+
+def refuse_elsewhere(name: str) -> None:
+  """Raises because part of a state to be resized is on other processes.
+
+  Raises:
+    ValueError: Always.
+  """
+  raise ValueError(
+      '`state` must be on this process where the number of shards changes, got'
+      f' a part of {name}. Restore it as arrays of NumPy.'
+  )
+
+
+def is_here(leaf: Any) -> bool:
+  """Whether this process can read the whole leaf."""
+  if not isinstance(leaf, jax.Array):
+    return True
+  return leaf.is_fully_addressable or leaf.is_fully_replicated
+
+
+def is_key(leaf: Any) -> bool:
+  """Whether a leaf is a random key or an array of random keys."""
+  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

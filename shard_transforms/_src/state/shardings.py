@@ -17,7 +17,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
-from shard_transforms._src.state import specs
+from shard_transforms._src.state import state_types
 
 _CALLER = 'state_shardings'
 
@@ -125,7 +125,7 @@ def state_shardings(
   whole = jax.tree.map(
       lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes
   )
-  leaves = specs.map_with_params(tx, divide, whole, params)
+  leaves = state_types.map_with_params(tx, divide, whole, params)
   if on_replicated != 'ignore':
     _tell_whole(leaves, axis_name, on_replicated)
     _tell_gathered(tx, leaves, params, shapes, axis_name)

@@ -6,11 +6,11 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
-from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms._src.state import fields
 from shard_transforms._src.transforms import sliced_inner
 
 _CALLER = 'shard_update'
@@ -43,7 +43,7 @@ class ShardUpdateState(NamedTuple):
 
   inner_state: optax.OptState
 
-  rules = {'inner_state': full_rules.DIVIDED}
+  rules = {'inner_state': fields.DIVIDED}
 
 
 def shard_update(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import states
+from shard_transforms._src.state import fields
 
 
 def _unflatten(leaf, like):
@@ -44,7 +44,7 @@ def _flatten(leaf, like):
 
 # Each shard has a flat slice of each leaf, [slices, 1, ..., 1, elements], with
 # zeros at its end.
-_SLICES = full_rules.rule(_unflatten, _flatten)
+_SLICES = fields.full_rule(_unflatten, _flatten)
 
 
 def _problem(state: Any) -> str | None:

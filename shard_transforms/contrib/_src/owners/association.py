@@ -13,7 +13,7 @@ import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.state import specs
+from shard_transforms._src.state import state_types
 from shard_transforms.contrib._src.owners import dependence
 from shard_transforms.contrib._src.owners import leaf_program
 from shard_transforms.contrib._src.owners import owned_leaves
@@ -93,7 +93,7 @@ class Association:
     )
     # A state may have no place for each parameter, such as a list.
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
-      kinds = specs.map_with_params(
+      kinds = state_types.map_with_params(
           self.inner, lambda _, number: number, kinds, numbers
       )
     leaves = jax.tree.leaves(kinds)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shard_transforms._src.base import full_rules
 from shard_transforms._src.base import states
+from shard_transforms._src.state import fields
 
 
 @jax.tree_util.register_static
@@ -96,7 +96,7 @@ def _full(kept, one_shard, name):
       if not is_there or math.prod(shape[2:]) != size:
         got = f'the shape {shape} of the stack {stack!r}'
         raise ValueError(
-            f'{full_rules.made_for_others(got, name)}, whose owners keep row'
+            f'{fields.made_for_others(got, name)}, whose owners keep row'
             f' {row} of shard {shard}, {size} elements of {place.shape}.'
         )
 

@@ -26,6 +26,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms._src.state import state_types
 from shard_transforms.contrib._src.owners import dependence
 
 Axes = tuple[Hashable, ...]
@@ -421,7 +422,7 @@ def _leaf(path, x, spec, reduction, whole_dims, are_params):
   axes_lib.size(tuple(axes), reduction.caller)
   if are_params:
     _check_types(name, x, axes, reduction)
-    specs_lib.check_in_use(name, shape, spec, reduction.caller)
+    state_types.check_specs_in_use(name, shape, spec, reduction.caller)
   sizes = [math.prod(map(lax.axis_size, e)) for e in entries]
   whole = tuple(n * size for n, size in zip(shape, sizes, strict=True))
   lead = 0 if whole_dims is None else max(0, len(shape) - whole_dims)
