@@ -464,7 +464,7 @@ class DocumentationTest(parameterized.TestCase):
     }
     page = read('docs/reference/shard_transforms.md')
     tables = page.partition('```{eval-rst}')[0]
-    shown = re.findall(r'`(?:\w+\.)?(\w+)(?: <[\w.]+>)?`', tables)
+    shown = re.findall(r'`(?:\w+\.)*(\w+)(?: <[\w.]+>)?`', tables)
 
     self.assertEmpty(names.difference(shown))
 
