@@ -6,7 +6,7 @@ The tests must fail for such a mutant. This says how many of them do:
 
 The places are drawn at random, with the seed, from all comparisons, conditions,
 operators, constants, collectives and calls whose result is not used, outside of
-messages. Each mutant meets those of the fast tests that run its line, at most
+messages. Each mutant meets tests that are not slow and run its line, at most
 `--tests` of them, until one fails; the lines are found by one run of the tests.
 With `--tests-from FOLDER`, tests of another checkout judge the same mutants, so
 that a new suite can be held against an old one.
@@ -192,7 +192,7 @@ def _tests_of_lines(tests_from):
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name).resolve()
     _checkout(folder, tests_from)
-    if _pytest(folder, '-n2', '-p', 'mutants') != 0:
+    if _pytest(folder, '-n2', '-m', 'not slow', '-p', 'mutants') != 0:
       sys.exit('The tests fail without any mutant.')
     whole = coverage.Coverage(str(folder / 'lines'), config_file=False)
     whole.combine([str(folder)])
@@ -222,7 +222,7 @@ def _is_killed(mutant, tests, tests_from):
     _checkout(folder, tests_from)
     _write(mutant, folder)
     # 4: a file of tests cannot even be imported.
-    return _pytest(folder, '-x', '-n0', *tests) in (1, 2, 4)
+    return _pytest(folder, '-x', '-n0', '-m', 'not slow', *tests) in (1, 2, 4)
 
 
 def main():

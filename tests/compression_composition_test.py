@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import compressions
@@ -51,6 +52,7 @@ def state_of(state):
 
 class GateTest(parameterized.TestCase):
 
+  @pytest.mark.thorough
   def test_skipping_guard_keeps_the_residuals(self):
     data = compressions.make_data(8, 2, PARAMS)
     data['w'][5, 1] = np.nan
@@ -84,6 +86,7 @@ class GateTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates['b'], data['b'])
     np.testing.assert_array_equal(updates['w'], after_two['bare sign'][0]['w'])
 
+  @pytest.mark.thorough
   def test_updates_of_stale_and_bad_shards_add_up(self):
     num_shards, steps = 8, 60
     stochastic = compressions.COMPRESSORS['int8_stochastic']
@@ -133,7 +136,7 @@ class GateTest(parameterized.TestCase):
 
 class PartTest(parameterized.TestCase):
 
-  @cases.parameters(*LINKS)
+  @cases.parameters(*LINKS, fast='sign')
   def test_supports_parameters_over_a_model_axis(self, name):
     tx, params = LINKS[name], {'w': zeros(24, 16), 'v': zeros(12, 16)}
     in_specs = {'w': P('model'), 'v': P()}

@@ -5,6 +5,7 @@ import gc
 import os
 
 import jax
+import pytest
 
 # Flags with which XLA compiles faster, but not as for users: the contract in
 # `jax.shard_map` took 16 s of a processor instead of 41 s. With an empty
@@ -41,7 +42,12 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
+# Before those that `-m` does not select are left out.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+  for item in items:
+    if item.name in getattr(item.function, 'thorough', ()):
+      item.add_marker('thorough')
   # Each worker is given consecutive tests, and takes others' last ones when it
   # is done: each begins with its part of the slow files, so that none is left
   # with these at the end.

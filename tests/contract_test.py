@@ -767,7 +767,7 @@ HALF = 4
 class MappedTest(parameterized.TestCase):
   """Promises in every mode, on leaves of every kind."""
 
-  @cases.parameters(*modes.NAMES)
+  @cases.parameters(*modes.NAMES, fast='shard_map')
   def test_satisfies_the_contract(self, mode):
     def in_mode(tree):
       # Odd kinds take long to compile: all where types are tracked, and where
@@ -855,6 +855,7 @@ class MappedTest(parameterized.TestCase):
         chex.assert_tree_all_finite(found[name])
         chex.assert_trees_all_equal(found[name], expected[name], strict=True)
 
+  @pytest.mark.thorough
   def test_weights_multiply_64_bit_leaves_in_64_bits(self):
     rows = {
         name: row
@@ -881,6 +882,7 @@ class MappedTest(parameterized.TestCase):
             found[name], on_shards(expected), rtol=1e-13, strict=True
         )
 
+  @pytest.mark.thorough
   def test_equals_inner_with_one_shard_and_tower(self):
     # Exact products, so that fusion by the compiler does not matter.
     inner = optax.sgd(0.5, momentum=0.5)
@@ -958,7 +960,7 @@ class CombinatorTest(parameterized.TestCase):
 class StateTest(parameterized.TestCase):
   """Promises about state between steps."""
 
-  @cases.parameters(*PARTS)
+  @cases.parameters(*PARTS, fast='cross_shard_mean.*')
   def test_satisfies_the_contract_between_steps(self, *names):
     trees = {name: start_of(name) for name in names}
     for call in range(CALLS):
@@ -1008,6 +1010,7 @@ class StateTest(parameterized.TestCase):
         params, train_inner(updates), rtol=2e-6, atol=2e-6
     )
 
+  @pytest.mark.thorough
   def test_can_be_restored_from_an_orbax_checkpoint(self):
     states = {}
     for name in ROWS:
@@ -1068,7 +1071,10 @@ class StateTest(parameterized.TestCase):
       alone = tx.init(abstract)
       chex.assert_trees_all_equal(alone, tx.init(plain_params()), strict=True)
 
-  @cases.parameters(*ROWS)
+  @cases.parameters(
+      *ROWS,
+      fast='cross_shard_mean|guard|shard_update|tower_reduce|compressed_mean',
+  )
   def test_preserves_types_under_each_setting_of_jax(self, name):
     run = run_of(name, SGD)
     params = plain_params()
@@ -1090,7 +1096,9 @@ class StateTest(parameterized.TestCase):
       with self.subTest(setting), enable():
         self.assertEqual(types(), expected)
 
-  @cases.parameters(*ROWS)
+  @cases.parameters(
+      *ROWS, fast='cross_shard_mean|guard|shard_update|tower_reduce'
+  )
   def test_traces_leaves_of_all_dtypes_under_strict_settings(self, name):
     row = ROWS[name]
     tx = whole(row, optax.sgd(0.5, momentum=0.5))

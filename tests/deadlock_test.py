@@ -85,7 +85,12 @@ class DeadlockTest(parameterized.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr)
 
   # Other cases run in other modes, in processes.
-  @cases.parameters('excluded_shards', 'spikes loss skip', 'spikes norm clip')
+  @cases.parameters(
+      'excluded_shards',
+      'spikes loss skip',
+      'spikes norm clip',
+      fast='excluded_shards',
+  )
   def test_shards_decide_equally_under_vmap(self, case):
     run_case('vmap', case)
 

@@ -336,7 +336,11 @@ def expected():
 class FrameworkTableTest(parameterized.TestCase):
   """Create, step, save, and restore on another number of devices."""
 
-  @cases.product(name=FRAMEWORKS, way=('jit', 'shard_map'))
+  @cases.product(
+      name=FRAMEWORKS,
+      way=('jit', 'shard_map'),
+      fast='nnx_Optimizer_jit|dict_shard_map',
+  )
   def test_trains_and_restores_on_fewer_devices(self, name, way):
     eight, four = (Programs(FRAMEWORKS[name], n, way) for n in (8, 4))
 
@@ -355,7 +359,7 @@ class FrameworkTableTest(parameterized.TestCase):
         )
 
   # Per-shard state, and slices.
-  @cases.parameters('tower_reduce', 'shard_update')
+  @cases.parameters('tower_reduce', 'shard_update', fast='tower_reduce')
   def test_train_state_under_pmap_restores_on_fewer_devices(self, name):
     tx, params, found, saved = TRANSFORMS[name], {'params': zeros()}, [], None
     for num_shards, calls in (8, BEFORE), (4, AFTER):

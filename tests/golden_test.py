@@ -248,11 +248,17 @@ def sum_of_contributions(tape, step, group):
 
 class CrossShardTest(parameterized.TestCase):
 
-  @cases.parameters(*in_parts(CROSS_SHARD, lambda tape: tape['num_shards']))
+  @cases.parameters(
+      *in_parts(CROSS_SHARD, lambda tape: tape['num_shards']),
+      fast='cs_a_0(17|20|23|44|49).*',
+  )
   def test_replays(self, *part):
     self.replay_all(part, cross_shard_step)
 
-  @cases.parameters(*in_parts(ONE_GROUP, lambda tape: tape['num_shards']))
+  @cases.parameters(
+      *in_parts(ONE_GROUP, lambda tape: tape['num_shards']),
+      fast='cs_a_0(17|20|23|49).*',
+  )
   def test_replays_under_plain_jit(self, *part):
     self.replay_all(part, plain_jit_step)
 
@@ -393,7 +399,9 @@ def variables_of_towers(tape):
 class TowerTest(parameterized.TestCase):
 
   # A step of other variables is another program.
-  @cases.parameters(*in_parts(ALL_TOWERS, variables_of_towers))
+  @cases.parameters(
+      *in_parts(ALL_TOWERS, variables_of_towers), fast='tw_a_0(44|45|46|56).*'
+  )
   def test_replays_towers_in_turn(self, *part):
     def run_step(params, state, towers):
       for data in towers[:-1]:
@@ -404,7 +412,7 @@ class TowerTest(parameterized.TestCase):
 
     self.replay(part, towers_in_turn, run_step)
 
-  @cases.parameters(*in_parts(ALL_TOWERS))
+  @cases.parameters(*in_parts(ALL_TOWERS), fast='tw_a_0(20|52).*')
   def test_replays_stacked_towers(self, *part):
     def run_step(params, state, towers):
       # A stack cannot lack a single tower, which then has a gradient of zero.
@@ -446,7 +454,7 @@ class TowerTest(parameterized.TestCase):
 
 class DropStaleTest(parameterized.TestCase):
 
-  @cases.parameters(*in_parts(DROP_STALE))
+  @cases.parameters(*in_parts(DROP_STALE), fast='ds_a_016.*')
   def test_replays(self, *part):
     steps, replays = {}, {}
     for case in part:

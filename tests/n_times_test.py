@@ -149,7 +149,7 @@ def ratios(grad_fns, mode):
 
 class NTimesTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MAPPED)
+  @cases.parameters(*modes.MAPPED, fast='shard_map')
   def test_each_gradient_is_correct_refused_or_listed(self, mode):
     given, expected = {}, {}
     for way, grad_fn, (outcome, words) in outcomes(mode):

@@ -98,7 +98,9 @@ def one_device(gate):
 
 class PlainJitTest(parameterized.TestCase):
 
-  @cases.product(gate=GATES, kind=['Auto', 'Explicit'])
+  @cases.product(
+      gate=GATES, kind=['Auto', 'Explicit'], fast='nested_.*|.*_Auto'
+  )
   def test_trains_like_one_device(self, gate, kind):
     mesh = make_mesh(kind)
     tx = GATES[gate]

@@ -82,7 +82,7 @@ def outcome(row, place):
 
 class CompositionTest(parameterized.TestCase):
 
-  @cases.parameters(*ROWS)
+  @cases.parameters(*ROWS, fast='delay.*|scale_by_staleness_then')
   def test_the_table_is_correct(self, row):
     found = [outcome(row, place) for place in PLACES]
 

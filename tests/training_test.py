@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import harness
@@ -222,7 +223,7 @@ def assert_same(actual, expected):
 
 class TrainingTest(parameterized.TestCase):
 
-  @cases.parameters(EACH)
+  @cases.parameters(EACH, fast='(?!.*(unchecked|pmap|vmap|explicit)).*')
   def test_trains_as_one_device(self, name, mode):
     job = JOBS[name]
 
@@ -252,6 +253,7 @@ class TrainingTest(parameterized.TestCase):
         )
       assert_same(actual, harness.on_each_shard(expected, len(group)))
 
+  @pytest.mark.thorough
   def test_trains_like_one_device_without_jit(self):
     tx, own = mean(optax.sgd(0.1)), np.arange(SHARDS, dtype=np.float32)
 

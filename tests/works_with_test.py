@@ -401,7 +401,7 @@ def trees_differ(some, other):
 
 class ComposingTest(parameterized.TestCase):
 
-  @cases.product(mode=('shard_map', 'vmap'), part=range(2))
+  @cases.product(mode=('shard_map', 'vmap'), part=range(2), fast='vmap_0')
   def test_trains_like_one_device_where_documented(self, mode, part):
     jobs = {}
     for name in list(ROWS)[part::2]:
@@ -434,7 +434,7 @@ class ComposingTest(parameterized.TestCase):
         with self.assertRaisesRegex(*REFUSALS[refused]):
           jax.eval_shape(train, initial_params(name), batches_of(name))
 
-  @cases.parameters(*ROWS)
+  @cases.parameters(*ROWS, fast='[a-c].*|MultiSteps')
   def test_shards_decide_differently_where_a_deadlock_is_documented(self, name):
     # The inner transformation has no collective.
     for label, outcome in outcomes(name, 'pmap').items():

@@ -13,28 +13,47 @@ import optax
 NAME_LENGTH = 60
 
 
-def parameters(*cases: Any) -> Callable[..., Any]:
+def parameters(*cases: Any, fast: str = '.*') -> Callable[..., Any]:
   """As `parameterized.parameters`, with names made of the arguments.
 
   Args:
     *cases: The cases, or one iterable of cases.
+    fast: A regular expression of the names of cases. The others are marked
+      `thorough`.
 
   Returns:
     A decorator of test methods.
+
+  Raises:
+    ValueError: If `fast` matches none.
   """
   if len(cases) == 1 and not isinstance(cases[0], tuple | Mapping):
     cases = tuple(cases[0])
   labels = [' '.join(_labels(_arguments(case))) for case in cases]
-  return parameterized.named_parameters(*map(_named, _unique(labels), cases))
+  names = _unique(labels)
+  thorough = {name for name in names if not re.fullmatch(fast, name[1:])}
+  if thorough == set(names):
+    raise ValueError(f'`fast` must match one of {names}, got {fast!r}.')
+
+  def decorate(test):
+    if thorough:
+      # `conftest.py` marks them.
+      test.thorough = {test.__name__ + name for name in thorough}
+    return parameterized.named_parameters(*map(_named, names, cases))(test)
+
+  return decorate
 
 
-def product(**choices: Iterable[Any]) -> Callable[..., Any]:
+def product(
+    *, fast: str = '.*', **choices: Iterable[Any]
+) -> Callable[..., Any]:
   """As `parameterized.product` of keywords, with names made of the choices."""
   return parameters(
       [
           dict(zip(choices, combination, strict=True))
           for combination in itertools.product(*choices.values())
-      ]
+      ],
+      fast=fast,
   )
 
 

@@ -107,6 +107,7 @@ class LearnerTest(runs.FolderTest):
       (lambda params: jnp.bfloat16(1), lambda state: jnp.where(True, 3, 1)),
       (lambda params: jax.random.key(0), lambda state: state),
       (lambda params: runs.Node(jnp.zeros(2)), lambda x: runs.Node(x.leaf + 1)),
+      fast='[03]',
   )
   def test_takes_states_of_any_type(self, init, advance):
     learner = asynchronous.Learner(

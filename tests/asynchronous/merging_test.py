@@ -12,6 +12,7 @@ import chex
 import jax
 import numpy as np
 import optax
+import pytest
 
 import cases
 import failing_workers
@@ -39,7 +40,9 @@ class MergingTest(runs.FolderTest):
   def train(self, task=TASK, tx=TX, **options):
     return runs.train(task, tx, folder=self.folder, **options)
 
-  @cases.parameters(TASK, dataclasses.replace(TASK, gradient=weighted_gradient))
+  @cases.parameters(
+      TASK, dataclasses.replace(TASK, gradient=weighted_gradient), fast='1'
+  )
   def test_update_is_that_of_towers(self, task):
     # All contributions of an update are computed at the same parameters.
     result = self.train(task, num_updates=6, merge=4, staleness=0)
@@ -208,6 +211,7 @@ class MergingTest(runs.FolderTest):
     self.assertLen(accepted, 24)
     runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
+  @pytest.mark.thorough
   def test_another_number_may_be_merged_when_the_run_resumes(self):
     self.train(num_updates=4, merge=4)
     # Two contributions wait for an update that is never made.
@@ -331,7 +335,7 @@ class GroupsTest(runs.FolderTest):
     self.assertEqual(result.report.num_dropped, num_dropped)
     self.assertEqual(result.opt_state.stale_count, num_dropped)
 
-  @cases.parameters(*range(6))
+  @cases.parameters(*range(6), fast='2')
   def test_groups_may_change_when_the_run_resumes(self, seed):
     rng = random.Random(seed)
     options = {'merge': 4, 'staleness': 3, 'save_every': 100}
@@ -348,7 +352,7 @@ class GroupsTest(runs.FolderTest):
     # No batch waits for batches that the first call has accepted.
     self.assertEqual(sorted(batches), [*range(len(batches))])
 
-  @cases.parameters(*range(12))
+  @cases.parameters(*range(12), fast='9')
   def test_run_that_is_cut_off_anywhere_resumes_with_the_same_bits(self, seed):
     rng = random.Random(seed)
     task, group = rng.choice([(TASK, 1), (TASK, 3), (runs.KEEPING_TASK, 1)])

@@ -37,7 +37,7 @@ class RecoveryTest(runs.FolderTest):
   def resume(self, task=TASK, tx=TX, **options):
     return runs.train(task, tx, folder=self.folder, **(OPTIONS | options))
 
-  @cases.parameters((11, 0), (38, 1))
+  @cases.parameters((11, 0), (38, 1), fast='11_0')
   def test_loses_no_update_and_counts_no_batch_twice(
       self, num_records, num_checkpoints
   ):

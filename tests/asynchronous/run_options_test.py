@@ -147,6 +147,7 @@ class FolderTest(runs.FolderTest):
       (journal_lib, 'create', True),
       (journal_lib, 'create', False),
       (np, 'savez', True),
+      fast='create_True',
   )
   def test_start_counts_if_it_is_given_after_a_call_that_was_killed(
       self, where, what, has

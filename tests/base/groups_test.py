@@ -144,7 +144,9 @@ class GroupsTest(parameterized.TestCase):
     chex.assert_trees_all_close(actual, expected, rtol=1e-6, strict=True)
 
   @cases.parameters(
-      *((mode, True) for mode in modes.MAPPED), ('shard_map', False)
+      *((mode, True) for mode in modes.MAPPED),
+      ('shard_map', False),
+      fast='shard_map_.*',
   )
   def test_each_group_reduces_among_itself(self, mode, weighted):
     weights = WEIGHTS if weighted else np.ones(8)

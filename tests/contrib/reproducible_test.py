@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -157,6 +158,7 @@ class SameBitsTest(parameterized.TestCase):
     same = {by_number[0][name] for name in ('towers', 'stacked', 'sharded')}
     self.assertLen(same, 1)
 
+  @pytest.mark.thorough
   def test_a_bad_tower_of_weight_0_is_left_out(self):
     # Two of four shards have a bad tower in the same call.
     found = {_digests(n, (1, 9))['towers'] for n in NUM_SHARDS}
@@ -178,7 +180,7 @@ class SameBitsTest(parameterized.TestCase):
 class SumsTest(parameterized.TestCase):
   """Reductions against sums in pairs."""
 
-  @cases.parameters(*modes.MAPPED)
+  @cases.parameters(*modes.MAPPED, fast='shard_map')
   def test_adds_shards_in_pairs(self, mode):
     mean = reproducible.cross_shard_mean(modes.AXIS)
 
@@ -238,7 +240,7 @@ class SumsTest(parameterized.TestCase):
     for total in found:
       np.testing.assert_array_equal(total, [_in_pairs(X)] * 8)
 
-  @cases.parameters(_towers, _sharded)
+  @cases.parameters(_towers, _sharded, fast='towers')
   def test_towers_of_16_bits_without_a_gradient_and_without_a_weight(
       self, make
   ):
@@ -342,7 +344,7 @@ class ResizedTest(parameterized.TestCase):
     for x, y in zip(found, expected, strict=True):
       self.assertEqual(np.asarray(x).tobytes(), y.tobytes())
 
-  @cases.parameters(_towers, _sharded)
+  @cases.parameters(_towers, _sharded, fast='towers')
   def test_continues_with_the_same_bits(self, make):
     params, state = _trained(4, 4, 4, make=make)
 
@@ -351,6 +353,7 @@ class ResizedTest(parameterized.TestCase):
     self.assert_same_bits(found, params)
     self.assert_same_bits(found_state.inner_state, state.inner_state)
 
+  @pytest.mark.thorough
   def test_repeats_a_window_on_fewer_shards(self):
     mesh, tx, step = _step_on(4)
     state = shard_transforms.init_state(tx, PARAMS, mesh)

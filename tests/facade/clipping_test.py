@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import graphs
@@ -45,6 +46,7 @@ class ClippingTest(graphs.GraphTest):
         (clipped, used), ([jnp.float32(3 * scale), None], jnp.float32(norm))
     )
 
+  @pytest.mark.thorough
   def test_a_nonfinite_norm_gives_nan(self):
     for norm, grad in ((None, np.inf), (None, 3e20), (np.inf, 1.0)):
       grads_and_none = [np.float32([grad, 1]), None, jnp.bfloat16(2)]

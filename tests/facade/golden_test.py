@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import golden_tapes
@@ -240,7 +241,9 @@ class CrossShardReplay(Replay):
 
 class CrossShardTest(ReplayTest):
 
-  @cases.parameters(sorted({t['num_shards'] for t in CROSS_SHARD.values()}))
+  @cases.parameters(
+      sorted({t['num_shards'] for t in CROSS_SHARD.values()}), fast='[^24]'
+  )
   def test_replays(self, num_shards):
     replays = [
         CrossShardReplay(tape)
@@ -342,6 +345,7 @@ class TowerReplay(Replay):
 
 class TowerTest(ReplayTest):
 
+  @pytest.mark.thorough
   def test_replays(self):
     replays = [TowerReplay(tape) for tape in TOWERS.values()]
 
@@ -359,7 +363,7 @@ class TowerTest(ReplayTest):
 
 class DropStaleTest(parameterized.TestCase):
 
-  @cases.parameters(*DROP_STALE)
+  @cases.parameters(*DROP_STALE, fast='ds_a_00.*')
   def test_replays(self, case):
     tape = DROP_STALE[case]
     replay = Replay(tape)

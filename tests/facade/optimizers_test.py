@@ -122,6 +122,7 @@ class DecaysTest(graphs.GraphTest):
       ('v', lambda decay: tf.train.AdamOptimizer(0.1, beta2=decay)),
       ('accum', lambda decay: tf.train.AdadeltaOptimizer(0.1, decay)),
       ('rms', lambda decay: tf.train.RMSPropOptimizer(0.1, decay)),
+      fast='v',
   )
   def test_are_subtracted_from_one_in_the_dtype_of_the_variable(
       self, slot, make
@@ -226,7 +227,9 @@ class HyperparametersTest(graphs.OptimizerTest):
 
 class OptaxTest(graphs.OptimizerTest):
 
-  @cases.parameters((True, TRANSFORMATIONS), (False, ['multi_steps']))
+  @cases.parameters(
+      (True, TRANSFORMATIONS), (False, ['multi_steps']), fast='False.*'
+  )
   def test_matches_optax(self, compiled, names):
     params = {'w': W, 'b': np.float32(3)}
     variables, opts = {}, {}

@@ -7,6 +7,7 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import graphs
@@ -326,6 +327,7 @@ class FunctionsTest(graphs.GraphTest):
     self.assertEqual([x.dtype for x in others], ['int32', 'int32', 'int64'])
     self.assertEqual([x.dtype for x in wide], ['float64'] * 2)
 
+  @pytest.mark.thorough
   def test_creates_variables_with_its_initializers(self):
     initializers = [
         *(tf.zeros_initializer(), tf.ones_initializer()),

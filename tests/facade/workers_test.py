@@ -111,7 +111,7 @@ class DropStaleTest(WorkersTest):
     self.assertEqual(float(wrappers[0].stale_fraction(self.step)), 0.5)
     self.assertIn(counters[0], wrappers[0].variables())
 
-  @cases.parameters((False, 0), (True, 3))
+  @cases.parameters((False, 0), (True, 3), fast='True_3')
   def test_no_update_is_lost_and_none_applied_twice(self, compiled, staleness):
     num_workers, num_steps = 4, 40 if compiled else 8
     w = tf.Variable(np.zeros(num_workers, np.float32), name='each')

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import compressions
@@ -68,7 +69,7 @@ def trained_state():
 
 class MetricsTest(parameterized.TestCase):
 
-  @cases.parameters('vmap', 'shard_map')
+  @cases.parameters('vmap', 'shard_map', fast='shard_map')
   def test_is_the_same_inside_and_outside_of_a_mapped_function(self, mode):
     tx = towers_of_guard()
     # Where JAX tracks types, they contain the axis.
@@ -182,6 +183,7 @@ class MetricsTest(parameterized.TestCase):
 
 class CompressionErrorTest(parameterized.TestCase):
 
+  @pytest.mark.thorough
   def test_compression_error_includes_all_residuals_of_a_shard(self):
     params = {'w': jnp.zeros((12, 16)), 'v': jnp.zeros(128), 'b': jnp.zeros(5)}
     sign = compression.compressed_mean(
@@ -211,6 +213,7 @@ class CompressionErrorTest(parameterized.TestCase):
     expected = np.sqrt(squares[0] / squares[1])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
+  @pytest.mark.thorough
   def test_distinguishes_shards_from_a_model_axis(self):
     names = 'model', 'data'
     sizes = {'data': 4, 'model': 2}

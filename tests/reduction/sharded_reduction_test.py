@@ -34,7 +34,7 @@ def grads_of(params, data):
 
 class ShardedReductionTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.MAPPED)
+  @cases.parameters(*modes.MAPPED, fast='shard_map')
   def test_slices_of_all_shards_are_the_whole(self, mode):
     def shard(params, own):
       data, weight = own
@@ -55,7 +55,7 @@ class ShardedReductionTest(parameterized.TestCase):
       chex.assert_trees_all_close(joined, expected, rtol=1e-2, atol=1e-2)
       chex.assert_trees_all_equal_shapes_and_dtypes(joined, expected)
 
-  @cases.parameters(*modes.MAPPED)
+  @cases.parameters(*modes.MAPPED, fast='shard_map')
   def test_columns_and_then_rows_of_shards_give_the_same_slices(self, mode):
     shapes = {'large': (128, 96), 'row': (3, 5), 'small': (9,), 'scalar': ()}
     params = {name: np.ones(shape, 'f') for name, shape in shapes.items()}

@@ -114,6 +114,7 @@ class TrainingTest(parameterized.TestCase):
     tx = tower_reduce(TOWERS, inner, axis_name=AXIS)
     self.assert_goes_on(tx, valid.astype(np.float32))
 
+  @pytest.mark.thorough
   def test_wrappers_of_optax_inside_and_around(self):
     def inject(rate):
       inner = shard_update(optax.MultiSteps(adam(rate), TOWERS), AXIS)
@@ -330,6 +331,7 @@ class WindowTest(parameterized.TestCase):
       ('sum', 'drop_stale', 'weighted', 2),
       ('sum', 'scale_by_staleness', 'mean', 2),
       ('mean', 'guard', 'mean', 2),
+      fast='.*_2',
   )
   def test_a_weighted_window_ends_with_the_same_mean(
       self, kind, gate, how, after
@@ -423,7 +425,7 @@ class CopyTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(resized.trace, np.zeros(3))
 
-  @cases.parameters((3, False), (8, False), (8, True))
+  @cases.parameters((3, False), (8, False), (8, True), fast='8_.*')
   def test_each_shard_has_a_key(self, num_shards, is_shared):
     noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
     tx = st.contrib.local_updates(noise, cross_shard_mean(AXIS), AXIS, every=4)

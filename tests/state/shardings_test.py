@@ -127,6 +127,7 @@ class StateShardingsTest(parameterized.TestCase):
   @cases.parameters(
       (optax.contrib.muon(0.1),),
       (optax.adafactor(0.1, min_dim_size_to_factor=4),),
+      fast='partition',
   )
   def test_trains_as_with_a_replicated_state(self, tx):
     mesh = make_mesh()

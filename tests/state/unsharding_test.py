@@ -73,7 +73,7 @@ def saved_by_orbax(state, like):
 
 class FullTest(parameterized.TestCase):
 
-  @cases.parameters(*WRAPPERS)
+  @cases.parameters(*WRAPPERS, fast='elements')
   def test_is_the_state_of_the_replicated_optimizer(self, name):
     tx, shapes = WRAPPERS[name](COPY), jax.eval_shape(params_of)
     mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Explicit,))
@@ -233,7 +233,11 @@ class FullTest(parameterized.TestCase):
 
     assert_same(resized, init_state(tx, params, modes.mesh(2)))
 
-  @cases.product(name=(*WRAPPERS, 'compression'), params=((), {}, {'a': None}))
+  @cases.product(
+      name=(*WRAPPERS, 'compression'),
+      params=((), {}, {'a': None}),
+      fast='elements_.*|compression_a',
+  )
   def test_parameters_without_leaves_have_a_full_state(self, name, params):
     tx = compression.compressed_mean(AXIS, compression.quantize(8))
     if name in WRAPPERS:
@@ -293,7 +297,7 @@ OWNED = {'a': (10,), 'b': (4,), 'c': (4,), 'd': (4,), 'e': (4,)}
 class CheckpointTest(parameterized.TestCase):
   """What libraries save and restore."""
 
-  @cases.parameters(*WRAPPERS)
+  @cases.parameters(*WRAPPERS, fast='elements')
   def test_orbax_restores_it_on_other_shards(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     params = {name: ones(shape) for name, shape in OWNED.items()}

@@ -111,7 +111,7 @@ def _expected(kind, weight):
 
 class CrossShardTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.NAMES)
+  @cases.parameters(*modes.NAMES, fast='shard_map|jit')
   def test_counts_each_shard_by_its_weight(self, mode):
     weights = [np.array(weight, np.float32) for weight in WEIGHTS.values()]
     # What has no weight contributes nothing.

@@ -117,7 +117,9 @@ class AcceleratorTest(parameterized.TestCase):
     # Nothing is packed on them.
     self.enterContext(mock.patch.object(axes_lib, 'platform', lambda: 'tpu'))
 
-  @cases.parameters('shard_map', 'shard_map_unchecked', 'vmap')
+  @cases.parameters(
+      'shard_map', 'shard_map_unchecked', 'vmap', fast='shard_map'
+  )
   def test_a_bad_shard_leaves_every_bit_of_the_state(self, mode):
     x = data()
     x[3, 1, 2] = -np.inf

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import harness
@@ -123,7 +124,9 @@ WAYS = {
 
 class MasterWeightsTest(parameterized.TestCase):
 
-  @cases.product(mode=modes.NAMES, way=WAYS)
+  @cases.product(
+      mode=modes.NAMES, way=WAYS, fast='shard_map_(guard|.*update)|jit_mean'
+  )
   def test_trains_as_in_float32_on_one_device(self, mode, way):
     expected = in_float32(1)
 
@@ -157,6 +160,7 @@ class MasterWeightsTest(parameterized.TestCase):
       differ = [np.sum(of_first[k] != x) / np.size(x) for k, x in exact.items()]
       self.assertLess(max(differ[:2]), 0.02)
 
+  @pytest.mark.thorough
   def test_16_bits_alone_do_not_train(self):
     # What the tests above would allow: all steps are lost to rounding.
     expected, found = in_float32(1), train(averaged(ADAMW), MIXED).params
@@ -220,7 +224,7 @@ class MasterWeightsTest(parameterized.TestCase):
     self.assertGreater(differ[0], 100)
     self.assertEqual(differ[1], 0)
 
-  @cases.parameters('guard', 'guard that excludes')
+  @cases.parameters('guard', 'guard that excludes', fast='guard')
   def test_a_skipped_step_changes_no_copy(self, way):
     tx, mesh = WAYS[way], modes.mesh()
     params = params_of(MIXED)
@@ -263,6 +267,7 @@ class MasterWeightsTest(parameterized.TestCase):
             jax.tree.map(lambda x: x.astype('f'), params), expected, rtol=8e-3
         )
 
+  @pytest.mark.thorough
   def test_a_stale_update_changes_nothing(self):
     tx = st.drop_stale(0, master_weights(ADAMW))
     params = params_of(MIXED)
@@ -421,7 +426,9 @@ class CheckpointTest(parameterized.TestCase):
         as_dtypes({k: masters[k] for k in narrow}, MIXED), narrow, rtol=8e-3
     )
 
-  @cases.product(shards=(1, 3, 4), by=('shard_state', 'resize_state'))
+  @cases.product(
+      shards=(1, 3, 4), by=('shard_state', 'resize_state'), fast='3_shard_state'
+  )
   def test_another_number_of_shards_has_the_same_bits(self, shards, by):
     tx, mesh, params, state = self.trained()
     other = modes.mesh(shards)
@@ -435,6 +442,7 @@ class CheckpointTest(parameterized.TestCase):
     again = jax.device_get(st.unshard_state(placed, tx, params, other))
     chex.assert_trees_all_equal(again, full, strict=True)
 
+  @pytest.mark.thorough
   def test_a_resumed_run_trains_as_an_unbroken_one(self):
     tx, mesh, params, state = self.trained()
     other = modes.mesh(4)

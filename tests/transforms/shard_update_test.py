@@ -430,6 +430,7 @@ class RefusalTest(parameterized.TestCase):
       ('shard_map', by_leaf(jnp.vectorize(lambda u: 2 * u + u))),
       # One vector of all leaves: no leaf of its state has the shape of another.
       ('vmap', optax.flatten(optax.adam(0.1))),
+      fast='shard_map.*',
   )
   def test_takes_the_word_of_who_knows(self, mode, inner):
     with self.assertRaisesRegex(ValueError, 'say `assume_elementwise=True`'):

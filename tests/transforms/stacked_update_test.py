@@ -125,6 +125,7 @@ class LayoutTest(parameterized.TestCase):
       ('tensor_parallel', 'jit_explicit'),
       ('fsdp', 'jit'),
       ('fsdp_and_tensor_parallel', 'jit_explicit'),
+      fast='fsdp_jit',
   )
   def test_trains_as_one_device_and_keeps_shardings(self, layout, mode):
     expected = {
@@ -168,7 +169,7 @@ class LayoutTest(parameterized.TestCase):
           get(state, 'total')['up'].sharding.spec, P(AXIS, None, 'model')
       )
 
-  @cases.parameters(*modes.PLAIN)
+  @cases.parameters(*modes.PLAIN, fast='jit_explicit')
   def test_slices_of_parameters_are_mapped_by_in_specs(self, mode):
     mesh = mesh_2d(mode)
     tx = st.on_mesh(st.shard_update(ADAM, AXIS), mesh, in_specs=TENSOR_PARALLEL)
@@ -366,7 +367,7 @@ class UpdateTest(Bench):
 
     self.assertLen(compiled, 1)
 
-  @cases.parameters(*modes.PLAIN)
+  @cases.parameters(*modes.PLAIN, fast='jit_explicit')
   def test_can_be_differentiated_and_mapped_over_a_population(self, mode):
     mesh = modes.plain_mesh(mode)
     tx = st.on_mesh(mean(optax.sgd(0.1)), mesh)
@@ -396,7 +397,9 @@ class UpdateTest(Bench):
 class CheckpointTest(parameterized.TestCase):
   """A state does not tell how it was trained, nor on how many devices."""
 
-  @cases.parameters(('jit_explicit', 'shard_map'), ('shard_map', 'jit'))
+  @cases.parameters(
+      ('jit_explicit', 'shard_map'), ('shard_map', 'jit'), fast='shard_map_jit'
+  )
   def test_goes_on_in_another_way_on_fewer_devices(self, first, second):
     tx = st.shard_update(ADAM, AXIS)
     start = jax.tree.map(jnp.asarray, PARAMS)

@@ -65,7 +65,7 @@ class TowerReduceTest(parameterized.TestCase):
       expected[:, end - 1] = one_device.reduced(x, counts, divisor or None)
     np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
 
-  @cases.parameters('inside', 'around')
+  @cases.parameters('inside', 'around', fast='around')
   def test_a_nan_leaves_no_bit_in_the_next_window(self, gate):
     tx = GATED[gate](harness.momentum())
     x, weights = DATA[:, :6], WEIGHTS[:, :6]
@@ -130,7 +130,9 @@ class TowerReduceTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(np.signbit(updates), np.signbit(x))
 
-  @cases.product(num_towers=(1, 2, 4), reduction=('mean', 'sum'))
+  @cases.product(
+      num_towers=(1, 2, 4), reduction=('mean', 'sum'), fast='2_mean|1_sum'
+  )
   def test_a_window_without_any_weight_is_no_step(self, num_towers, reduction):
     inner = optax.chain(
         st.cross_shard_mean(modes.AXIS), optax.sgd(1.0, momentum=0.5)

@@ -4,6 +4,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import lying_shards
@@ -49,7 +50,7 @@ def assert_close(found, expected):
 
 class AdasumTest(parameterized.TestCase):
 
-  @cases.parameters(5, 8)
+  @cases.parameters(5, 8, fast='5')
   def test_equals_the_tree_of_pairs_of_each_leaf(self, num_shards):
     updates = lying_shards.tree(num_shards)
 
@@ -157,6 +158,7 @@ class HorovodTest(parameterized.TestCase):
   mean.
   """
 
+  @pytest.mark.thorough
   def test_sums_and_means_of_its_vectors(self):
     expected = {}
     for draw, divisor in (_orthogonal, 1), (_parallel, SHARDS):

@@ -38,7 +38,7 @@ def two_level_mesh():
 
 class AggregatorTest(parameterized.TestCase):
 
-  @cases.parameters('adasum', 'trimmed_mean')
+  @cases.parameters('adasum', 'trimmed_mean', fast='trimmed_mean')
   def test_composes_with_every_wrapper(self, name):
     make = AGGREGATORS[name]
     gated = st.guard(make(), AXIS, on_bad='exclude', min_shards=5)

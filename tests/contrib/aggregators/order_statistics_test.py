@@ -25,7 +25,7 @@ def trimmed(values, num_trimmed):
 
 class OrderStatisticsTest(parameterized.TestCase):
 
-  @cases.parameters(8, 5)
+  @cases.parameters(8, 5, fast='5')
   def test_equals_numpy(self, num_shards):
     updates = lying_shards.tree(num_shards)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 import compressions
@@ -72,6 +73,7 @@ class NothingLostTest(parameterized.TestCase):
       if name == 'float32':
         np.testing.assert_array_equal(updates['w'][0], means)
 
+  @pytest.mark.thorough
   def test_weights_and_shards_of_weight_zero(self):
     params = {'w': zeros(7, 19), 'b': zeros(5)}
     data = compressions.make_data(8, 12, params)
@@ -121,6 +123,7 @@ class OneShardTest(parameterized.TestCase):
 
 class OptionsTest(parameterized.TestCase):
 
+  @pytest.mark.thorough
   def test_options(self):
     # 8 slices of 9 elements hold 65, in blocks of 16.
     params = {'w': zeros(65)}
@@ -163,6 +166,7 @@ class OptionsTest(parameterized.TestCase):
 
 class ResizeTest(parameterized.TestCase):
 
+  @pytest.mark.thorough
   def test_nothing_is_lost_across_numbers_of_shards(self):
     tx = optax.chain(build(compression.scaled_sign(16)))
     params = {'w': zeros(7, 19), 'b': zeros(5)}

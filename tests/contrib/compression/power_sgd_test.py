@@ -59,7 +59,7 @@ def first_sketches(params, *txs):
 
 class PowerSGDTest(parameterized.TestCase):
 
-  @cases.parameters((8, False), (3, True))
+  @cases.parameters((8, False), (3, True), fast='3_True')
   def test_equals_the_reference_in_numpy(self, num_shards, weighted):
     tx = compression.power_sgd(AXIS, 2)
     params = {

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import local_methods
@@ -435,6 +436,7 @@ class SurroundingsTest(parameterized.TestCase):
     for updates in modes.map_shards('shard_map', shard)(PARAMS, own):
       np.testing.assert_array_equal(_joined(updates), np.full((8, 5), -0.25))
 
+  @pytest.mark.thorough
   def test_outer_may_be_sharded_and_compressed(self):
     momentum = optax.sgd(0.7, 0.9, nesterov=True)
     half = compression.cast('bfloat16')
@@ -661,7 +663,11 @@ def _traced(fn, mode='shard_map'):
 class OuterTest(parameterized.TestCase):
 
   # With one owner and with several owners.
-  @cases.product(mode=modes.MAPPED, num_matrices=(1, 8))
+  @cases.product(
+      mode=modes.MAPPED,
+      num_matrices=(1, 8),
+      fast='(shard_map|vmap)_1|shard_map_8',
+  )
   def test_owners_may_be_outer(self, mode, num_matrices):
     params = {f'w{i}': np.ones((4, 6), np.float32) for i in range(num_matrices)}
     params['b'] = np.ones(3, np.float32)
@@ -686,7 +692,7 @@ class OuterTest(parameterized.TestCase):
 class RefusalTest(parameterized.TestCase):
 
   # Where types are not tracked, the jaxpr is analyzed.
-  @cases.parameters('shard_map', 'shard_map_unchecked')
+  @cases.parameters('shard_map', 'shard_map_unchecked', fast='shard_map')
   def test_outer_must_reduce_and_inner_must_not(self, mode):
     def trace(**given):
       tx = _local(**given)
@@ -703,6 +709,7 @@ class RefusalTest(parameterized.TestCase):
     ):
       trace(outer=outer)
 
+  @pytest.mark.thorough
   def test_master_weights_belong_into_outer(self):
     half = jnp.ones(4, jnp.bfloat16)
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -269,6 +270,7 @@ class EqualityTest(parameterized.TestCase):
       with self.subTest(name):
         assert_close(found, expected, named[name].tolerance)
 
+  @pytest.mark.thorough
   def test_trains_as_the_replicated_optimizer(self):
     self.check(CASES)
 
@@ -282,6 +284,7 @@ class EqualityTest(parameterized.TestCase):
     }
     self.check(named, 'shard_map', 2)
 
+  @pytest.mark.thorough
   def test_trains_so_what_sums_over_owners_or_flattens(self):
     totals = {
         'psum': lambda u: lax.psum(norm_of(u), AXIS),
@@ -329,6 +332,7 @@ class EqualityTest(parameterized.TestCase):
     report = monitoring.communication_report(mapped, grads)
     self.assertEqual([c.primitive for c in report.collectives], ['all_gather'])
 
+  @pytest.mark.thorough
   def test_nnx_optimizer_trains_as_alone(self):
     # It calls `init` with variables, and `update` with arrays.
     def train(tx, x):
@@ -448,6 +452,7 @@ class StateTest(parameterized.TestCase):
       # What is no number.
       (one_key_a_leaf(), stack(5), 2),
       (listed(), stack(9), 2),
+      fast='first_second_stack_scalar_3|listed.*',
   )
   def test_resizes_to_the_bit(self, inner, shapes, shards):
     tx, params, mesh = owned(inner), params_of(shapes), modes.mesh(SHARDS)
@@ -825,7 +830,7 @@ class StacksTest(parameterized.TestCase):
     alone = jax.tree.leaves(state.leaves)
     self.assertEqual(len(alone), len(shapes) - len(_places(state)))
 
-  @cases.parameters((9, 1.0), (12, 1.1), (16, 1.0), (11, 1.1))
+  @cases.parameters((9, 1.0), (12, 1.1), (16, 1.0), (11, 1.1), fast='(9|12).*')
   def test_sends_little_padding(self, number, most):
     params = {str(i): np.ones((16, 24), np.float32) for i in range(number)}
     mesh = modes.mesh(8)

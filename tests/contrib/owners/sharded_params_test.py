@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -202,7 +203,7 @@ def assert_close(found, expected, tolerance=2e-6):
 
 class MappedTest(parameterized.TestCase):
 
-  @cases.parameters(*CASES)
+  @cases.parameters(*CASES, fast='tensor_parallel')
   def test_trains_as_one_device_and_saves_its_state(self, name):
     case = CASES[name]
     tx, mesh, specs = case.tx(), case.mesh, case.specs
@@ -246,7 +247,7 @@ class MappedTest(parameterized.TestCase):
     decay = muon(weight_decay=0.1)
     self.assertEqual(sent(inner=decay), 3 * 7 / 8 * whole / 8)
 
-  @cases.parameters('vmap', 'shard_map_unchecked')
+  @cases.parameters('vmap', 'shard_map_unchecked', fast='vmap')
   def test_trains_so_where_types_are_not_tracked(self, mode):
     case = Case(matrices(3, P(AXIS), (8, 6)), muon(weight_decay=0.1), (4,))
     tx, params, grads = case.tx(if_sliced='mean'), *map(case.params, (0, 1))
@@ -291,7 +292,7 @@ class MappedTest(parameterized.TestCase):
     expected = jax.jit(inner.update)(grads, inner.init(params), params)[0]
     assert_close(found, expected, 1e-5)
 
-  @cases.parameters(('lars', 'standard'), ('sgd', 'strict'))
+  @cases.parameters(('lars', 'standard'), ('sgd', 'strict'), fast='sgd_strict')
   def test_takes_gradients_of_several_dtypes(self, name, promotion):
     inner = getattr(optax, name)(0.1)
     case = Case(matrices(9, ROWS, (16, 6)), inner, (8,))
@@ -317,6 +318,7 @@ class PlainJitTest(parameterized.TestCase):
   @cases.product(
       name=('FSDP, decay', 'tensor parallel', 'layers'),
       kind=('jit', 'jit_explicit'),
+      fast='tensor_parallel_jit',
   )
   def test_takes_the_gradient_of_the_whole_batch(self, name, kind):
     case = CASES[name]
@@ -337,6 +339,7 @@ class PlainJitTest(parameterized.TestCase):
     full = st.unshard_state(state, tx, own, mesh, in_specs=specs)
     assert_close(full.inner_state, kept)
 
+  @pytest.mark.thorough
   def test_takes_stacked_gradients_of_slices_over_another_axis(self):
     case = CASES['tensor parallel']
     mesh, specs = case.mesh, case.specs

@@ -7,6 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -146,6 +147,7 @@ class CompensationTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(_bits(same), _bits(updates), strict=True)
 
+  @pytest.mark.thorough
   def test_keeps_leaves_of_every_type(self):
     tx = _compensate(True)
     params = {

@@ -43,7 +43,7 @@ def _chain(steps, place):
 
 class DelayTest(parameterized.TestCase):
 
-  @cases.parameters(0, 1, 9)
+  @cases.parameters(0, 1, 9, fast='1')
   def test_returns_every_bit_later(self, steps):
     tx = delay_updates(steps)
     rng = np.random.default_rng(3)
