@@ -927,6 +927,7 @@ class MappedTest(parameterized.TestCase):
 class CombinatorTest(parameterized.TestCase):
   """Promises inside the combinators of Optax."""
 
+  @pytest.mark.thorough
   def test_works_in_combinators(self):
     params = {**plain_params(), 'free': jnp.ones(2, jnp.float32)}
     rows = {name: ROWS[name] for name in EACH_OF_ANY_PARAMS}

@@ -339,7 +339,7 @@ class FrameworkTableTest(parameterized.TestCase):
   @cases.product(
       name=FRAMEWORKS,
       way=('jit', 'shard_map'),
-      fast='nnx_Optimizer_jit|dict_shard_map',
+      fast='nnx_Optimizer_jit',
   )
   def test_trains_and_restores_on_fewer_devices(self, name, way):
     eight, four = (Programs(FRAMEWORKS[name], n, way) for n in (8, 4))

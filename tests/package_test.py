@@ -305,6 +305,7 @@ class SurfaceTest(parameterized.TestCase):
 
     self.assertEqual(result.failed, 0, report.getvalue())
 
+  @pytest.mark.slow
   def test_import_starts_no_backend(self):
     code = '\n'.join(f'import {name}' for name in MODULES) + (
         '\nfrom jax._src import xla_bridge'

@@ -50,6 +50,7 @@ def run(code):
 
 class WithoutPosixTest(absltest.TestCase):
 
+  @pytest.mark.slow
   def test_imports_every_namespace_and_trains(self):
     printed = run("""
 from shard_transforms import asynchronous, contrib, facade

@@ -174,6 +174,7 @@ class MergingTest(runs.FolderTest):
         asynchronous.read_checkpoint(self.folder, TASK, TX), result
     )
 
+  @pytest.mark.thorough
   def test_contributions_that_come_with_the_last_update_are_not_lost(self):
     class Late(failing_workers.Workers):
       """Returns all contributions at once if `comes_at_once` is set."""
@@ -227,6 +228,7 @@ class MergingTest(runs.FolderTest):
     self.assertEqual(merged[merged > 0].tolist(), [4, 4, 4] + [2] * 9)
     runs.assert_same_bits(asynchronous.replay(self.folder, TASK, TX), result)
 
+  @pytest.mark.thorough
   def test_run_that_ends_earlier_keeps_contributions_without_an_update(self):
     self.train(num_updates=6, merge=4, save_every=100)
     runs.cut(self.folder, 5 * 4 + 2)
@@ -352,7 +354,7 @@ class GroupsTest(runs.FolderTest):
     # No batch waits for batches that the first call has accepted.
     self.assertEqual(sorted(batches), [*range(len(batches))])
 
-  @cases.parameters(*range(12), fast='9')
+  @cases.parameters(*range(12), fast='6')
   def test_run_that_is_cut_off_anywhere_resumes_with_the_same_bits(self, seed):
     rng = random.Random(seed)
     task, group = rng.choice([(TASK, 1), (TASK, 3), (runs.KEEPING_TASK, 1)])

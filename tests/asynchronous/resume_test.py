@@ -6,6 +6,7 @@ import os
 import jax
 import numpy as np
 import optax
+import pytest
 
 import cases
 import runs
@@ -115,6 +116,7 @@ class RecoveryTest(runs.FolderTest):
     with self.assertRaisesRegex(ValueError, 'initial parameters'):
       self.resume(task)
 
+  @pytest.mark.thorough
   def test_random_keys_of_an_optimizer_are_restored(self):
     key = jax.random.key(0, impl='rbg')
     tx = optax.chain(optax.add_noise(0.1, 0.5, key), optax.sgd(0.1))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import optax
+import pytest
 
 import cases
 import runs
@@ -73,6 +74,7 @@ class CheckpointsTest(runs.FolderTest):
     trees['workers'] = {}
     chex.assert_trees_all_equal(checkpoint.trees, trees, strict=True)
 
+  @pytest.mark.thorough
   def test_no_changed_byte_gives_other_parameters(self):
     stride = 61
     self.save(2)

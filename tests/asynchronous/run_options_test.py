@@ -7,6 +7,7 @@ from unittest import mock
 import jax
 import numpy as np
 import optax
+import pytest
 
 import cases
 import runs
@@ -42,6 +43,7 @@ class FolderTest(runs.FolderTest):
     """Returns the checkpoint, as the error recommends."""
     return asynchronous.read_checkpoint(self.folder, TASK, tx)
 
+  @pytest.mark.thorough
   def test_another_machine_is_refused_and_continues_in_another_folder(self):
     part = 'jaxlib'
     first = self.train(num_updates=15)
@@ -171,6 +173,7 @@ class FolderTest(runs.FolderTest):
     else:
       self.assertRaises(FileNotFoundError, self.read)
 
+  @pytest.mark.thorough
   def test_start_without_updates_has_a_checkpoint(self):
     self.train(num_updates=5)
     runs.cut(self.folder, 0)
@@ -191,6 +194,7 @@ class FolderTest(runs.FolderTest):
 
     runs.assert_same_bits(result, self.read())
 
+  @pytest.mark.thorough
   def test_damaged_checkpoints_leave_the_start(self):
     start = self.train(num_updates=15)
     self.folder = self.second

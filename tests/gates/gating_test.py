@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+import pytest
 
 import cases
 import modes
@@ -600,6 +601,7 @@ class LineSearchTest(parameterized.TestCase):
 
 class ExplicitMeshTest(parameterized.TestCase):
 
+  @pytest.mark.thorough
   def test_an_inner_that_compares_parameters_runs_without_jit(self):
     inner = optax.stateless(
         lambda updates, params: jnp.where(params == updates, updates, 0.0)

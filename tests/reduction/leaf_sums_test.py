@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 import numpy as np
+import pytest
 
 import cases
 import modes
@@ -53,6 +54,7 @@ class PackingTest(parameterized.TestCase):
   def test_packed_and_unpacked_give_the_same_bits(self):
     self.assert_same_bits((None, reductions.GROUPS))
 
+  @pytest.mark.thorough
   def test_gives_the_same_bits_between_processes(self):
     with mock.patch.object(axes_lib, 'between_processes', return_value=True):
       self.assert_same_bits((None,))

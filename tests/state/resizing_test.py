@@ -104,6 +104,7 @@ class TrainingTest(parameterized.TestCase):
       'scalar': np.float32(0.5),
   }
 
+  @pytest.mark.thorough
   def test_gates_in_an_unfinished_window(self):
     inner = guard(shard_update(adam(), AXIS), AXIS, on_bad='exclude')
     inner = drop_stale(2, inner, axis_name=AXIS)

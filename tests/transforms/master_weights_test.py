@@ -251,6 +251,7 @@ class MasterWeightsTest(parameterized.TestCase):
     chex.assert_trees_all_equal(masters_of(state_after), masters_of(state))
     self.assertEqual(state_after.skipped_count, 1)
 
+  @pytest.mark.thorough
   def test_a_window_of_towers_trains_as_its_mean(self):
     windows = {
         name: st.tower_reduce(2, inner, axis_name=AXIS)
@@ -407,6 +408,7 @@ class CheckpointTest(parameterized.TestCase):
     data = jax.device_put(data, NamedSharding(mesh, P(AXIS)))
     return jax.block_until_ready(step(params, state, data))
 
+  @pytest.mark.thorough
   def test_holds_the_copies_in_the_shapes_of_the_parameters(self):
     tx, mesh, params, state = self.trained()
 

@@ -97,6 +97,7 @@ def _run(txs, data=CENTRES, weights=None, **options):
 
 class DerivativeTest(parameterized.TestCase):
 
+  @pytest.mark.thorough
   def test_forward_and_reverse_derivatives_agree(self):
     tx = _local(_mean(optax.sgd(0.7, 0.9)))
 
@@ -476,6 +477,7 @@ class SurroundingsTest(parameterized.TestCase):
     want = x[np.arange(SHARDS) != 3].mean(0)
     np.testing.assert_allclose(anchor[:, 1], [want] * 8, rtol=1e-5, atol=1e-6)
 
+  @pytest.mark.thorough
   def test_keeps_leaves_of_all_types(self):
     params = {
         'scalar': np.float32(1),

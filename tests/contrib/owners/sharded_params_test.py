@@ -265,6 +265,7 @@ class MappedTest(parameterized.TestCase):
     expected, _ = inner.update(grads, inner.init(params), params)
     assert_close(found, rows(expected))
 
+  @pytest.mark.thorough
   def test_gradients_of_a_loss_that_gathers(self):
     case = Case(matrices(5, ROWS, (16, 16)), muon(), (8,))
     x = np.random.default_rng(3).normal(size=(32, 16)).astype(np.float32)
