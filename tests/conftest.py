@@ -14,8 +14,11 @@ FAST_COMPILATION = [
     '--xla_backend_optimization_level=0',
     '--xla_cpu_parallel_codegen_split_count=1',
 ]
-if jax.__version_info__[:2] == (0, 10):
-  FAST_COMPILATION.append('--xla_cpu_use_fusion_emitters=false')
+FAST_COMPILATION.append(
+    '--xla_cpu_use_fusion_emitters=false'
+    if jax.__version_info__[:2] == (0, 10)
+    else '--xla_cpu_opt_preset=FAST_COMPILE'
+)
 # A virtual device waits for the others in a collective. XLA ends the process
 # after 40 s, which eight of them on a busy machine of two cores may need.
 PATIENCE = [
