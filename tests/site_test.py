@@ -93,12 +93,16 @@ class SiteTest(unittest.TestCase):
     self.assertEqual(wrong, {})
 
   def test_each_namespace_has_a_page(self):
-    folders = {
-        path.parent.name
-        for path in (ROOT / 'shard_transforms').glob('*/__init__.py')
-        if path.parent.name != '_src'
+    package = ROOT / 'shard_transforms'
+    folders = [
+        path.parent.relative_to(package).parts
+        for path in package.rglob('__init__.py')
+    ]
+    # The package itself has no parts.
+    names = {
+        '.'.join(parts or ('shard_transforms',))
+        for parts in folders
+        if '_src' not in parts
     }
 
-    self.assertEqual(
-        {page.stem for page in REFERENCE}, folders | {'shard_transforms'}
-    )
+    self.assertEqual({page.stem for page in REFERENCE}, names)
