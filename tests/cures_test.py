@@ -267,9 +267,9 @@ ROWS = {
                 lambda w, x: lax.pmean(loss(w, x), AXIS), AXIS
             )(w, x)[1]
         ),
-        'must be per shard',
+        'is the same on all shards',
         {
-            '': with_gradient(
+            'Return the loss of the shard': with_gradient(
                 lambda w, x: st.value_and_grad(loss, AXIS)(w, x)[1]
             )
         },

@@ -52,7 +52,7 @@ divide = then(lambda g, axis: g / lax.axis_size(axis))
 
 # The result of a way: an error with its words, or a multiple of the true mean.
 REDUCED = ValueError, '`cross_shard_mean` .* already reduced'
-REDUCED_LOSS = ValueError, 'loss of `value_and_grad` must be per shard'
+REDUCED_LOSS = ValueError, 'loss of `value_and_grad` is the same on all'
 RIGHT = 1, ''
 # No type shows what follows, and the documentation says so in these words. JAX
 # transposes `psum` to `psum` where types are not tracked.
@@ -192,7 +192,7 @@ def stacked(of):
 
 # The result of a way under plain `jax.jit`: an error with its words, or a
 # multiple of the true mean.
-BARE = ValueError, 'must get the gradient of each shard, .* reduced already'
+BARE = ValueError, 'needs the gradient of each shard, .* already be reduced'
 PLAIN_WAYS = {
     'grad(mean loss)': (lambda w, x: grad(lambda w: (w * x).mean())(w), BARE),
     'value_and_grad(loss)': (stacked(loss), RIGHT),

@@ -195,12 +195,16 @@ class RefusalTest(parameterized.TestCase):
       accumulated_value_and_grad(loss_fn, 'data', **arguments)
 
   @cases.parameters(
-      (2, X[:30], r'divided by 8 shards times 2 towers, got .* \(30, 8\) at'),
-      (None, X[None, :30], '8 shards in each tower, got 30 in'),
+      (2, X[:30], r'30 rows by 8 shards times 2 towers, got .* \(30, 8\) at'),
+      (None, X[None, :30], r'30 rows by 8 shards in each tower'),
       (None, X[:, 0], r'axes \[towers, rows\], with 32 towers .* \(32,\) at'),
       (None, (X[None], X[None][:0]), r'with 1 towers .* \(0, 32, 8\) at \[0\]'),
-      (2, 3.0, r'must have rows .* \(\) at .* by keyword'),
-      (2, (), 'must be given the rows of a batch after the parameters'),
+      (2, 3.0, r'cannot divide 0 rows .* \(\) at .* keyword arguments'),
+      (
+          2,
+          (),
+          'without arrays. Pass the rows as positional arguments after',
+      ),
   )
   def test_refuses_batches_that_cannot_be_divided(self, towers, batch, message):
     fn = accumulated_value_and_grad(
@@ -213,7 +217,12 @@ class RefusalTest(parameterized.TestCase):
   @cases.parameters(
       ('batch', make_mesh((8,)), ValueError, r"axis 'batch', got .*'data'"),
       ('data', None, ValueError, r'`with jax.set_mesh\(mesh\)`'),
-      ('data', make_mesh((8,), EXPLICIT), ValueError, '`Explicit`, got no'),
+      (
+          'data',
+          make_mesh((8,), EXPLICIT),
+          ValueError,
+          '`Explicit`. Call it inside `with jax.set_mesh',
+      ),
       ('data', 'data', TypeError, "`mesh` .* got 'data'"),
   )
   def test_refuses_a_mesh_without_the_axis(self, axis, mesh, error, message):

@@ -94,7 +94,7 @@ class OnMeshTest(parameterized.TestCase):
     bound = st.on_mesh(_guard(), _mesh(8))
     state = st.init_state(_guard(), PARAMS, _mesh(4))
 
-    message = "`on_mesh` .* {'data': 8} .* maps {'data': 4}.*resize_state`"
+    message = "`on_mesh` .* {'data': 8}, .* maps {'data': 4}.*resize_state`"
     with self.assertRaisesRegex(ValueError, message):
       if method == 'init':
         st.resize_state(state, bound, PARAMS, _mesh(4))

@@ -304,7 +304,7 @@ class UpdateTest(Bench):
       tx = st.on_mesh(mean(optax.sgd(1.0)), mesh, axis_name)
       return nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    with self.assertRaisesRegex(ValueError, 'must get the `weight`'):
+    with self.assertRaisesRegex(ValueError, 'Pass the `weight` that'):
       optimizer(AXIS).update(model, grads)
     with self.assertRaisesRegex(ValueError, '`axis_name` .*axes of the batch'):
       optimizer(None).update(model, grads, weight=weight)
@@ -490,14 +490,14 @@ class UnreducedTest(parameterized.TestCase):
       params, grads, _ = self.gradients(mesh)
       grads['v'] = jax.reshard(grads['v'], P(None, None))
       tx = st.on_mesh(mean(ADAM), mesh)
-      with self.assertRaisesRegex(ValueError, 'all be unreduced over the same'):
+      with self.assertRaisesRegex(ValueError, 'unreduced over different axes'):
         tx.update(grads, tx.init(params), params)
 
 
 REFUSED = {
     'an array in the shape of the parameter': (
         lambda test: test.update(mean(ADAM), test.params),
-        r'each shard, got an array .* of the shape .* reduced already',
+        r'each shard, but got an array of the shape .* already be reduced',
     ),
     'an array without its type': (
         lambda test: test.update(mean(ADAM), test.grads.tree),
@@ -507,7 +507,7 @@ REFUSED = {
         lambda test: test.update(
             mean(ADAM), jax.tree.map(lambda x: x[:4], test.grads)
         ),
-        r'each of the 8 shards, got the shape \(4,\) instead of \(8,\)',
+        r'each of the 8 shards .*, got the shape \(4,\) instead of \(8,\)',
     ),
     'gradients of other parameters': (
         lambda test: test.update(
@@ -521,7 +521,7 @@ REFUSED = {
             mean(optax.sgd(0.1)),
             jax.tree.map(lambda x: x[:, None], test.grads),
         ),
-        r'got \(1,\) instead of \(\) .*`shard_transforms.reduce_stacked_tow',
+        r'shape \(1,\) instead of \(\) .*`shard_transforms.reduce_stacked_tow',
     ),
     'a mean that was taken before': (
         lambda test: test.update(
@@ -533,7 +533,7 @@ REFUSED = {
         lambda test: test.update(
             mean(ADAM), st.Stacked(test.grads.tree, ('model',))
         ),
-        '`axis_name` of `on_mesh` must name all axes of the gradients',
+        r"stacked over .* \('model',\).* binds only \('data',\).*`axis_name`",
     ),
     'gradients over no axis': (
         lambda test: test.update(mean(ADAM), st.Stacked(test.grads.tree)),
@@ -547,17 +547,17 @@ REFUSED = {
         lambda test: st.on_mesh(
             mean(ADAM), test.mesh, in_specs={'w': P(), 'b': P(AXIS)}
         ).update(test.grads, (), test.params),
-        '`in_specs` of `on_mesh` must not name the axes of the batch .*Leave',
+        '`in_specs` of `on_mesh` shards .* over axes of the batch.*Leave',
     ),
     'a transformation without a reduction': (
         lambda test: test.update(ADAM),
-        r"must reduce the gradients over 'data', but .* of the updates still",
+        r"does not reduce the gradients over 'data': .* of the updates differs",
     ),
     'state that differs between shards': (
         lambda test: test.update(
             optax.chain(optax.trace(0.9), st.cross_shard_mean(AXIS))
         ),
-        r'but \[0\].trace.* of the state still differs',
+        r'\[0\].trace.* of the state differs between shards',
     ),
     'too few weights': (
         lambda test: test.update(mean(ADAM), weight=jnp.ones(4)),
@@ -565,13 +565,13 @@ REFUSED = {
     ),
     'another state': (
         lambda test: test.bound(mean(ADAM)).update(test.grads, (), test.params),
-        '`state` of `on_mesh` must be what its `init` returned',
+        '`state` of `on_mesh` does not have the tree .* the state that `init`',
     ),
     'state per shard': (
         lambda test: st.on_mesh(mean(ADAM), test.mesh, stacked=True).update(
             test.grads, (), test.params
         ),
-        'must be called inside of `jax.shard_map`',
+        'where no axis is mapped.* Call it inside `jax.shard_map`',
     ),
 }
 
@@ -597,7 +597,7 @@ class RefusalTest(Bench):
     # A number that a step returns is an array on the mesh.
     state = modes.place(tx.init(params), mesh)
     with self.assertRaisesRegex(
-        ValueError, 'must not close over .*`optax.inject_hyperparams` inside of'
+        ValueError, 'closes over arrays.*`optax.inject_hyperparams` inside of'
     ):
       jax.jit(tx.update)(grads, state, params)
 

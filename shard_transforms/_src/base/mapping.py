@@ -55,7 +55,7 @@ def in_use(mesh: AnyMesh) -> Iterator[None]:
 def call(
     fn: Callable[..., Any],
     args: Any,
-    in_specs: Sequence[P | None],
+    in_specs: Any,
     out_specs: Any,
     mesh: AnyMesh,
     axes: Sequence[Hashable],
@@ -71,28 +71,28 @@ def call(
   Args:
     fn: The function.
     args: The positional arguments of `fn`.
-    in_specs: A list with the specs of the leaves of `args`; `None` for leaves
-      that are not arrays.
-    out_specs: The specs of the results, or of their leaves as a list.
+    in_specs: The specs of `args`, a tree or a prefix of one.
+    out_specs: The specs of the results, a tree or a prefix of one.
     mesh: The mesh.
     axes: The axes to map.
-    out_types: A list with the specs of the leaves of the results on axes of
-      type `Explicit`, which `fn` then gets as `Auto` axes. `None` keeps the
+    out_types: The specs of the results on axes of type `Explicit`, which `fn`
+      then gets as `Auto` axes, a tree or a prefix of one. `None` keeps the
       types of `Explicit` axes that are not mapped.
     check_vma: As in `jax.shard_map`.
   """
   leaves, treedef = jax.tree.flatten(args)
-  restored = []
+  specs = flat_specs(in_specs, args)
+  outputs = []
 
   def mapped(arrays):
     values = [
         x if spec is None else array
-        for x, array, spec in zip(leaves, arrays, in_specs, strict=True)
+        for x, array, spec in zip(leaves, arrays, specs, strict=True)
     ]
     results = fn(*treedef.unflatten(values))
     arrays, restore = leaves_lib.split_arrays(results)
-    restored.append(restore)
-    return arrays
+    outputs.append((jax.tree.structure(results), restore))
+    return outputs[-1][0].unflatten(arrays)
 
   def call_mapped(arrays: Any) -> Any:
     is_in_use = bool(jax.sharding.get_abstract_mesh().axis_names)
@@ -102,7 +102,7 @@ def call(
             mapped,
             mesh=None if is_in_use else mesh,
             axis_names=set(axes),
-            in_specs=([spec or P() for spec in in_specs],),
+            in_specs=([spec or P() for spec in specs],),
             out_specs=out_specs,
             check_vma=check_vma,
         )
@@ -110,16 +110,15 @@ def call(
     return call(arrays)
 
   arrays = [
-      None if spec is None else x
-      for x, spec in zip(leaves, in_specs, strict=True)
+      None if spec is None else x for x, spec in zip(leaves, specs, strict=True)
   ]
+  run: Any = call_mapped
+  if out_types is not None and mesh.explicit_axes:
+    run = jax.sharding.auto_axes(call_mapped, out_sharding=out_types)
   with in_use(mesh):
-    if out_types is not None and mesh.explicit_axes:
-      automatic = jax.sharding.auto_axes(call_mapped, out_sharding=out_types)
-      results = automatic(arrays)
-    else:
-      results = call_mapped(arrays)
-  return restored[0](results)
+    results = run(arrays)
+  structure, restore = outputs[0]
+  return restore(structure.flatten_up_to(results))
 
 
 @contextlib.contextmanager
@@ -135,26 +134,24 @@ def explaining_closures(what: str, remedy: str) -> Iterator[None]:
     if not ('Closing over' in str(error) or 'aval mesh' in str(error)):
       raise
     raise ValueError(
-        f'{what} must not close over arrays on a mesh of `Explicit` axes, which'
-        f' JAX cannot map. {remedy}'
+        f'{what} closes over arrays, which JAX cannot map on a mesh with'
+        f' `Explicit` axes. {remedy}'
     ) from error
 
 
 def is_array(x: Any) -> bool:
   """Whether a leaf is an array that can be passed to a mapped function."""
-  is_one = isinstance(x, jax.Array | np.ndarray)
-  return is_one and not leaves_lib.is_float0(x)
+  return isinstance(x, jax.Array | np.ndarray) and not leaves_lib.is_float0(x)
 
 
 def flat_specs(specs: Any, tree: Any) -> list[P | None]:
   """Returns the spec of each leaf, or `None` for leaves that are not arrays."""
   specs = jax.tree.broadcast(specs, tree, is_leaf=partition_specs.is_spec)
-  pairs = zip(
-      jax.tree.leaves(tree),
-      jax.tree.leaves(specs, is_leaf=partition_specs.is_spec),
-      strict=True,
-  )
-  return [spec if is_array(x) else None for x, spec in pairs]
+  specs = jax.tree.leaves(specs, is_leaf=partition_specs.is_spec)
+  return [
+      spec if is_array(x) else None
+      for x, spec in zip(jax.tree.leaves(tree), specs, strict=True)
+  ]
 
 
 def spec_of(x: Any) -> P:
@@ -164,14 +161,16 @@ def spec_of(x: Any) -> P:
   return P(*axes_lib.partitions(jax.typeof(x).sharding.spec))
 
 
-def resharded(x: Any, axes: Sequence[Hashable], is_split: bool) -> jax.Array:
+def reshard(axes: Sequence[Hashable], x: Any, is_split: bool) -> Any:
   """Reshards an array such that `axes` split its first dimension, or nothing.
 
   An array whose sharding over axes of type `Explicit` differs from `in_specs`
-  cannot be passed to a mapped function. All other arrays are unchanged.
+  cannot be passed to a mapped function. All other leaves are unchanged.
   """
-  x = jnp.asarray(x)
   explicit = jax.sharding.get_abstract_mesh().explicit_axes
+  if not explicit or not is_array(x):
+    return x
+  x = jnp.asarray(x)
   entries = [
       tuple(axis for axis in entry if axis not in axes)
       for entry in partition_specs.entries(spec_of(x))

@@ -24,9 +24,10 @@ def is_spec(spec: Any) -> bool:
   return isinstance(spec, P)
 
 
-def axes_of(spec: P) -> frozenset[Hashable]:
-  """Returns the set of all axes in a `PartitionSpec`."""
-  return frozenset(a for e in entries(spec) for a in e)
+def axes_of(specs: SpecTree) -> frozenset[Hashable]:
+  """Returns the set of all axes in a `PartitionSpec` or a tree of them."""
+  leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+  return frozenset(a for spec in leaves for e in entries(spec) for a in e)
 
 
 def entries(spec: P) -> list[tuple[Hashable, ...]]:
@@ -72,8 +73,7 @@ def check_names_all(
   Raises:
     ValueError: If a spec names another mapped axis.
   """
-  specs = jax.tree.leaves(specs, is_leaf=is_spec)
-  others = frozenset().union(*map(axes_of, specs)).difference(axes)
+  others = axes_of(specs).difference(axes)
   missing = sorted(filter(axes_lib.is_bound, others), key=str)
   if missing and axes:
     raise ValueError(

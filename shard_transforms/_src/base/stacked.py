@@ -75,8 +75,8 @@ def is_stacked(x: Any) -> bool:
   return isinstance(x, Stacked)
 
 
-def own(x: Any) -> Any:
-  """Returns this shard's entry if `x` is a stack; otherwise `x`.
+def local_entry(x: Any) -> Any:
+  """Returns the entry of this shard if `x` is a stack; otherwise `x`.
 
   Raises:
     ValueError: If the stack does not have one entry per shard.
@@ -89,9 +89,9 @@ def own(x: Any) -> Any:
       return np.zeros(leaf.shape[1:], leaf.dtype)
     if len(leaf) != 1:
       raise ValueError(
-          '`Stacked` must have one entry per shard, got'
-          f' {len(leaf)} per shard. A state of another number of shards is'
-          ' converted by `shard_transforms.resize_state`.'
+          f'A `Stacked` has {len(leaf)} entries on each shard instead of one.'
+          ' Take the gradients on the present mesh; convert a state of another'
+          ' number of shards with `shard_transforms.resize_state`.'
       )
     return lax.squeeze(leaf, (0,))
 

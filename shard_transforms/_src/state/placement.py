@@ -110,7 +110,7 @@ def make_state(
   beside = jax.tree.map(
       lambda x: specs_lib.restricted(spec_of(x), others), params
   )
-  if any(map(specs_lib.axes_of, jax.tree.leaves(beside))):
+  if specs_lib.axes_of(beside):
     types = state_types.beside(tx, params, mesh, param_specs, types, beside)
     mapped = functools.partial(
         *(_partly_mapped, init, mesh, axes, param_specs, out_specs),
@@ -133,11 +133,11 @@ def _partly_mapped(init, mesh, axes, param_specs, out_specs, placed, params):
   return mapping.call(
       init,
       (params,),
-      mapping.flat_specs((param_specs,), (params,)),
-      jax.tree.leaves(out_specs, is_leaf=specs_lib.is_spec),
-      mesh,
-      axes,
-      out_types=jax.tree.leaves(placed, is_leaf=specs_lib.is_spec),
+      in_specs=(param_specs,),
+      out_specs=out_specs,
+      mesh=mesh,
+      axes=axes,
+      out_types=placed,
   )
 
 

@@ -1,9 +1,7 @@
 """`accumulated_value_and_grad`: gradient accumulation under plain `jax.jit`."""
 
-import collections
 from collections.abc import Callable
 import functools
-import math
 from typing import Any, Literal
 
 import chex
@@ -15,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import weights
-from shard_transforms._src.reduction import collectives
-from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.state import specs as specs_lib
+from shard_transforms._src.transforms import sharded_parameters
 
 _CALLER = 'accumulated_value_and_grad'
 
@@ -119,60 +117,61 @@ def accumulated_value_and_grad(
   partition_specs.check(param_specs, _CALLER, 'param_specs')
   arguments.check_bool('has_aux', has_aux)
   arguments.check_reduction(reduction)
-  rows = P(None, axes) if is_stacked else P(axes)
+  batch_spec = P(None, axes) if is_stacked else P(axes)
 
   @functools.wraps(fun)
   def value_and_grad_fn(params, *batch, **kwargs):
     num_shards = _num_shards(mesh, axes)
     towers = _check_rows(batch, num_shards, num_towers)
-    specs = _specs(params, param_specs)
+    count = towers * num_shards if reduction == 'mean' else None
+    specs = _specs_of_params(params, param_specs)
     # JAX cannot close over arrays that are sharded on axes of type `Explicit`.
     arrays, join = leaves_lib.split_arrays(kwargs)
 
-    def shard(params, arrays, batch):
-      loss_fn = functools.partial(fun, **join(arrays))
-      grad_fn = jax.value_and_grad(loss_fn, has_aux=has_aux)
-      whole = jax.tree.map(functools.partial(_gather, axes), params, specs)
+    def of_shard(params, arrays, batch):
+      def loss_fn(params, *batch):
+        loss = fun(params, *batch, **join(arrays))
+        return loss if has_aux else (loss, None)
+
       if not is_stacked:
         batch = jax.tree.map(functools.partial(_split, towers), batch)
-      sums, aux = _collect(grad_fn, has_aux, weight_fn, whole, batch)
-      sums = _reduce(axes, sums, specs)
-      count = towers * num_shards if reduction == 'mean' else None
-      loss, grads = _divided(sums, count, params)
+      gathered = sharded_parameters.gather(params, specs, axes)
+      sums, aux = _accumulate(loss_fn, weight_fn, gathered, batch)
+      sums = sharded_parameters.reduce(sums, (P(), specs, P()), axes, _CALLER)
+      loss, grads = _divide(sums, count, params)
       if is_stacked:
         aux = jax.tree.map(lambda x: x[:, None], aux)
       return ((loss, aux) if has_aux else loss), grads
 
-    values = (P(), rows) if has_aux else P()
-    slices = partition_specs.restricted(specs, axes)
-    here = jax.sharding.get_abstract_mesh()
-    is_typed = not set(axes).isdisjoint(here.explicit_axes)
+    value_spec = (P(), batch_spec) if has_aux else P()
+    slice_specs = partition_specs.restricted(specs, axes)
+    mesh_in_use = jax.sharding.get_abstract_mesh()
+    is_explicit = not set(axes).isdisjoint(mesh_in_use.explicit_axes)
     # Type checks would reject a loss that was not written for `jax.shard_map`.
     mapped = jax.shard_map(
-        shard,
-        mesh=None if is_typed else mesh,
+        of_shard,
+        mesh=None if is_explicit else mesh,
         axis_names=set(axes),
-        in_specs=(slices, P(), rows),
-        out_specs=(values, slices),
+        in_specs=(slice_specs, P(), batch_spec),
+        out_specs=(value_spec, slice_specs),
         check_vma=False,
     )
-    if is_typed:
-      mapped = jax.sharding.auto_axes(mapped, out_sharding=(values, specs))
+    if is_explicit:
+      mapped = jax.sharding.auto_axes(mapped, out_sharding=(value_spec, specs))
     # JAX 0.10 maps a subset of the axes of a mesh only under `jax.jit`.
-    out, grads = jax.jit(mapped)(params, arrays, batch)
-    if param_specs is not None and not is_typed:
-      constrain = functools.partial(_constrain_mixed, axes, mesh)
-      grads = jax.tree.map(constrain, grads, specs)
-    return out, grads
+    value, grads = jax.jit(mapped)(params, arrays, batch)
+    if param_specs is not None and not is_explicit:
+      grads = sharded_parameters.constrain(grads, specs, axes, mesh)
+    return value, grads
 
   return value_and_grad_fn
 
 
-def _specs(params, given):
+def _specs_of_params(params, param_specs):
   """Returns the `PartitionSpec` of each parameter."""
-  if given is None:
+  if param_specs is None:
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
-  return jax.tree.broadcast(given, params)
+  return jax.tree.broadcast(param_specs, params)
 
 
 def _num_shards(mesh, axes):
@@ -183,30 +182,30 @@ def _num_shards(mesh, axes):
     ValueError: If there is no mesh with these axes, or one of the axes is
       already mapped.
   """
-  here = jax.sharding.get_abstract_mesh()
-  if mesh is None:
-    mesh = here
+  mesh_in_use = jax.sharding.get_abstract_mesh()
+  mesh = mesh_in_use if mesh is None else mesh
   specs_lib.check_mesh(mesh)
   for axis in axes:
-    if axis in here.manual_axes:
+    if axis in mesh_in_use.manual_axes:
       raise ValueError(
-          f'`{_CALLER}` must be called outside of `jax.shard_map` over'
-          f' {axis!r}. Inside, add up the gradients of `value_and_grad`, and'
-          ' reduce the sum by `cross_shard_mean`; or use `tower_reduce`.'
+          f'`{_CALLER}` was called where {axis!r} is mapped, but it maps this'
+          ' axis itself. Call it outside of `jax.shard_map`; or, inside of it,'
+          ' add up the gradients of `value_and_grad` and reduce the sum by'
+          ' `cross_shard_mean`, or use `tower_reduce`.'
       )
     if axis not in mesh.axis_names:
       raise ValueError(
-          f'`{_CALLER}` must be given a mesh with the axis {axis!r}, got one'
-          f' with {mesh.axis_names}. Call it inside `with jax.set_mesh(mesh)`,'
-          ' or give `mesh`.'
+          f'`{_CALLER}` needs a mesh with the axis {axis!r}, got one with the'
+          f' axes {mesh.axis_names}. Call it inside `with jax.set_mesh(mesh)`,'
+          ' or pass `mesh`.'
       )
     # JAX can change axis types only on the mesh of `jax.set_mesh`.
-    if axis in mesh.explicit_axes and not here.axis_names:
+    if axis in mesh.explicit_axes and not mesh_in_use.axis_names:
       raise ValueError(
-          f'`{_CALLER}` must be called inside `with jax.set_mesh(mesh)`,'
-          f' because {axis!r} is of type `Explicit`, got no mesh in use.'
+          f'`{_CALLER}` needs the mesh of `jax.set_mesh`, because {axis!r} is'
+          ' of type `Explicit`. Call it inside `with jax.set_mesh(mesh)`.'
       )
-  return math.prod(mesh.shape[axis] for axis in axes)
+  return mapping.num_shards(mesh, axes)
 
 
 def _check_rows(batch, num_shards, num_towers):
@@ -216,37 +215,35 @@ def _check_rows(batch, num_shards, num_towers):
     ValueError: If rows cannot be divided evenly, or if the leaves have
       different numbers of towers.
   """
-  leaves = [
-      (f'{jnp.shape(x)} at {leaves_lib.name_of(path)}', jnp.shape(x))
+  shapes = {
+      leaves_lib.name_of(path): jnp.shape(x)
       for path, x in jax.tree.leaves_with_path(batch)
-  ]
-  if not leaves:
+  }
+  if not shapes:
     raise ValueError(
-        f'`{_CALLER}` must be given the rows of a batch after the parameters,'
-        ' got no array. Keyword arguments are not part of the batch.'
+        f'`{_CALLER}` got a batch without arrays. Pass the rows as positional'
+        ' arguments after the parameters: keyword arguments are not part of the'
+        ' batch.'
     )
   is_stacked = num_towers is None
   if is_stacked:
-    num_towers, *_ = leaves[0][1] or (1,)
-  for name, shape in leaves:
+    num_towers, *_ = next(iter(shapes.values())) or (1,)
+  num_parts = num_shards if is_stacked else num_shards * num_towers
+  for name, shape in shapes.items():
     if is_stacked and (len(shape) < 2 or shape[0] != num_towers):
       raise ValueError(
           f'`batch` of `{_CALLER}` must have the leading axes [towers, rows],'
           f' with {num_towers} towers as in its first leaf, got the shape'
-          f' {name}. Give `num_towers` where they are not stacked.'
+          f' {shape} at {name}. Give `num_towers` where they are not stacked.'
       )
-    parts = num_shards if is_stacked else num_shards * num_towers
     rows = shape[is_stacked] if shape else 0
-    if not rows or rows % parts:
-      towers = f' times {num_towers} towers'
-      remedy = 'pass what has no rows by keyword'
-      if is_stacked:
-        towers = ' in each tower'
-        remedy = 'give `num_towers` if towers are not stacked'
+    if not rows or rows % num_parts:
+      towers = ' in each tower' if is_stacked else f' times {num_towers} towers'
       raise ValueError(
-          f'`batch` of `{_CALLER}` must have rows that can be divided by'
-          f' {num_shards} shards{towers}, got {rows} in {name}. Pad it, and'
-          f' leave padding out in the loss; {remedy}.'
+          f'`{_CALLER}` cannot divide {rows} rows by {num_shards} shards'
+          f'{towers}, got the shape {shape} at {name}. Pad the batch, and leave'
+          ' the padding out of the loss; pass arrays without rows as keyword'
+          ' arguments, and `num_towers` if towers are not stacked.'
       )
   return num_towers
 
@@ -255,13 +252,11 @@ def _split(towers, x):
   return x.reshape(towers, -1, *x.shape[1:])
 
 
-def _collect(grad_fn, has_aux, weight_fn, params, batch):
+def _accumulate(loss_fn, weight_fn, params, batch):
   """Returns sums over the micro-batches of a shard.
 
   Args:
-    grad_fn: A function that returns the loss and the gradient.
-    has_aux: Whether `grad_fn` returns a pair (loss, auxiliary results) instead
-      of the loss.
+    loss_fn: A function that returns the loss and auxiliary results.
     weight_fn: A function that returns the weight of a micro-batch, or `None`.
     params: The gathered parameters.
     batch: The stacked micro-batches.
@@ -270,10 +265,10 @@ def _collect(grad_fn, has_aux, weight_fn, params, batch):
     A triple of the weighted sums of the losses and of the gradients, and the
     sum of the weights or `None`; and the stacked auxiliary results.
   """
+  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
 
-  def tower(total, batch):
-    out, grads = grad_fn(params, *batch)
-    loss, aux = out if has_aux else (out, None)
+  def tower(totals, batch):
+    (loss, aux), grads = grad_fn(params, *batch)
     weight = None
     if weight_fn is not None:
       weight = weights.as_weight(weight_fn(*batch), (), _CALLER)
@@ -283,34 +278,15 @@ def _collect(grad_fn, has_aux, weight_fn, params, batch):
       return lax.add(total, weigh(leaves_lib.as_accumulator(x)))
 
     loss = weigh(leaves_lib.as_accumulator(loss))
-    return jax.tree.map(add, total, grads), (loss, weight, aux)
+    return jax.tree.map(add, totals, grads), (loss, weight, aux)
 
-  start = leaves_lib.accumulators(params)
-  grads, (losses, given, aux) = lax.scan(tower, start, batch)
-  weight = None if given is None else jnp.sum(given)
-  return (jnp.sum(losses), grads, weight), aux
-
-
-def _reduce(axes, sums, specs):
-  """Sums over the shards; gradients of sharded parameters become slices."""
-  leaves, treedef = jax.tree.flatten(sums)
-  of_grads = jax.tree.leaves(specs)
-  # The loss comes before the gradients, and the weight, if any, after them.
-  others = [P()] * (len(leaves) - 1 - len(of_grads))
-  todo = collections.defaultdict(dict)
-  for i, spec in enumerate([P(), *of_grads, *others]):
-    leaves[i] = _scatter(axes, leaves[i], spec)
-    done = partition_specs.axes_of(spec)
-    left = tuple(axis for axis in axes if axis not in done)
-    todo[left][i] = leaves[i]
-  todo.pop((), None)
-  for left, whole in todo.items():
-    summed: Any = leaf_sums.Reduction(_CALLER, 'sum', left)(whole)
-    leaves = [summed.get(i, x) for i, x in enumerate(leaves)]
-  return treedef.unflatten(leaves)
+  zeros = leaves_lib.accumulators(params)
+  grads, (losses, weight, aux) = lax.scan(tower, zeros, batch)
+  total_weight = None if weight is None else jnp.sum(weight)
+  return (jnp.sum(losses), grads, total_weight), aux
 
 
-def _divided(sums, count, params):
+def _divide(sums, count, params):
   """Returns the loss and gradients, in the dtypes of the parameters.
 
   Args:
@@ -328,69 +304,3 @@ def _divided(sums, count, params):
 
   loss = leaves_lib.as_dtype(loss / divisor, loss.dtype)
   return loss, jax.tree.map(divide, grads, params)
-
-
-def _gather(axes, x, spec):
-  """Gathers a parameter from the slices of the shards along `axes`."""
-
-  def gather(x):
-    for dimension, axis in reversed(_slices(spec, axes)):
-      x = collectives.gather_along(x, axis, dimension)
-    return x
-
-  return _beside(axes, spec, gather)(x)
-
-
-def _scatter(axes, x, spec):
-  """Reduce-scatters an array over the axes in its spec."""
-
-  def scatter(x):
-    for dimension, axis in _slices(spec, axes):
-      x = collectives.scatter_along(x, axis, dimension, tiled=True)
-    return x
-
-  return _beside(axes, spec, scatter)(x)
-
-
-def _beside(axes, spec, fn):
-  """Returns `fn` for arrays that are also sharded over other axes.
-
-  Without a map over the other axes, the compiler would gather the arrays along
-  these axes before the communication in `fn`.
-  """
-  others = partition_specs.axes_of(spec).difference(axes)
-  other_spec = partition_specs.restricted(spec, others)
-  if not _slices(spec, axes) or not others or _is_mixed(axes, spec):
-    return fn
-  return jax.shard_map(
-      fn,
-      axis_names=others,
-      in_specs=other_spec,
-      out_specs=other_spec,
-      check_vma=False,
-  )
-
-
-def _is_mixed(axes, spec):
-  """Whether a dimension is sliced over `axes` and over other axes as well."""
-  others = partition_specs.axes_of(spec).difference(axes)
-  kinds = [partition_specs.restricted(spec, kind) for kind in (axes, others)]
-  return any(map(all, zip(*kinds, strict=True)))
-
-
-def _constrain_mixed(axes, mesh, grad, spec):
-  """Constrains the sharding of a gradient that the compiler cannot infer."""
-  if not _is_mixed(axes, spec):
-    return grad
-  to = spec if mesh is None else jax.NamedSharding(mesh, spec)
-  return lax.with_sharding_constraint(grad, to)
-
-
-def _slices(spec, axes):
-  """Returns the pairs (dimension, axis) of a spec whose axis is in `axes`."""
-  return [
-      (dimension, axis)
-      for dimension, entry in enumerate(spec)
-      for axis in (entry if isinstance(entry, tuple) else (entry,))
-      if axis in axes
-  ]

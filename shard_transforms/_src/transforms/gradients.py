@@ -1,4 +1,4 @@
-"""`value_and_grad` and `per_shard`: per-shard gradients, in every mode."""
+"""`value_and_grad` and `per_shard`: the gradient of each shard."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import jax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import mapping
-from shard_transforms._src.base import stacked
 from shard_transforms._src.base import weights
-from shard_transforms._src.transforms import split_arguments
 from shard_transforms._src.transforms import stacked_gradients
+
+_CALLER = 'value_and_grad'
 
 
 def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
@@ -159,52 +159,51 @@ def value_and_grad(
     [2. 6.] [1. 3.]
   """
   axes = axes_lib.as_axes(axis_name)
-  numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-  numbers = tuple(map(operator.index, numbers))
+  argnums_tuple = argnums if isinstance(argnums, Sequence) else (argnums,)
+  argnums_tuple = tuple(map(operator.index, argnums_tuple))
   if not (mesh is None or isinstance(mesh, mapping.AnyMesh)):
     raise TypeError(f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}.')
-  differentiated = jax.value_and_grad(
-      _checked(fun, axes, has_aux), argnums, has_aux, holomorphic, allow_int
+  jax_value_and_grad = jax.value_and_grad(
+      _with_checked_loss(fun, axes, has_aux),
+      argnums,
+      has_aux,
+      holomorphic,
+      allow_int,
   )
 
-  def of_shard(*args, **kwargs):
-    chosen = _positions(numbers, args)
-    marked = [
-        per_shard(x, axes) if i in chosen else x for i, x in enumerate(args)
-    ]
-    value, grads = differentiated(*marked, **kwargs)
+  def local_value_and_grad(*args, **kwargs):
+    params = _positions(argnums_tuple, args)
+    value, grads = jax_value_and_grad(
+        *(per_shard(x, axes) if i in params else x for i, x in enumerate(args)),
+        **kwargs,
+    )
     if weight_fn is None:
       return value, grads
-    batch = [x for i, x in enumerate(args) if i not in chosen]
-    weight = weights.as_weight(weight_fn(*batch), (), 'value_and_grad')
+    batch = [x for i, x in enumerate(args) if i not in params]
+    weight = weights.as_weight(weight_fn(*batch), (), _CALLER)
     loss, *aux = value if has_aux else (value,)
     return (loss, weight, *aux), grads
 
   @functools.wraps(fun)
   def value_and_grad_fn(*args, **kwargs):
     if any(map(axes_lib.is_bound, axes)):
-      axes_lib.size(axes, 'value_and_grad')
-      return of_shard(*args, **kwargs)
-    used = mapping.mesh_with(axes, mesh, 'value_and_grad')
-    splits = split_arguments.split_arguments(
-        args, kwargs, axes, used, _positions(numbers, args), in_axes
+      axes_lib.size(axes, _CALLER)
+      return local_value_and_grad(*args, **kwargs)
+    return stacked_gradients.stacked_value_and_grad(
+        local_value_and_grad,
+        args,
+        kwargs,
+        axes=axes,
+        mesh=mapping.mesh_with(axes, mesh, _CALLER),
+        argnums=_positions(argnums_tuple, args),
+        in_axes=in_axes,
+        is_weighted=weight_fn is not None,
     )
-    with mapping.in_use(used):
-      value, grads = stacked_gradients.map_shards(
-          of_shard, axes, used, args, kwargs, splits
-      )
-      grads = stacked.Stacked(grads, axes, weight_fn is not None)
-      if weight_fn is None and not has_aux:
-        return stacked_gradients.mean_loss(value), grads
-      losses, *others = value
-      weight = None if weight_fn is None else others[0]
-      loss = stacked_gradients.mean_loss(losses, weight)
-      return (loss, *others), grads
 
   return value_and_grad_fn
 
 
-def _checked(fun, axes, has_aux):
+def _with_checked_loss(fun, axes, has_aux):
   """Wraps a loss in a check that its result is not reduced over the axes."""
 
   @functools.wraps(fun)
@@ -214,10 +213,10 @@ def _checked(fun, axes, has_aux):
     for axis in axes:
       if axes_lib.state(loss, axis) == 'invariant':
         raise ValueError(
-            f'The loss of `value_and_grad` must be per shard over {axis!r}, got'
-            ' one that is the same on all shards, with a gradient N times too'
-            " large or too small. Return the shard's own loss; for display, use"
-            ' `shard_transforms.shard_mean`.'
+            f'The loss of `{_CALLER}` is the same on all shards of {axis!r}, so'
+            ' its gradient would be N times too large or too small. Return the'
+            ' loss of the shard, without `lax.pmean` or `lax.psum`; for'
+            ' display, use `shard_transforms.shard_mean`.'
         )
     return out
 
@@ -231,5 +230,6 @@ def _positions(argnums, args):
 
 
 def _is_array(leaf):
-  numbers = bool | int | float | complex
-  return hasattr(leaf, 'dtype') or isinstance(leaf, numbers)
+  return hasattr(leaf, 'dtype') or isinstance(
+      leaf, bool | int | float | complex
+  )

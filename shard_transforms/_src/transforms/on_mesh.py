@@ -121,9 +121,9 @@ def on_mesh(
       return inner.update(updates, state, params, **extra_args)
     if stacked:
       raise ValueError(
-          '`update` of `on_mesh(..., stacked=True)` must be called inside of'
-          ' `jax.shard_map`, because parameters and the whole state differ'
-          ' between shards there.'
+          '`update` of `on_mesh(..., stacked=True)` was called where no axis'
+          ' is mapped, but the parameters and the state of each shard are its'
+          ' own. Call it inside `jax.shard_map`.'
       )
     return update(updates, state, params, extra_args)
 
@@ -137,12 +137,12 @@ def _axes(mesh, axis_name, in_specs):
     ValueError: If the mesh lacks one of the axes.
   """
   named = mesh.axis_names if axis_name is None else axes_lib.as_axes(axis_name)
-  specs = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
-  named = set(named).union(*map(specs_lib.axes_of, specs))
+  named = specs_lib.axes_of(in_specs).union(named)
   if missing := named.difference(mesh.axis_names):
     raise ValueError(
         f'`mesh` of `on_mesh` must have the axes {sorted(missing, key=str)},'
-        f' got one with {mesh.axis_names}.'
+        f' got one with {mesh.axis_names}. Pass the mesh of the step, or leave'
+        ' these axes out of `axis_name` and `in_specs`.'
     )
   return tuple(axis for axis in mesh.axis_names if axis in named)
 
@@ -154,16 +154,16 @@ def _check_axes_are_named(params, mesh, in_specs):
     ValueError: If parameters are sharded over only some axes of the mesh, which
       may be meant for the compiler.
   """
-  told = jax.tree.leaves(in_specs, is_leaf=specs_lib.is_spec)
-  told = set().union(*map(specs_lib.axes_of, told))
   for path, leaf in jax.tree.leaves_with_path(params):
-    axes = specs_lib.axes_of(placement.spec_of(leaf)) - told
+    axes = specs_lib.axes_of(placement.spec_of(leaf))
+    axes -= specs_lib.axes_of(in_specs)
     if axes and math.prod(mesh.axis_sizes) > mapping.num_shards(mesh, axes):
       raise ValueError(
-          '`axis_name` of `on_mesh` must say which axes of the mesh'
-          f' {mesh.axis_names} the transformation names, because parameters'
-          f' are sharded, {leaves_lib.name_of(path)} over'
-          f" {sorted(axes, key=str)}. Write `on_mesh(tx, mesh, 'data')`."
+          '`on_mesh` needs `axis_name`, because the parameter'
+          f' {leaves_lib.name_of(path)} is sharded over'
+          f' {sorted(axes, key=str)}, and the compiler may have to shard the'
+          f' step over some of the axes {mesh.axis_names}. Name the axes that'
+          " the transformation names, as in `on_mesh(tx, mesh, 'data')`."
       )
 
 
@@ -181,9 +181,9 @@ def _check_sizes(mesh, or_one=False):
   sizes = {axis: mesh.shape[axis] for axis in mapped}
   if mapped != sizes and not (or_one and set(mapped.values()) == {1}):
     raise ValueError(
-        f'`mesh` of `on_mesh` must be the mesh of the step, got {sizes} where'
-        f' the step maps {mapped}. Bind the transformation to that mesh; there,'
-        ' `shard_transforms.resize_state` converts a state of another number'
-        ' of shards.'
+        f'`mesh` of `on_mesh` must be the mesh of the step, got {sizes}, but'
+        f' the step maps {mapped}. Bind the transformation to the mesh of the'
+        ' step, and convert a state of another number of shards with'
+        ' `shard_transforms.resize_state`.'
     )
   return mapped

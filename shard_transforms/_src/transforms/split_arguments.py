@@ -14,8 +14,6 @@ from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import stacked as stacked_lib
 
 _CALLER = 'value_and_grad'
-# The entry of an argument whose arrays are split according to their types.
-_BY_ARRAY = 'by array'
 
 
 def split_arguments(
@@ -25,58 +23,72 @@ def split_arguments(
     mesh: mapping.AnyMesh,
     argnums: Collection[int],
     in_axes: Sequence[Any] | None,
-) -> list[bool | None]:
-  """Decides which leaves of `(args, kwargs)` are split over `axes`.
-
-  The result has one entry per leaf. The entry is `None` for a leaf that is not
-  an array, which is not passed through the map over the shards.
+) -> list[bool]:
+  """Returns, for each leaf of `(args, kwargs)`, whether `axes` split it.
 
   Raises:
     TypeError: If `in_axes` does not have an entry for each argument.
     ValueError: If `in_axes` has an invalid entry, or if rows cannot be split.
   """
   are_typed = set(axes) <= set(mesh.explicit_axes)
-  if in_axes is None:
-    entries = [None if i in argnums else _BY_ARRAY for i in range(len(args))]
-  else:
-    entries = _checked(in_axes, len(args), argnums)
 
-  def is_split(x, is_positional):
+  def default_axis(x):
     if are_typed:
       first = partition_specs.entries(mapping.spec_of(x))[:1]
-      return bool(first) and set(axes) <= set(first[0])
-    return is_positional and jnp.ndim(x) > 0
+      return 0 if first and set(axes) <= set(first[0]) else None
+    return 0 if mapping.is_array(x) and jnp.ndim(x) else None
 
-  splits = []
-  for arg, entry in [*zip(args, entries, strict=True), (kwargs, _BY_ARRAY)]:
-    leaves = jax.tree.leaves(arg)
-    if entry is _BY_ARRAY:
-      of_leaves = [
-          mapping.is_array(x) and is_split(x, arg is not kwargs) for x in leaves
-      ]
-    else:
-      of_leaves = _broadcast(entry, arg)
-    splits += [
-        (split or in_stack) if mapping.is_array(x) else None
-        for x, split, in_stack in zip(
-            leaves, of_leaves, _in_stacks(arg), strict=True
-        )
+  is_default = in_axes is None
+  if in_axes is not None:
+    _check_in_axes(in_axes, len(args), argnums)
+  else:
+    in_axes = [
+        None if i in argnums else jax.tree.map(default_axis, arg)
+        for i, arg in enumerate(args)
     ]
-  _check_rows(args, kwargs, splits, axes, mesh, argnums, in_axes is None)
+  kwargs_axes = jax.tree.map(default_axis, kwargs) if are_typed else None
+  splits = [
+      is_split
+      for arg, entry in [
+          *zip(args, in_axes, strict=True),
+          (kwargs, kwargs_axes),
+      ]
+      for is_split in _broadcast(entry, arg)
+  ]
+  are_stacked = [
+      stacked_lib.is_stacked(node)
+      for node in jax.tree.leaves(
+          (args, kwargs), is_leaf=stacked_lib.is_stacked
+      )
+      for _ in jax.tree.leaves(node)
+  ]
+  splits = [
+      mapping.is_array(x) and (is_split or is_stacked)
+      for x, is_split, is_stacked in zip(
+          jax.tree.leaves((args, kwargs)), splits, are_stacked, strict=True
+      )
+  ]
+  num_shards = mapping.num_shards(mesh, axes)
+  rows = _num_rows((args, kwargs), splits, num_shards, argnums)
+  if not rows:
+    raise ValueError(
+        f'`{_CALLER}` got no argument that is split over {axes}, so that each'
+        ' shard would compute the gradient of all rows. Pass the batch as a'
+        ' positional argument, instead of closing over it; on a mesh of'
+        ' `Explicit` axes, place it with `jax.device_put(batch,'
+        ' jax.P(axis_name))`, or give `in_axes`.'
+    )
+  if is_default and len(set(rows.values())) > 1:
+    raise ValueError(
+        f'The arguments that `{_CALLER}` splits have different numbers of rows:'
+        f' {rows}. Pass arrays that are not split as keyword arguments, or'
+        ' with the entry None of `in_axes`.'
+    )
   return splits
 
 
-def _in_stacks(arg):
-  """Returns one bool per leaf, true if the leaf belongs to a `Stacked`."""
-  return [
-      stacked_lib.is_stacked(node)
-      for node in jax.tree.leaves(arg, is_leaf=stacked_lib.is_stacked)
-      for _ in jax.tree.leaves(node)
-  ]
-
-
-def _checked(in_axes, num_args, argnums):
-  """Returns `in_axes` after checks.
+def _check_in_axes(in_axes, num_args, argnums):
+  """Checks the entries of `in_axes` for the parameters, and their number.
 
   Raises:
     TypeError: If `in_axes` does not have an entry for each positional argument.
@@ -94,7 +106,6 @@ def _checked(in_axes, num_args, argnums):
           f' {in_axes[i]!r} for argument {i}. For parameters that differ'
           ' between shards, pass a `shard_transforms.Stacked`.'
       )
-  return in_axes
 
 
 def _broadcast(entry, arg):
@@ -119,49 +130,34 @@ def _broadcast(entry, arg):
     ) from error
 
 
-def _check_rows(args, kwargs, splits, axes, mesh, argnums, must_be_equal):
-  """Checks that there are rows, and that they divide evenly over the shards.
+def _num_rows(arguments, splits, num_shards, argnums):
+  """Returns the number of rows of each split leaf that is not a parameter.
 
   Raises:
-    ValueError: If there are no rows, if they do not divide evenly, or if their
-      numbers differ between arguments.
+    ValueError: If rows cannot be divided evenly over the shards.
   """
-  num_shards = mapping.num_shards(mesh, axes)
-  paths = jax.tree.leaves_with_path((args, kwargs))
   rows = {}
-  for (path, x), split in zip(paths, splits, strict=True):
-    if not split:
+  leaves = jax.tree.leaves_with_path(arguments)
+  for (path, x), is_split in zip(leaves, splits, strict=True):
+    if not is_split:
       continue
-    name = _name(path)
     if not jnp.ndim(x) or jnp.shape(x)[0] % num_shards:
       raise ValueError(
-          f'`{_CALLER}` must be able to split {name} over {num_shards} shards,'
-          f' got the shape {jnp.shape(x)}. Pad the rows, and leave the padding'
-          ' out of the loss; if the array is not split, pass it as a keyword'
-          ' argument, or with the entry None of `in_axes`.'
+          f'`{_CALLER}` cannot split {_name(path)} over {num_shards} shards,'
+          f' because its shape is {jnp.shape(x)}. Pad the rows, and leave the'
+          ' padding out of the loss; if the array is not part of the batch,'
+          ' pass it as a keyword argument, or with the entry None of `in_axes`.'
       )
-    if path[0].idx or path[1].idx not in argnums:
-      rows[name] = jnp.shape(x)[0]
-  if not rows:
-    raise ValueError(
-        f'`{_CALLER}` got no argument that is split over {axes}, so that each'
-        ' shard would compute the gradient of all rows. Pass the batch as a'
-        ' positional argument, instead of closing over it; on a mesh of'
-        ' `Explicit` axes, place it with `jax.device_put(batch,'
-        ' jax.P(axis_name))`, or give `in_axes`.'
-    )
-  if must_be_equal and len(set(rows.values())) > 1:
-    raise ValueError(
-        f'The arguments that `{_CALLER}` splits must have equal numbers of'
-        f' rows, got {rows}. Pass what is not split as a keyword argument, or'
-        ' say with `in_axes` what is.'
-    )
+    is_keyword = bool(path[0].idx)
+    if is_keyword or path[1].idx not in argnums:
+      rows[_name(path)] = jnp.shape(x)[0]
+  return rows
 
 
 def _name(path):
   """Returns the name of a leaf for error messages: its argument and path."""
-  first, second, *rest = path
-  in_arg = jax.tree_util.keystr(tuple(rest))
-  if first.idx:
-    return f'`{second.key}{in_arg}`'
-  return f'argument {second.idx}' + (f' at {in_arg}' if in_arg else '')
+  is_keyword, argument, *rest = path
+  in_argument = jax.tree_util.keystr(tuple(rest))
+  if is_keyword.idx:
+    return f'`{argument.key}{in_argument}`'
+  return f'argument {argument.idx}' + f' at {in_argument}' * bool(rest)

@@ -28,7 +28,7 @@ def axes_of(tree: Any, caller: str) -> tuple[Any, ...]:
   if len(set(by_name.values())) > 1:
     names = {name: sorted(axes, key=str) for name, axes in by_name.items()}
     raise ValueError(
-        f'`updates` of `{caller}` must all be unreduced over the same axes, got'
+        f'`{caller}` got updates that are unreduced over different axes:'
         f' {names}. Differentiate with respect to parameters that are all'
         ' typed `jax.P(..., reduced={...})`.'
     )
@@ -69,7 +69,7 @@ def to_stacked(
     if weight is not None:
       weight = jnp.broadcast_to(weights.usable(weight), (num_shards,))
       factors = jnp.where(weight > 0, jnp.sum(weight) / weight, 0)
-      factors = mapping.resharded(factors, axes, is_split=True)
+      factors = mapping.reshard(axes, factors, is_split=True)
     return jax.tree.map(lambda part: stack(part, factors), parts)
 
   def with_empty(x, stack):
