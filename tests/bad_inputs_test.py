@@ -471,7 +471,7 @@ UPDATES = {
         r'a leading axis of 3 towers, got the shape \(2, 9\) at': to(
             'stacked', updates=with_leaf(w=lambda w: w[1:])
         ),
-        '`params` of `master_weights` must be the pres.* got None. Call': to(
+        '`master_weights` needs the parameters in .* got None. Call': to(
             'masters', params=lambda _: None
         ),
         '`params` of `master_weights` must be the present para.*, got None': to(
@@ -510,18 +510,18 @@ UPDATES = {
             'mean', tx=lambda _: cross_shard_mean(AXIS, groups=[[0, 1], [2, 3]])
         ),
         # Slices and states.
-        '`inner` of `shard_update` must treat each element alone': to(
+        '`shard_update` runs `inner` on slices, .* be element-wise': to(
             'slices',
             tx=lambda _: shard_update(optax.clip_by_global_norm(1.0), AXIS),
         ),
-        r'State of `shard_update` must be made for these param.*\(12,\)': to(
+        r'`shard_update` got a state .* for other parameters .*\(12,\)': to(
             'slices', state=other_state(shard_update(SGD, AXIS), LARGER)
         ),
-        'State of `shard_update` must be made for these .* got the tree': to(
+        '`shard_update` got a state .* for other parameters .*: the tree': to(
             'slices',
             state=other_state(shard_update(optax.adam(0.1), AXIS), PARAMS),
         ),
-        'State of `shard_update` must be made for .* number of shards': to(
+        '`shard_update` got a state .* another number of shards: the shape': to(
             'slices', state=lambda state: jax.tree.map(padded, state)
         ),
         'must have a leading axis of length 1 on each shard': to(

@@ -213,7 +213,7 @@ ROWS = {
     ),
     'copies without parameters': Row(
         lambda: MASTERS.update(HALF, MASTERS.init(HALF)),
-        'must be the present parameters',
+        'needs the parameters in `update`',
         {
             '`tx.update(updates, state, params)`': lambda: MASTERS.update(
                 HALF, MASTERS.init(HALF), HALF
@@ -222,7 +222,7 @@ ROWS = {
     ),
     'copies of parameters of 32 bits': Row(
         lambda: MASTERS.update(HALF, MASTERS.init(W), HALF),
-        'made for these parameters',
+        'was made for other parameters',
         {
             'Make the state with `init` for parameters': lambda: MASTERS.update(
                 HALF, MASTERS.init(HALF), HALF
@@ -320,7 +320,7 @@ ROWS = {
     ),
     'clipping of slices': Row(
         step(st.shard_update(CLIP, AXIS)),
-        'must treat each element alone',
+        'must be element-wise',
         {
             'clip by `shard_transforms.clip_by_global_norm`': step(
                 st.shard_update(OUR_CLIP, AXIS)
@@ -329,7 +329,7 @@ ROWS = {
     ),
     'LAMB of slices': Row(
         step(st.shard_update(optax.lamb(0.1), AXIS)),
-        'must treat each element alone',
+        'must be element-wise',
         {
             '`contrib.owned_update`': step(
                 contrib.owned_update(optax.lamb(0.1), AXIS)
@@ -338,7 +338,7 @@ ROWS = {
     ),
     'an aggregator of slices': Row(
         step(st.shard_update(contrib.adasum(AXIS), AXIS)),
-        'must treat each element alone',
+        'must be element-wise',
         {
             'put aggregators before `shard_update`': step(
                 optax.chain(
@@ -350,7 +350,7 @@ ROWS = {
     ),
     'elements in groups': Row(
         step(st.shard_update(CLIP, AXIS, groups=[[0, 1, 2, 3], [4, 5, 6, 7]])),
-        'must treat each element alone',
+        'must be element-wise',
         {
             'cross_shard_mean(axis_name), inner': step(
                 optax.chain(

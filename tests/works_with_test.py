@@ -106,7 +106,7 @@ PLACES = INSIDE | AROUND
 
 # Errors, by their class and the words to search for.
 REFUSALS = {
-    'ours: elements': (ValueError, 'must treat each element'),
+    'ours: elements': (ValueError, 'must be element-wise'),
     'ours: reduced': (ValueError, 'must be per shard over'),
     'ours: tree': (ValueError, 'must have the tree that its state was'),
     'JAX: types': (TypeError, 'must have equal'),

@@ -507,7 +507,7 @@ class SlicesTest(parameterized.TestCase):
       ({'data': 8}, ('data',), ('data',)),
       ({'data': 2, 'model': 4}, ('model',), ('data',)),
   )
-  def test_what_is_sent_to_other_slices_counts(self, shape, inside, between):
+  def test_transfers_to_other_slices_count(self, shape, inside, between):
     mesh = jax.sharding.AbstractMesh((*shape.values(),), (*shape,))
 
     report = hlo_communication_report(SLICED_TEXT, mesh)

@@ -35,7 +35,7 @@ class FewBitsTest(parameterized.TestCase):
 
 class CutTest(parameterized.TestCase):
 
-  def test_warns_of_a_sum_of_which_each_shard_takes_a_part(self):
+  def test_warns_of_a_sum_that_is_then_sliced(self):
     (warning,) = hlo_communication_report(_cut_sum()).warnings
 
     self.assertRegex(
@@ -55,10 +55,10 @@ class CutTest(parameterized.TestCase):
       # The small second step of a reduce-scatter.
       {'is_scattered': True},
   )
-  def test_does_not_warn_where_the_sum_is_needed(self, **changes):
+  def test_does_not_warn_if_the_entire_sum_is_used(self, **changes):
     self.assertEmpty(hlo_communication_report(_cut_sum(**changes)).warnings)
 
-  def test_warns_of_what_xla_for_cpus_makes_of_zero_1_under_jit(self):
+  def test_warns_of_zero_1_under_jit_on_cpus(self):
     mesh = jax.make_mesh((8,), ('data',), (jax.sharding.AxisType.Auto,))
     split = jax.NamedSharding(mesh, jax.P('data'))
     x = jax.device_put(jnp.ones((8, 16), jnp.float32), split)

@@ -134,7 +134,7 @@ class OperationsTest(parameterized.TestCase):
     self.assertEqual(found.compute_seconds, flops)
     self.assertEqual(found.num_devices, 8)
 
-  def test_axes_that_are_left_to_the_compiler_divide(self):
+  def test_auto_axes_divide_the_operations(self):
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), auto)
     x = shaped(24, 5, spec=P(AXIS), mesh=mesh)
@@ -218,7 +218,9 @@ class TimesTest(parameterized.TestCase):
     self.assertAlmostEqual(found[1], seconds)
 
   @cases.parameters((999, True), (1000, True), (1001, False))
-  def test_memory_is_that_of_all_that_a_step_needs(self, num_bytes, fits):
+  def test_memory_includes_arguments_results_and_temporaries(
+      self, num_bytes, fits
+  ):
     found = self.estimate(
         argument_size_in_bytes=num_bytes - 60,
         output_size_in_bytes=50,
@@ -239,7 +241,7 @@ class TimesTest(parameterized.TestCase):
       ('TPU v6 lite', 31.25),
       ('NVIDIA H100 80GB HBM3', 79.1),
   )
-  def test_fits_what_xla_compiles(self, kind, gibibytes):
+  def test_fits_if_xla_compiles_the_step(self, kind, gibibytes):
     chip = step_estimate.CHIPS[kind]
     num_bytes = int(gibibytes * 2**30)
     memory = self.estimate(argument_size_in_bytes=num_bytes).report
@@ -249,7 +251,7 @@ class TimesTest(parameterized.TestCase):
     self.assertTrue(found.fits)
     self.assertIn(f'{gibibytes:.2f} of', str(found))
 
-  def test_what_sends_nothing_takes_no_time(self):
+  def test_a_step_without_collectives_does_not_send(self):
     self.assertEqual(self.estimate().seconds, (0, 0))
 
 
@@ -310,7 +312,7 @@ class StepTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, words):
       monitoring.estimate_step(fn, x, **arguments)
 
-  def test_says_so_where_xla_compiles_only_what_fits(self):
+  def test_explains_that_xla_refuses_steps_that_do_not_fit(self):
     error = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Ran out of memory.')
 
     with (

@@ -46,7 +46,7 @@ class AccumulationTest(parameterized.TestCase):
         jax.device_get(actual), jax.device_get(expected), rtol=rtol, atol=1e-6
     )
 
-  def test_gradients_get_specs_that_mix_axes_in_a_dimension(self):
+  def test_supports_specs_that_mix_axes_in_a_dimension(self):
     mesh = make_mesh((4, 2))
     both = ('model', 'data')
     specs = {'up': P(None, both), 'gain': P(both), 'down': P(both, None)}
@@ -63,7 +63,7 @@ class AccumulationTest(parameterized.TestCase):
       self.assertTrue(x.sharding.is_equivalent_to(sharding, x.ndim))
 
   @cases.parameters('mean', 'sum')
-  def test_weights_count_and_zero_leaves_nan_out(self, reduction):
+  def test_weights_count_and_zero_excludes_nan(self, reduction):
     mesh = make_mesh((4,))
     tokens = np.asarray([3, 1, 0, 2, 5, 1, 0, 4], np.float32)
     x = X.reshape(8, 4, WIDTH).copy()
@@ -91,7 +91,7 @@ class AccumulationTest(parameterized.TestCase):
     self.assert_close(nothing, (0.0, np.zeros(WIDTH)))
 
   @cases.parameters(False, True)
-  def test_keeps_what_comes_with_the_loss(self, is_stacked):
+  def test_returns_auxiliary_results_of_all_micro_batches(self, is_stacked):
     mesh = make_mesh((4,))
 
     def with_aux(w, x):
@@ -109,7 +109,7 @@ class AccumulationTest(parameterized.TestCase):
     rows = x.reshape(2, 4, 2) if is_stacked else x.reshape(8, 2)
     self.assert_close(aux, {'rows': rows, 'first': rows[..., 0]})
 
-  def test_sums_few_bits_in_float32(self):
+  def test_sums_16_bit_gradients_in_float32(self):
     mesh = make_mesh((4,))
     # In bfloat16, 256 + 1 is 256.
     x = np.where(np.arange(64) % 16 == 0, 256, 1).astype(np.float32)
@@ -175,7 +175,7 @@ class AccumulationTest(parameterized.TestCase):
     one = jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
     self.assert_close(actual, one(PARAMS['up'], X))
 
-  def test_needs_no_jit(self):
+  def test_runs_without_jit(self):
     mesh = make_mesh((4, 2))
     fn = accumulated_value_and_grad(loss_fn, 'data', TOWERS, mesh=mesh)
 
@@ -240,7 +240,7 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'outside of `jax.shard_map`'):
       mapped(PARAMS, X)
 
-  def test_refuses_a_weight_that_is_none(self):
+  def test_refuses_a_weight_that_is_not_a_scalar(self):
     fn = accumulated_value_and_grad(
         loss_fn, 'data', 2, mesh=make_mesh((4,)), weight_fn=lambda x: x[:, 0]
     )

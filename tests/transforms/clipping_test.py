@@ -199,7 +199,7 @@ class ShardUpdateTest(parameterized.TestCase):
       updates = st.per_shard(updates, AXIS)
       return tx.update(updates, tx.init(params), params)[0]
 
-    with self.assertRaisesRegex(ValueError, 'must treat each element'):
+    with self.assertRaisesRegex(ValueError, 'must be element-wise'):
       jax.eval_shape(modes.map_shards('vmap', fn), params, jnp.ones(SHARDS))
 
   @cases.parameters(True, False)

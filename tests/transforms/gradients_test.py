@@ -58,7 +58,7 @@ class ValueAndGradTest(parameterized.TestCase):
     alone = jax.jit(lambda x, y: grads_of(jax.value_and_grad, x, y))
     assert_close(results, _own_results(alone))
 
-  def test_keeps_what_comes_with_the_loss(self):
+  def test_returns_auxiliary_results(self):
     def loss(params, x, y, reduce=lambda own: own):
       own = _loss(params, x, y)
       aux = {'hits': jnp.sum(x > y[:, None]), 'logits': x @ params['w']}
@@ -101,7 +101,7 @@ class ValueAndGradTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, 'real- or complex-valued inputs'):
       jax.vmap(step, axis_name='data')(jnp.arange(3))
 
-  def test_says_which_argument_is_missing(self):
+  def test_error_names_a_missing_argument(self):
     step = st.value_and_grad(jnp.sin, 'data', (0, 1))
 
     with self.assertRaisesRegex(TypeError, 'at least 2 positional arguments'):

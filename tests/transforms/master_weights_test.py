@@ -161,7 +161,7 @@ class MasterWeightsTest(parameterized.TestCase):
       self.assertLess(max(differ[:2]), 0.02)
 
   @pytest.mark.thorough
-  def test_16_bits_alone_do_not_train(self):
+  def test_16_bit_parameters_without_copies_do_not_train(self):
     # What the tests above would allow: all steps are lost to rounding.
     expected, found = in_float32(1), train(averaged(ADAMW), MIXED).params
 
@@ -182,7 +182,7 @@ class MasterWeightsTest(parameterized.TestCase):
   @cases.product(
       dtype=(jnp.bfloat16, jnp.float16), of_updates=('16 bits', 'float32')
   )
-  def test_gives_the_rounded_copy_of_small_steps(self, dtype, of_updates):
+  def test_small_steps_give_the_rounded_copy(self, dtype, of_updates):
     rng = np.random.default_rng(2)
     params = jnp.asarray(rng.normal(size=10_000), dtype)
     grads = rng.uniform(-0.49, 0.99, params.shape) * params.astype('f')
@@ -280,7 +280,7 @@ class MasterWeightsTest(parameterized.TestCase):
     chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, params))
     chex.assert_trees_all_equal(masters_of(after), masters_of(state))
 
-  def test_a_mask_leaves_the_rest_without_copies(self):
+  def test_masked_parameters_have_no_copies(self):
     mask = {name: name == 'even' for name in MIXED}
     tx = shard_update(optax.masked(master_weights(ADAMW), mask), AXIS)
 
@@ -294,7 +294,7 @@ class MasterWeightsTest(parameterized.TestCase):
         trained.updates['padded'][0].astype('f'), expected
     )
 
-  def test_gathers_numbers_of_16_bits(self):
+  def test_gathers_updates_of_16_bits(self):
     mesh = modes.mesh()
     tx = shard_update(master_weights(ADAMW), AXIS)
     params = {'w': jnp.zeros((64, 512), jnp.bfloat16)}
@@ -341,10 +341,13 @@ class MasterWeightsTest(parameterized.TestCase):
     chex.assert_trees_all_equal(updates, {'a': -jnp.ones(3), 'b': None})
 
   @cases.parameters(
-      ({'a': 1.0}, 'is only in the parameters'),
-      ({'w': None}, 'has one of the shape .* needs no float32 copy'),
-      ({'b': jnp.ones(2, jnp.bfloat16)}, 'no float32 copy, and .* needs one'),
-      ({'w': jnp.ones(3, jnp.bfloat16)}, r'shape \[2\], and .* shape \[3\]'),
+      ({'a': 1.0}, 'the state has no leaf, .* require a leaf'),
+      ({'w': None}, 'has a float32 copy .* require a leaf without'),
+      (
+          {'b': jnp.ones(2, jnp.bfloat16)},
+          'a leaf without .* require a float32 copy',
+      ),
+      ({'w': jnp.ones(3, jnp.bfloat16)}, r'shape \(2,\), but .* shape \(3,\)'),
   )
   def test_refuses_other_parameters_than_those_of_the_state(
       self, change, words
@@ -365,7 +368,7 @@ class MasterWeightsTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(params, params_of(MIXED), strict=True)
 
-  def test_plain_jit_divides_the_copies(self):
+  def test_copies_are_sharded_under_plain_jit(self):
     mesh = modes.mesh()
     tx = master_weights(ADAMW)
 
@@ -409,7 +412,7 @@ class CheckpointTest(parameterized.TestCase):
     return jax.block_until_ready(step(params, state, data))
 
   @pytest.mark.thorough
-  def test_holds_the_copies_in_the_shapes_of_the_parameters(self):
+  def test_unsharded_copies_have_the_shapes_of_the_parameters(self):
     tx, mesh, params, state = self.trained()
 
     full = st.unshard_state(state, tx, params, mesh)

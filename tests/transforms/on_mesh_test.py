@@ -39,7 +39,7 @@ def _update_on(mesh, tx, state):
 class OnMeshTest(parameterized.TestCase):
 
   @cases.parameters(AxisType.Auto, AxisType.Explicit)
-  def test_init_outside_is_that_of_init_state(self, kind):
+  def test_init_outside_of_a_map_equals_init_state(self, kind):
     mesh = _mesh(kind=kind)
 
     state = st.on_mesh(_guard(), mesh).init(PARAMS)
@@ -50,7 +50,7 @@ class OnMeshTest(parameterized.TestCase):
       self.assertEqual(x.sharding, y.sharding)
 
   @cases.parameters({'in_specs': P(None, 'model')}, {'stacked': True})
-  def test_takes_the_options_of_init_state(self, **options):
+  def test_supports_the_options_of_init_state(self, **options):
     mesh = jax.make_mesh((4, 2), ('data', 'model'), (AxisType.Auto,) * 2)
     params = jnp.ones((4, 2))
 
@@ -62,7 +62,7 @@ class OnMeshTest(parameterized.TestCase):
     self.assertEqual(specs(state), specs(expected))
     self.assertNotEqual(specs(state), specs(plain))
 
-  def test_init_inside_is_that_of_the_transformation(self):
+  def test_init_inside_of_a_map_is_that_of_the_transformation(self):
     tx = st.on_mesh(_guard(), _mesh())
     by_vmap = jax.vmap(tx.init, None, axis_name='data', axis_size=8)
     by_shard_map = jax.shard_map(

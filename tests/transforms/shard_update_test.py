@@ -159,7 +159,7 @@ class EqualityTest(parameterized.TestCase):
       with self.subTest(name):
         assert_close(found[f'found {name}'], found[name])
 
-  def test_groups_train_apart(self):
+  def test_groups_train_separately(self):
     sliced = shard_update(optax.adam(0.1), AXIS, groups=EVEN)
     whole = averaged(optax.adam(0.1), groups=EVEN)
 
@@ -178,7 +178,7 @@ class EqualityTest(parameterized.TestCase):
     means = np.float32([2, 3, 4, 5, 2, 3, 4, 5])
     np.testing.assert_array_equal(updates, -1.5 * means[:, None])
 
-  def test_leaves_without_a_gradient_pass(self):
+  def test_leaves_without_a_gradient_are_unchanged(self):
     params = {'x': jnp.ones(16), 'count': jnp.arange(9), 'none': None}
     tx = shard_update(optax.identity(), AXIS)
 
@@ -205,7 +205,9 @@ class StateTest(parameterized.TestCase):
       (COPY.init, jax.jit),
       (COPY.init, lambda init: lambda p: jax.tree.map(jnp.copy, init(p))),
   )
-  def test_slices_are_joined_wherever_they_are(self, init, wrap=lambda x: x):
+  def test_slices_are_joined_anywhere_in_the_state(
+      self, init, wrap=lambda x: x
+  ):
     inner = optax.GradientTransformation(init, lambda u, s, _: (u, s))
     tx = shard_update(inner, ('host', 'core'))
     tx = tx._replace(init=wrap(tx.init))
@@ -217,7 +219,7 @@ class StateTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal(state.inner_state, init(params))
 
-  def test_what_has_the_shape_of_no_parameter_is_kept_in_rows(self):
+  def test_leaves_in_the_shape_of_no_parameter_get_a_shard_axis(self):
     flat = optax.GradientTransformation(
         lambda p: jax.tree.map(jnp.ravel, p), lambda u, s, _: (u, s)
     )
@@ -234,7 +236,7 @@ class StateTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'does not go into'):
       st.unshard_state(state, tx, params, mesh)
 
-  def test_slices_and_rows_of_groups_are_told_apart_in_one_state(self):
+  def test_one_state_may_have_slices_and_slices_of_groups(self):
     tx = optax.partition(
         {'one': shard_update(COPY, AXIS)}
         | {'groups': shard_update(COPY, AXIS, groups=EVEN)},
@@ -249,7 +251,7 @@ class StateTest(parameterized.TestCase):
     self.assertEqual(groups['b'].shape, (8, 4))
 
   @cases.parameters((1,), (1, 1))
-  def test_groups_keep_rows_of_one_element(self, *shape):
+  def test_slices_of_groups_may_have_one_element(self, *shape):
     tx, mesh = shard_update(COPY, AXIS, groups=EVEN), modes.mesh()
     params = jnp.full(shape, 7.0)
 
@@ -263,7 +265,7 @@ class StateTest(parameterized.TestCase):
     kept = st.init_state(alone, params, one)
     self.assertEqual(kept.inner_state.shape, shape)
 
-  def test_one_shard_of_its_own_group_has_whole_leaves(self):
+  def test_a_group_of_one_shard_has_unsliced_leaves(self):
     params = {'a': jnp.ones(1), 'b': jnp.ones(8)}
     tx, mesh = shard_update(optax.adam(0.1), AXIS, groups=[[0]]), modes.mesh(1)
 
@@ -278,7 +280,7 @@ class StateTest(parameterized.TestCase):
     chex.assert_trees_all_equal_shapes(updates, params)
 
   @cases.parameters(((1, 8), (8,)), ((5,), (2, 4)))
-  def test_rows_of_ones_own_are_no_slices(self, shape, sizes):
+  def test_per_shard_leaves_are_not_slices(self, shape, sizes):
     axes = ('host', 'core')[: len(sizes)]
 
     def row(_):
@@ -296,7 +298,7 @@ class StateTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.ravel(), range(8))
     self.assertEqual(state.shape, (8, 1)[: len(shape)])
 
-  def test_is_divided_as_by_state_shardings(self):
+  def test_state_is_sharded_like_state_shardings(self):
     mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Auto,))
     shapes = (16, 24), (3, 16), (8,), (2, 5, 8), ()
     params = [jnp.zeros(shape) for shape in shapes]
@@ -315,7 +317,7 @@ class AxesTest(parameterized.TestCase):
   def mesh(self):
     return jax.make_mesh((2, 4), ('host', 'core'), (AxisType.Auto,) * 2)
 
-  def test_reduces_and_cuts_over_several_axes(self):
+  def test_reduces_and_slices_over_several_axes(self):
     axes, adam = modes.HOSTS[::-1], optax.adam(0.1)
     whole = optax.chain(cross_shard_mean(axes), adam)
 
@@ -354,7 +356,7 @@ class AxesTest(parameterized.TestCase):
       whole = np.asarray(state)[tuple(map(slice, shape))]
     np.testing.assert_array_equal(whole, params)
 
-  def test_takes_what_is_reduced_already_without_sending(self):
+  def test_gradients_that_are_already_reduced_are_not_communicated(self):
     mesh = modes.mesh()
     tx = shard_update(optax.sgd(1.0), AXIS, if_reduced='mean')
 
@@ -382,12 +384,12 @@ class RefusalTest(parameterized.TestCase):
       (optax.add_noise(0.1, 0.5, jax.random.key(0)),),
       (optax.apply_if_finite(optax.sgd(0.1), 3),),
   )
-  def test_refuses_what_looks_across_elements(self, inner):
+  def test_refuses_transformations_that_combine_elements(self, inner):
     tx = shard_update(inner, AXIS)
     params = {'w': jnp.ones((4, 6)), 'b': jnp.ones(6)}
     st.init_state(tx, params, modes.mesh())
 
-    message = 'must treat each element .*`contrib.owned_update`, clip by'
+    message = 'must be element-wise.*`contrib.owned_update`, clip by'
     with self.assertRaisesRegex(ValueError, message):
       first_step(tx, params)
 
@@ -402,7 +404,7 @@ class RefusalTest(parameterized.TestCase):
       st.init_state(tx, {'w': jnp.ones(16)}, modes.mesh())
 
   @cases.parameters('error', 'inner tree', 'no slices')
-  def test_refuses_what_depends_on_the_number_of_shards(self, kind):
+  def test_refuses_states_that_depend_on_the_number_of_shards(self, kind):
     def init(params):
       number = lax.axis_size(AXIS)
       if kind == 'error':
@@ -432,22 +434,22 @@ class RefusalTest(parameterized.TestCase):
       ('vmap', optax.flatten(optax.adam(0.1))),
       fast='shard_map.*',
   )
-  def test_takes_the_word_of_who_knows(self, mode, inner):
-    with self.assertRaisesRegex(ValueError, 'say `assume_elementwise=True`'):
+  def test_assume_elementwise_turns_off_the_check(self, mode, inner):
+    with self.assertRaisesRegex(ValueError, 'set `assume_elementwise=True`'):
       train({'tx': shard_update(inner, AXIS)}, mode)
 
     told = shard_update(inner, AXIS, assume_elementwise=True)
     assert_trains_alike(told, averaged(inner), mode)
 
-  def test_looks_at_each_tree_anew(self):
+  def test_checks_each_tree_of_parameters(self):
     summed = by_leaf(lambda u: u / jnp.sum(u) if jnp.ndim(u) > 1 else u)
     tx = shard_update(summed, AXIS)
     first_step(tx, jnp.ones(9))
 
-    with self.assertRaisesRegex(ValueError, 'must treat each element'):
+    with self.assertRaisesRegex(ValueError, 'must be element-wise'):
       first_step(tx, jnp.ones((3, 5)))
 
-  def test_runs_what_it_closes_over_in_each_call(self):
+  def test_closed_over_values_may_differ_between_calls(self):
     factors = [2.0]
     tx = shard_update(by_leaf(lambda x: x * factors[0]), AXIS)
 
@@ -457,7 +459,7 @@ class RefusalTest(parameterized.TestCase):
       found = jax.jit(step)(jnp.ones((SHARDS, 9)))
       np.testing.assert_array_equal(found, factor)
 
-  def test_refuses_at_update_what_needs_extra_arguments_to_be_known(self):
+  def test_refuses_in_update_transformations_with_extra_arguments(self):
     tx = shard_update(optax.polyak_sgd(), AXIS)
 
     def step(params):
@@ -466,11 +468,11 @@ class RefusalTest(parameterized.TestCase):
       return tx.update(grads, state, params, value=jnp.float32(1))[0]
 
     step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
-    with self.assertRaisesRegex(ValueError, '`inner` of `shard_update` must'):
+    with self.assertRaisesRegex(ValueError, '`shard_update` runs .* must be element'):
       jax.eval_shape(step, jnp.ones(16))
 
   @cases.parameters(True, False)
-  def test_refuses_what_shards_bring_of_their_own(self, is_argument):
+  def test_refuses_arguments_that_differ_between_shards(self, is_argument):
     def update(updates, state, params=None, *, value, **extra_args):
       del extra_args
       return updates * value + 0.1 * params, state
@@ -495,7 +497,7 @@ class RefusalTest(parameterized.TestCase):
       mesh=((AxisType.Auto, True), (AxisType.Explicit, False)),
       call=('init', 'update'),
   )
-  def test_refuses_a_mesh_that_is_mapped_in_part(self, mesh, call):
+  def test_refuses_a_partly_mapped_mesh(self, mesh, call):
     kind, check_vma = mesh
     tx = shard_update(optax.identity(), AXIS)
     state = st.ShardUpdateState(optax.EmptyState())

@@ -105,7 +105,7 @@ class StackedGradientsTest(parameterized.TestCase):
 
     np.testing.assert_allclose(value, token_loss(W, X, COUNTS), rtol=1e-5)
 
-  def test_gradients_that_count_differently_need_their_weight(self):
+  def test_weighted_gradients_need_their_weight(self):
     mesh = modes.plain_mesh('jit')
     grad_fn = st.value_and_grad(
         token_loss, AXIS, has_aux=False, weight_fn=num_tokens, mesh=mesh
@@ -162,7 +162,7 @@ class StackedGradientsTest(parameterized.TestCase):
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
   @cases.parameters(*modes.PLAIN)
-  def test_in_axes_say_what_is_split(self, mode):
+  def test_in_axes_determines_which_arrays_are_split(self, mode):
     table = np.arange(16, dtype=np.float32)
 
     def lookup(w, batch, scale):
@@ -193,7 +193,7 @@ class StackedGradientsTest(parameterized.TestCase):
     expected = dict(x=(8, FEATURES), key=(), scale='text', table=(5,))
     self.assertEqual(seen, expected)
 
-  def test_types_say_what_is_split(self):
+  def test_types_determine_which_arrays_are_split(self):
     mesh = modes.plain_mesh('jit_explicit')
     seen = {}
 
@@ -342,7 +342,7 @@ class RefusalTest(parameterized.TestCase):
     ):
       call()
 
-  def test_explicit_axes_say_how_to_close_over_arrays(self):
+  def test_error_for_closed_over_arrays_names_a_remedy(self):
     mesh = modes.plain_mesh('jit_explicit')
     with jax.set_mesh(mesh):
       x, scale = modes.place(X, mesh, AXIS), jnp.ones((1, FEATURES))
@@ -356,7 +356,7 @@ class RefusalTest(parameterized.TestCase):
       value, _ = _grad(by_keyword)(W, x, scale=scale)
     np.testing.assert_allclose(value, loss(W, X), rtol=1e-6)
 
-  def test_explicit_axes_say_how_to_place_a_batch(self):
+  def test_error_for_an_unplaced_batch_names_a_remedy(self):
     mesh = modes.plain_mesh('jit_explicit')
     with jax.set_mesh(mesh):
       with self.assertRaisesRegex(

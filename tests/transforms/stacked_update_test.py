@@ -197,7 +197,7 @@ class LayoutTest(parameterized.TestCase):
         after.inner_state[0].mu, of_adam[0].mu, rtol=1e-4, atol=1e-7
     )
 
-  def test_asks_which_axes_the_transformation_names(self):
+  def test_requires_axis_name_if_parameters_are_sharded(self):
     mesh = mesh_2d('jit')
     params = jax.tree.map(
         lambda x, spec: modes.place(x, mesh, *spec), PARAMS, TENSOR_PARALLEL
@@ -233,7 +233,7 @@ class Bench(parameterized.TestCase):
 class UpdateTest(Bench):
 
   @cases.parameters((None,), (2.0,), (np.arange(8.0),))
-  def test_a_weight_is_that_of_each_shard_or_of_all(self, weight):
+  def test_a_weight_is_per_shard_or_for_all_shards(self, weight):
     updates = self.update(st.cross_shard_mean(AXIS), weight=weight)
 
     weights = np.ones(8) * (1 if weight is None else weight)
@@ -241,7 +241,7 @@ class UpdateTest(Bench):
     np.testing.assert_allclose(updates['b'], expected, rtol=1e-6)
 
   @cases.parameters((0,), (np.array([0] * 7 + [3]),))
-  def test_a_local_step_is_that_of_each_shard_or_of_all(self, local_step):
+  def test_a_local_step_is_per_shard_or_for_all_shards(self, local_step):
     tx = self.bound(st.drop_stale(0, st.cross_shard_mean(AXIS), axis_name=AXIS))
     state = tx.init(self.params)
     state = state._replace(global_step=state.global_step + 3)
@@ -253,7 +253,7 @@ class UpdateTest(Bench):
     expected = 7 if np.ndim(local_step) else 0
     np.testing.assert_allclose(updates['b'], expected)
 
-  def test_other_extra_arguments_are_those_of_all_shards(self):
+  def test_other_extra_arguments_are_the_same_for_all_shards(self):
     seen = {}
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -282,12 +282,12 @@ class UpdateTest(Bench):
 
     np.testing.assert_allclose(updates['b'], -3.5)
 
-  def test_takes_what_nnx_makes_of_a_stack(self):
+  def test_accepts_the_mapping_that_nnx_makes_of_a_stack(self):
     updates = self.update(st.cross_shard_mean(AXIS), {'tree': self.grads.tree})
 
     np.testing.assert_allclose(updates['b'], 3.5)
 
-  def test_gradients_that_nnx_passes_on_need_their_weight(self):
+  def test_weighted_gradients_from_nnx_need_their_weight(self):
     mesh = modes.plain_mesh('jit', axes=(AXIS, 'model'))
     model = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
     x, counts = BATCHES[0][:, :3], np.float32(np.arange(ROWS) % 7 < 3)
@@ -400,7 +400,7 @@ class CheckpointTest(parameterized.TestCase):
   @cases.parameters(
       ('jit_explicit', 'shard_map'), ('shard_map', 'jit'), fast='shard_map_jit'
   )
-  def test_goes_on_in_another_way_on_fewer_devices(self, first, second):
+  def test_resumes_in_another_mode_on_fewer_devices(self, first, second):
     tx = st.shard_update(ADAM, AXIS)
     start = jax.tree.map(jnp.asarray, PARAMS)
 
@@ -463,7 +463,7 @@ class UnreducedTest(parameterized.TestCase):
     return params, jax.jit(unreduced)(params, x), expected
 
   @cases.parameters((None,), (np.arange(1, 9, dtype=np.float32),))
-  def test_on_mesh_takes_them(self, weight):
+  def test_on_mesh_accepts_unreduced_gradients(self, weight):
     mesh = modes.plain_mesh('jit_explicit')
     with jax.set_mesh(mesh):
       params, grads, expected = self.gradients(mesh)
@@ -474,7 +474,7 @@ class UnreducedTest(parameterized.TestCase):
 
     chex.assert_trees_all_close(updates, expected, atol=1e-6)
 
-  def test_other_transformations_name_the_way_out(self):
+  def test_other_transformations_refer_to_on_mesh(self):
     mesh = modes.plain_mesh('jit_explicit')
     with jax.set_mesh(mesh):
       params, grads, _ = self.gradients(mesh)
@@ -484,7 +484,7 @@ class UnreducedTest(parameterized.TestCase):
         ):
           tx.update(grads, tx.init(params), params)
 
-  def test_all_leaves_must_be_parts_over_the_same_axes(self):
+  def test_refuses_leaves_that_are_unreduced_over_different_axes(self):
     mesh = modes.plain_mesh('jit_explicit')
     with jax.set_mesh(mesh):
       params, grads, _ = self.gradients(mesh)
@@ -585,7 +585,7 @@ class RefusalTest(Bench):
     with self.assertRaisesRegex(ValueError, words):
       call(self)
 
-  def test_a_transformation_that_closes_over_arrays(self):
+  def test_refuses_a_transformation_that_closes_over_arrays(self):
     mesh = modes.plain_mesh('jit_explicit')
 
     def bound(learning_rate):
@@ -605,11 +605,11 @@ class RefusalTest(Bench):
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     np.testing.assert_allclose(updates['b'], -0.35, rtol=1e-6)
 
-  def test_an_axis_that_the_mesh_lacks(self):
+  def test_refuses_an_axis_that_the_mesh_lacks(self):
     with self.assertRaisesRegex(ValueError, r"must have the axes \['model'\]"):
       st.on_mesh(mean(ADAM), self.mesh, 'model')
 
-  def test_owners_of_whole_matrices_need_all_axes(self):
+  def test_owned_update_needs_all_axes(self):
     mesh = mesh_2d('jit')
     tx = st.on_mesh(
         contrib.owned_update(optax.contrib.muon(0.1), AXIS), mesh, AXIS

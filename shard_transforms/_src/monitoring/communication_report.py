@@ -130,8 +130,7 @@ def communication_report(
   """
   if not callable(fn) and not isinstance(fn, jax.stages.Lowered):
     raise TypeError(f'`fn` must be callable, got {fn!r}.')
-  if not isinstance(compiled, bool):
-    raise TypeError(f'`compiled` must be a boolean, got {compiled!r}.')
+  arguments.check_bool('compiled', compiled)
   if compiled or isinstance(fn, jax.stages.Lowered | jax.stages.Compiled):
     if axis_sizes is not None:
       raise ValueError(

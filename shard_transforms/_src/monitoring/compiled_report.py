@@ -108,10 +108,10 @@ def compile_program(
   except RuntimeError as error:
     if 'RESOURCE_EXHAUSTED' in str(error):
       raise ValueError(
-          '`fn` does not fit the memory of its devices, so that XLA does not'
-          f' compile it: {error} Donate parameters and state with'
-          ' `donate_argnums`, divide the state with `shard_update`, give each'
-          ' device a smaller batch, or take other devices.'
+          f'`fn` does not fit into the memory of its devices: {error} Donate'
+          ' parameters and state with `donate_argnums`, shard the state with'
+          ' `shard_update`, reduce the batch of each device, or use devices'
+          ' with more memory.'
       ) from error
     raise ValueError(
         f'`fn` could not be compiled in this process: {error}. Compile it where'
@@ -169,29 +169,29 @@ def _report(text, mesh, meshes):
   """Returns the report of a text, for the first mesh that fits."""
   module = hlo_text.parse(text)
   if mesh is None:
-    mesh = _known_mesh(module, meshes)
+    mesh = _find_mesh(module, meshes)
   layout = _layout(module, mesh)
-  collectives = tuple(_Collectives(module, layout).all_of(module.entry))
+  collectives = tuple(_Collectives(module, layout).of_computation(module.entry))
   warnings = compiled_warnings.find(module, collectives)
   report = report_table.CommunicationReport(collectives, warnings)
   if '' in layout.inside and report.total_bytes:
-    raise _missing_mesh(module)
+    raise _missing_mesh_error(module)
   return report
 
 
-def _known_mesh(module, meshes):
+def _find_mesh(module, meshes):
   """Returns the first mesh that fits, of those in the text and of arguments."""
   for mesh in itertools.chain(_named_meshes(module), meshes):
     if _fits(module, mesh):
       return mesh
-  if _is_of_slices(module):
-    raise _missing_mesh(module)
+  if _spans_slices(module):
+    raise _missing_mesh_error(module)
   # One axis without a name is enough for a program that sends nothing.
   return jax.sharding.AbstractMesh((module.num_devices,), ('',))
 
 
-def _missing_mesh(module):
-  each = 'all slices, each of' if _is_of_slices(module) else 'its'
+def _missing_mesh_error(module):
+  each = 'all slices, each of' if _spans_slices(module) else 'its'
   return ValueError(
       'The compiled program does not name its mesh axes. Pass the `mesh` of'
       f' {each} {module.num_devices} devices.'
@@ -202,7 +202,7 @@ def _layout(module, mesh):
   if not isinstance(mesh, Mesh):
     raise TypeError(f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}.')
   if not _fits(module, mesh):
-    each = 'each of several slices of ' if _is_of_slices(module) else ''
+    each = 'each of several slices of ' if _spans_slices(module) else ''
     raise ValueError(
         f'The program runs on {each}{module.num_devices} devices, but `mesh`'
         f' has {mesh.size}: {dict(mesh.shape)!r}. Pass the mesh that the'
@@ -217,10 +217,10 @@ def _layout(module, mesh):
 def _fits(module, mesh):
   """Whether a program runs on a mesh, or on each of several slices of it."""
   num_slices, rest = divmod(mesh.size, module.num_devices)
-  return rest == 0 and (num_slices > 1) == _is_of_slices(module)
+  return rest == 0 and (num_slices > 1) == _spans_slices(module)
 
 
-def _is_of_slices(module):
+def _spans_slices(module):
   """Whether a program sends arrays to other slices, which run it as well."""
   return any(
       instruction.opcode == 'send' and slices.transfer(instruction)
@@ -254,27 +254,27 @@ class _Collectives:
   def __init__(self, module, layout):
     self._module = module
     self._layout = layout
-    self._found = {}
+    self._collectives_of = {}
     self._chains = {}
 
-  def all_of(self, computation):
+  def of_computation(self, computation):
     """Returns the collectives of a computation, and how often they run."""
-    if computation.name not in self._found:
+    if computation.name not in self._collectives_of:
       collectives, first_of_chain = [], {}
       for instruction in computation.instructions.values():
-        for c in self._of(computation, instruction):
+        for c in self._of_instruction(computation, instruction):
           chain = self._chains.get(c.op, c.op)
           if first_of_chain.setdefault(chain, c.op) == c.op:
             collectives.append(c)
-      self._found[computation.name] = collectives
-    return self._found[computation.name]
+      self._collectives_of[computation.name] = collectives
+    return self._collectives_of[computation.name]
 
-  def _of(self, computation, instruction):
+  def _of_instruction(self, computation, instruction):
     if instruction.collective or instruction.opcode == 'send':
       operands = computation.operands(instruction)
       arrays = [array for source in operands for array in source.results]
-      return self._collectives(instruction, arrays)
-    inner = [self.all_of(c) for c in self._module.called(instruction)]
+      return self._of_arrays(instruction, arrays)
+    inner = [self.of_computation(c) for c in self._module.called(instruction)]
     if instruction.opcode == 'conditional':
       return report_table.conditional(report_table.costliest_branch(inner))
     collectives = [*itertools.chain(*inner)]
@@ -295,7 +295,7 @@ class _Collectives:
       return [_as_reduce_scatter(c) for c in collectives]
     return collectives
 
-  def _collectives(self, instruction, arrays):
+  def _of_arrays(self, instruction, arrays):
     """Returns the collectives for the arrays of an instruction."""
     attributes = instruction.attributes
     text = attributes.get('replica_groups', '{}')
@@ -305,7 +305,7 @@ class _Collectives:
       # pairs is a transfer to the host.
       pairs = _PAIRS.search(instruction.attribute_text)
       if pairs is None and instruction.opcode == 'send':
-        return self._between_slices(instruction, arrays)
+        return self._of_transfer(instruction, arrays)
       text = pairs[1] if pairs else attributes.get('source_target_pairs', '')
     if chain := _CHAIN.search(attributes.get('frontend_attributes', '')):
       channel = attributes.get('channel_id')
@@ -327,7 +327,7 @@ class _Collectives:
         for payload in _payloads(arrays, instruction)
     ]
 
-  def _between_slices(self, instruction, arrays):
+  def _of_transfer(self, instruction, arrays):
     """Returns the collective of a `send` to other slices, if it is one."""
     primitive = slices.transfer(instruction)
     if primitive is None:

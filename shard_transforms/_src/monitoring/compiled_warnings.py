@@ -15,12 +15,14 @@ from shard_transforms._src.monitoring import report_table
 _SUMS = 'psum', 'reduce_scatter'
 # Ways to reduce only once over some axes, for a loop, for a loop in Python, and
 # for repeated calls.
-_BY_LOOP = (
+_REMEDY_FOR_LOOPS = (
     'by `accumulated_value_and_grad(loss_fn, {0})`, or by `tower_reduce('
     'num_towers, inner, axis_name={0})` under `jax.shard_map`'
 )
-_BY_PARTS = 'as `accumulated_value_and_grad(loss_fn, {0})` does for gradients'
-_BY_CALLS = (
+_REMEDY_FOR_PYTHON_LOOPS = (
+    'as `accumulated_value_and_grad(loss_fn, {0})` does for gradients'
+)
+_REMEDY_FOR_CALLS = (
     'by `tower_reduce(num_towers, inner, axis_name={0})` under `jax.shard_map`'
 )
 
@@ -46,14 +48,14 @@ def find(
       node: by_op[name] for node, name in names.items() if name in by_op
   }
   warnings = (
-      *_added_up(module, graph, collectives_of),
-      *_too_few_bits(collectives_of),
-      *_cut_after_sum(graph, collectives_of),
+      *_repeated_reductions(module, graph, collectives_of),
+      *_low_precision_sums(collectives_of),
+      *_sliced_sums(graph, collectives_of),
   )
   return tuple(dict.fromkeys(warnings))
 
 
-def _added_up(module, graph, collectives_of):
+def _repeated_reductions(module, graph, collectives_of):
   """Yields warnings about reductions that one reduction could replace."""
   carried = dict(accumulation.carried(graph))
   groups = collections.defaultdict(list)
@@ -62,10 +64,10 @@ def _added_up(module, graph, collectives_of):
   for (_, loop), nodes in groups.items():
     if loop.node is None:
       how = 'in each call, and only adds up the results of a window'
-      yield from _accumulation(nodes, how, _BY_CALLS, collectives_of)
+      yield from _accumulation(nodes, how, _REMEDY_FOR_CALLS, collectives_of)
     else:
       how = f'in {_iterations(loop)} of a loop that only adds up the results'
-      yield from _accumulation(nodes, how, _BY_LOOP, collectives_of)
+      yield from _accumulation(nodes, how, _REMEDY_FOR_LOOPS, collectives_of)
   parts = collections.defaultdict(list)
   for nodes in accumulation.joined(module, graph):
     if not carried.keys() & {*nodes}:
@@ -73,19 +75,24 @@ def _added_up(module, graph, collectives_of):
         parts[c.axes] += nodes
   how = 'one by one, and only adds up the results'
   for nodes in parts.values():
-    yield from _accumulation(nodes, how, _BY_PARTS, collectives_of)
+    yield from _accumulation(
+        nodes, how, _REMEDY_FOR_PYTHON_LOOPS, collectives_of
+    )
 
 
-def _accumulation(nodes, how, cure, collectives_of):
+def _accumulation(nodes, how, remedy, collectives_of):
   """Yields a warning about results that are only added up, if they are sums."""
   # The cost of scalars, such as a loss, is negligible.
-  is_worth_it = cure is _BY_LOOP or any(n.array.size > 1 for n in nodes)
+  is_worth_it = remedy is _REMEDY_FOR_LOOPS or any(
+      n.array.size > 1 for n in nodes
+  )
   if is_worth_it and (sums := _sums(nodes, collectives_of)):
     axes = sums[0].axes
-    cure = cure.format(repr(axes if len(axes) > 1 else axes[0]))
+    remedy = remedy.format(repr(axes if len(axes) > 1 else axes[0]))
     yield (
-        f'{_where(sums)} reduces {_names(nodes)} {how}, {_sent_bytes(sums)}:'
-        f' accumulate on each shard and reduce once, {cure}.'
+        f'{_location(sums)} reduces {_arrays(nodes)} {how},'
+        f' {_sent_bytes(sums)}: accumulate on each shard and reduce once,'
+        f' {remedy}.'
     )
 
 
@@ -99,34 +106,34 @@ def _sums(nodes, collectives_of):
   return sums if are_sums and len(sums) == len(nodes) else []
 
 
-def _too_few_bits(collectives_of):
+def _low_precision_sums(collectives_of):
   """Yields warnings about low-precision sums, which round each partial sum."""
   for node, parts in collectives_of.items():
     for c, operand in zip(parts, node.inputs, strict=False):
       is_float = c.dtype.startswith(('bfloat', 'float'))
       if is_float and c.primitive in _SUMS and operand.array.bits < 32:
         yield (
-            f'{_where([c])} sums {operand.array} over {c.num_shards:,} shards'
-            f' with the rounding of {c.dtype}, {_sent_bytes([c])}: cast to'
-            ' float32 before, as `cross_shard_mean` does.'
+            f'{_location([c])} sums {operand.array} over {c.num_shards:,}'
+            f' shards with the rounding of {c.dtype}, {_sent_bytes([c])}: cast'
+            ' to float32 before, as `cross_shard_mean` does.'
         )
 
 
-def _cut_after_sum(graph, collectives_of):
+def _sliced_sums(graph, collectives_of):
   """Yields warnings of sums of which each shard then takes only a part."""
-  by_place = collections.defaultdict(list)
+  by_location = collections.defaultdict(list)
   for node, parts in collectives_of.items():
     # The second step of a reduce-scatter may be too small for another.
     if any(map(_is_scattered, node.inputs)):
       continue
     for c, result in zip(parts, dataflow.results(node), strict=False):
-      if c.primitive == 'psum' and _is_cut(graph, result, c.num_shards):
-        by_place[_where([c]), c.axes].append((c, result))
-  for (where, axes), found in by_place.items():
-    sums, nodes = zip(*found, strict=True)
+      if c.primitive == 'psum' and _is_sliced(graph, result, c.num_shards):
+        by_location[_location([c]), c.axes].append((c, result))
+  for (location, axes), sums_and_nodes in by_location.items():
+    sums, nodes = zip(*sums_and_nodes, strict=True)
     over = repr(axes[0] if len(axes) == 1 else axes)
     yield (
-        f'{where} has {_names(nodes)} summed whole, then cut: each of the'
+        f'{location} has {_arrays(nodes)} summed whole, then cut: each of the'
         f' {sums[0].num_shards:,} shards over {over} takes only its part of'
         f' the sum, {_sent_bytes(sums)}, twice as many as a reduce-scatter.'
         ' On TPUs, XLA has no reduce-scatter over all shards of some slices:'
@@ -142,20 +149,20 @@ def _is_scattered(node):
   return any(source.collective == 'reduce-scatter' for source in sources)
 
 
-def _is_cut(graph, result, num_shards):
+def _is_sliced(graph, result, num_shards):
   """Whether each shard takes only its own part of a result."""
-  moved, cuts = [result], []
+  moved, users = [result], []
   for node in moved:
     # A value that the program returns has no user.
     if node in graph.places:
       return False
     moved += [n for n in node.users if n.opcode in dataflow.MOVES]
-    cuts += [n for n in node.users if n.opcode not in dataflow.MOVES]
-  return bool(cuts) and all(
-      cut.opcode == 'dynamic-slice'
-      and cut.array.size * num_shards == result.array.size
-      and any(map(_depends_on_shard, cut.inputs[1:]))
-      for cut in cuts
+    users += [n for n in node.users if n.opcode not in dataflow.MOVES]
+  return bool(users) and all(
+      user.opcode == 'dynamic-slice'
+      and user.array.size * num_shards == result.array.size
+      and any(map(_depends_on_shard, user.inputs[1:]))
+      for user in users
   )
 
 
@@ -171,15 +178,15 @@ def _depends_on_shard(node):
   return False
 
 
-def _where(parts):
-  first = parts[0]
-  places = [repr(first.scope)] if first.scope else []
-  places += filter(None, [first.source.rpartition('/')[2]])
-  where = f' ({", ".join(places)})' if places else ''
-  return f'`{first.primitive}`{where}'
+def _location(collectives):
+  """Returns the primitive, the scope and the line of the first collective."""
+  first = collectives[0]
+  scope = repr(first.scope) if first.scope else ''
+  location = ', '.join(filter(None, [scope, first.source.rpartition('/')[2]]))
+  return f'`{first.primitive}`' + (f' ({location})' if location else '')
 
 
-def _names(nodes):
+def _arrays(nodes):
   counts = collections.Counter(str(node.array) for node in nodes)
   return ', '.join(f'{n} {a}' if n > 1 else a for a, n in counts.items())
 
@@ -193,5 +200,5 @@ def _iterations(loop):
   )
 
 
-def _sent_bytes(parts):
-  return f'which sends {sum(c.sent_bytes for c in parts):,.0f} bytes'
+def _sent_bytes(collectives):
+  return f'which sends {sum(c.sent_bytes for c in collectives):,.0f} bytes'

@@ -15,7 +15,7 @@ from shard_transforms._src.monitoring import digests
 from shard_transforms._src.reduction import collectives
 
 
-def _problem(state: Any) -> str | None:
+def _check_health(state: Any) -> str | None:
   """Returns the message of `check_health` if shards have diverged."""
   if not states.largest_here(state.diverged_count):
     return None
@@ -54,7 +54,7 @@ class DivergenceState(NamedTuple):
   rules = {
       'num_updates': states.Rule(metric='same'),
       'divergence': states.Rule(metric='same'),
-      'diverged_count': states.Rule(metric='same', health_check=_problem),
+      'diverged_count': states.Rule(metric='same', health_check=_check_health),
       'first_diverged_step': states.Rule(metric='same'),
   }
 

@@ -96,7 +96,7 @@ def metrics(
   """
   if not isinstance(prefix, str):
     raise TypeError(f'`prefix` must be a string, got {prefix!r}.')
-  is_array = hasattr(state, 'dtype') or _is_measured(state)
+  is_array = hasattr(state, 'dtype') or _has_metrics(state)
   is_other = jax.tree_util.all_leaves([state]) and not is_array
   if is_other or isinstance(state, optax.GradientTransformation):
     raise TypeError(
@@ -108,7 +108,7 @@ def metrics(
   axes_lib.size(axes, 'metrics')
   values = {}
   name_counts = collections.Counter()
-  for node in states.nodes(state, _is_measured):
+  for node in states.nodes(state, _has_metrics):
     name, metrics_of_state = _metrics(node)
     name_counts[name] += 1
     if name_counts[name] > 1:
@@ -117,15 +117,15 @@ def metrics(
       full_name = f'{prefix}{name}/{key}'
       values[full_name] = _scalar(full_name, value, reduction, axes)
   if not values:
-    _refuse_without_classes(state, 'metrics')
+    _check_has_classes(state, 'metrics')
   return values
 
 
-def _refuse_without_classes(state, caller):
-  """Refuses a state of flax, which has the fields but not the classes.
+def _check_has_classes(state, caller):
+  """Checks that a tree is not a state of flax, which loses the classes.
 
   Raises:
-    TypeError: If `state` contains one.
+    TypeError: If it is an `nnx.State`, or contains one.
   """
   for node in states.nodes(state, lambda node: hasattr(node, 'to_pure_dict')):
     raise TypeError(
@@ -136,7 +136,7 @@ def _refuse_without_classes(state, caller):
     )
 
 
-def _is_measured(node):
+def _has_metrics(node):
   return isinstance(node, _WITH_HYPERPARAMS) or bool(_reductions(node))
 
 
@@ -222,9 +222,9 @@ def check_health(state: optax.OptState) -> None:
         ...
     RuntimeError: `guard` skipped the last 2 updates (1-2), so training ...
   """
-  checked_states = list(states.nodes(state, lambda x: bool(_problems(x))))
+  checked_states = list(states.nodes(state, lambda x: bool(_health_checks(x))))
   if not checked_states:
-    _refuse_without_classes(state, 'check_health')
+    _check_has_classes(state, 'check_health')
     raise ValueError(
         '`state` of `check_health` does not contain a state that can be'
         ' checked, such as a `GuardState` or `DivergenceState`, got'
@@ -237,12 +237,12 @@ def check_health(state: optax.OptState) -> None:
           '`check_health` must be called outside of traced code, on the state'
           ' that a compiled step has returned.'
       )
-    for problem_of in _problems(node):
-      if problem := problem_of(node):
+    for health_check in _health_checks(node):
+      if problem := health_check(node):
         raise RuntimeError(problem)
 
 
-def _problems(node):
+def _health_checks(node):
   """Returns the health checks of a state."""
   rules = states.rules_of(node).values()
   return [rule.health_check for rule in rules if rule.health_check is not None]

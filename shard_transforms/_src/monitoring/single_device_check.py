@@ -45,12 +45,12 @@ _CAUSES_OF_COPIES = (
     ' state that differs between shards although its spec is `P()`: create it'
     ' with `init_state`, and map it with `state_specs`.'
 )
-_CAUSES_OF_MORE = (
+_CAUSES_OF_N_TIMES = (
     '`jax.grad` of replicated parameters, which JAX sums: use'
     ' `shard_transforms.value_and_grad` and `cross_shard_mean`; a sum instead'
     ' of a mean.'
 )
-_CAUSES_OF_LESS = (
+_CAUSES_OF_ONE_NTH = (
     'a loss that is a sum over examples: use its mean, or reduce with'
     ' `cross_shard_sum`; a gradient that is divided by the number of shards'
     ' twice.'
@@ -174,8 +174,8 @@ def assert_trains_as_one_device(
     for leaf in leaves:
       if not leaf.difference(scale) <= rtol:
         causes_of_factor = {
-            num_shards: _CAUSES_OF_MORE,
-            1 / num_shards: _CAUSES_OF_LESS,
+            num_shards: _CAUSES_OF_N_TIMES,
+            1 / num_shards: _CAUSES_OF_ONE_NTH,
         }
         factors = [x for x in causes_of_factor if leaf.is_times(x, rtol)]
         lines.append(
@@ -261,7 +261,7 @@ def _leaves(part, actual, expected):
     if not np.isfinite(b).all():
       raise ValueError(
           f'`run(1)` of `{_CALLER}` returned values that are not finite: {b} at'
-          f' {name}.'
+          f' {name}. Use parameters and a batch that one device can train on.'
       )
     has_rows = b.shape != a.shape
     b = np.broadcast_to(b, a.shape)

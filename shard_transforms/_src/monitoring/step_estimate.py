@@ -222,8 +222,8 @@ def estimate_step(
       fn, jax.stages.Traced | jax.stages.Lowered | jax.stages.Compiled
   ):
     raise TypeError(
-        f'`fn` must be the function of a step, got {fn!r}. The operations in'
-        ' its loops cannot be counted in a compiled program.'
+        f'`fn` must be the function of a step, got {fn!r}. Pass the function:'
+        ' the operations in its loops cannot be counted in a compiled program.'
     )
   if chip is not None and not isinstance(chip, Chip):
     raise TypeError(f'`chip` must be a `Chip`, got {chip!r}.')

@@ -113,22 +113,22 @@ def master_weights(
 
   def init_fn(params):
     masters = jax.tree.map(_master, params)
-    return MasterWeightsState(masters, inner.init(_chosen(masters, params)))
+    return MasterWeightsState(masters, inner.init(_wide(masters, params)))
 
   def update_fn(updates, state, params=None, **extra_args):
     arguments.check_update(updates, state, MasterWeightsState, (), _CALLER)
     masters = state.master_weights
     _check_params(params, masters)
-    wide_params = _chosen(masters, params)
+    wide_params = _wide(masters, params)
     arguments.check_like(updates, wide_params, _CALLER)
     steps, inner_state = inner.update(
-        _map(_widened, masters, updates),
+        _map(_as_wide, masters, updates),
         state.inner_state,
         wide_params,
         **extra_args,
     )
-    masters = _map(_moved, masters, steps)
-    updates = _map(_update, masters, steps, updates, params)
+    masters = _map(_apply, masters, steps)
+    updates = _map(_rounded_difference, masters, steps, updates, params)
     return updates, MasterWeightsState(masters, inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -144,7 +144,7 @@ def _master(param):
     return optax.MaskedNode()
   if isinstance(param, jax.ShapeDtypeStruct):
     raise TypeError(
-        f'`params` of `{_CALLER}` must be arrays, because its state has copies'
+        f'`params` of `{_CALLER}` must be arrays, because the state has copies'
         f' of them, got {param}. For the types of the state, call'
         ' `jax.eval_shape(tx.init, params)`.'
     )
@@ -167,25 +167,25 @@ def _map(fn, masters, *trees):
   return jax.tree.map(fn, masters, *trees, is_leaf=_has_no_copy)
 
 
-def _chosen(masters, params):
-  """Returns the parameters for `inner`, replaced by their copies if any."""
+def _wide(masters, params):
+  """Returns the parameters for `inner`: float32 copies instead of 16 bits."""
   return _map(lambda m, p: p if _has_no_copy(m) else m, masters, params)
 
 
-def _widened(master, update):
+def _as_wide(master, update):
   if _has_no_copy(master) or update is None:
     return update
   return leaves_lib.as_dtype(jnp.asarray(update), master.dtype)
 
 
-def _moved(master, step):
+def _apply(master, step):
   """Returns the copy of a parameter after a step."""
   if _has_no_copy(master) or step is None:
     return master
   return optax.apply_updates(master, step)
 
 
-def _update(master, step, update, param):
+def _rounded_difference(master, step, update, param):
   """Returns the difference between the rounded copy and its parameter."""
   if _has_no_copy(master) or step is None:
     return step
@@ -202,34 +202,34 @@ def _check_params(params, masters):
   """
   if params is None:
     raise ValueError(
-        f'`params` of `{_CALLER}` must be the present parameters, got None.'
-        ' Call `tx.update(updates, state, params)`.'
+        f'`{_CALLER}` needs the parameters in `update`, got None. Call'
+        ' `tx.update(updates, state, params)`.'
     )
-  want = {
-      path: None if _has_no_copy(leaf) else list(jnp.shape(leaf))
+  copies_in_state = {
+      path: None if _has_no_copy(leaf) else jnp.shape(leaf)
       for path, leaf in jax.tree.leaves_with_path(masters, is_leaf=_has_no_copy)
   }
-  got = {
-      path: list(jnp.shape(leaf)) if _is_narrow(leaf) else None
+  copies_of_params = {
+      path: jnp.shape(leaf) if _is_narrow(leaf) else None
       for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_has_no_copy)
   }
-  for path in want | got:
-    name = leaves_lib.name_of(path)
-    if path not in want or path not in got:
+  for path in copies_in_state | copies_of_params:
+    in_state = _describe(copies_in_state, path)
+    of_params = _describe(copies_of_params, path)
+    if in_state != of_params:
       raise ValueError(
-          f'`params` of `{_CALLER}` must have the tree that its state was made'
-          f' for, but {name} is only in the'
-          f' {"state" if path in want else "parameters"}. Make the state with'
-          ' `init` for these parameters.'
-      )
-    if want[path] != got[path]:
-      raise ValueError(
-          f'State of `{_CALLER}` must be made for these parameters, but at'
-          f' {name} it has {_copy(want[path])}, and the parameter needs'
-          f' {_copy(got[path])}. Make the state with `init` for parameters in'
-          ' the dtype of the step.'
+          f'`{_CALLER}` got a state that was made for other parameters: at'
+          f' {leaves_lib.name_of(path)}, the state has {in_state}, but the'
+          f' parameters require {of_params}. Make the state with `init` for'
+          ' parameters in the tree, shapes and dtypes of the step.'
       )
 
 
-def _copy(shape):
-  return 'no float32 copy' if shape is None else f'one of the shape {shape}'
+def _describe(copies, path):
+  """Describes the copy of a parameter, for error messages."""
+  if path not in copies:
+    return 'no leaf'
+  shape = copies[path]
+  if shape is None:
+    return 'a leaf without a float32 copy'
+  return f'a float32 copy of the shape {shape}'

@@ -122,8 +122,8 @@ def on_mesh(
     if stacked:
       raise ValueError(
           '`update` of `on_mesh(..., stacked=True)` was called where no axis'
-          ' is mapped, but the parameters and the state of each shard are its'
-          ' own. Call it inside `jax.shard_map`.'
+          ' is mapped, although parameters and state differ between shards.'
+          ' Call it inside `jax.shard_map`.'
       )
     return update(updates, state, params, extra_args)
 

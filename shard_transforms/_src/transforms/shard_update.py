@@ -147,19 +147,19 @@ def shard_update(
       if_reduced,
   )
   inner = arguments.as_inner(inner, _CALLER)
-  own = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
+  sliced = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
 
   def init_fn(params):
-    return ShardUpdateState(own.init(params))
+    return ShardUpdateState(sliced.init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_state(state, ShardUpdateState, _CALLER)
     reduce.check_mapped()
-    parts = reduce.scatter(updates, weight)
-    parts, inner_state = own.update(
-        parts, state.inner_state, updates, params, extra_args
+    slices = reduce.scatter(updates, weight)
+    slices, inner_state = sliced.update(
+        slices, state.inner_state, updates, params, extra_args
     )
-    updates = reduce.gather(parts, updates)
+    updates = reduce.gather(slices, updates)
     return updates, ShardUpdateState(inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

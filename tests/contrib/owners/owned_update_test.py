@@ -759,7 +759,7 @@ class RefusalTest(parameterized.TestCase):
       (owned, r'must be of the parameters, got'),
       (
           functools.partial(st.shard_update, axis_name=AXIS),
-          r'must treat each element .* it changes the tree',
+          r'must be element-wise, but it changes the tree',
       ),
   )
   def test_init_leaves_updates_of_another_tree_to_update(self, make, message):
