@@ -27,9 +27,9 @@ class DigestTest(parameterized.TestCase):
     keys += [jax.random.key(0, impl='unsafe_rbg')]
     keys += [jax.random.key_data(keys[0])]
 
-    found = [monitoring.digest({'key': jnp.copy(key)}) for key in [*keys] * 2]
+    digests = [monitoring.digest({'key': jnp.copy(key)}) for key in [*keys] * 2]
 
-    self.assertLen(set(found), 4)
+    self.assertLen(set(digests), 4)
 
   @cases.parameters('float32', 'bfloat16', 'int4', 'bool')
   def test_equals_the_hash_of_names_dtypes_and_bytes(self, dtype):

@@ -54,9 +54,9 @@ EXPECTED = {
 }
 
 
-def plain(found):
+def plain(values):
   """Returns the metrics as Python numbers."""
-  return {name: np.asarray(x).item() for name, x in found.items()}
+  return {name: np.asarray(x).item() for name, x in values.items()}
 
 
 def trained_state():
@@ -113,9 +113,9 @@ class MetricsTest(parameterized.TestCase):
       _, state = tx.update(params, tx.init(params), params)
       return metrics(state, axis_name=AXIS)
 
-    found = modes.map_shards('shard_map', fn)(jnp.zeros(3), jnp.arange(8.0))
+    values = modes.map_shards('shard_map', fn)(jnp.zeros(3), jnp.arange(8.0))
 
-    total = found['tower_reduce/total_weight']
+    total = values['tower_reduce/total_weight']
     np.testing.assert_array_equal(total, np.ones(8))
 
   @cases.parameters((optax.sgd(0.1).init(0.0),), (None,), (jnp.zeros(2),))
@@ -133,14 +133,14 @@ class MetricsTest(parameterized.TestCase):
     )
     state = {'step': 1, 'opt_state': tx.init({'w': jnp.zeros(2), 'v': 1.0})}
 
-    found = metrics(state, prefix='train/')
+    values = metrics(state, prefix='train/')
 
-    names = [name for name in found if 'global_step' in name]
+    names = [name for name in values if 'global_step' in name]
     stems = 'drop_stale', 'drop_stale_2', 'drop_stale_3'
     self.assertEqual(names, [f'train/{x}/global_step' for x in stems])
     stems = 'apply_if_finite/notfinite_count', 'apply_if_finite/total_notfinite'
     stems += 'multi_steps/mini_step', 'multi_steps/gradient_step'
-    self.assertContainsSubset({f'train/{x}' for x in stems}, found)
+    self.assertContainsSubset({f'train/{x}' for x in stems}, values)
 
   def test_every_state_declares_metrics(self):
     params = jnp.zeros(2)
@@ -149,21 +149,21 @@ class MetricsTest(parameterized.TestCase):
     )
     tx = st.guard(inner, spikes=st.SpikeRule(max_stds=3.0, window=4))
 
-    found = metrics(tx.init(params))
+    values = metrics(tx.init(params))
 
-    self.assertEqual(found['spike/last_mean/0'], 0)
-    self.assertEqual(found['scale_by_staleness/global_step'], 0)
-    self.assertEqual(found['divergence/diverged_count'], 0)
+    self.assertEqual(values['spike/last_mean/0'], 0)
+    self.assertEqual(values['scale_by_staleness/global_step'], 0)
+    self.assertEqual(values['divergence/diverged_count'], 0)
 
   def test_metrics_outlive_a_donated_state(self):
     state = trained_state()
 
-    found = metrics(state)
+    values = metrics(state)
     jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(state)
 
     self.assertTrue(state.global_step.is_deleted())
-    self.assertEqual(found['drop_stale/global_step'], 1)
-    self.assertEqual(found['hyperparams/learning_rate'], 0.25)
+    self.assertEqual(values['drop_stale/global_step'], 1)
+    self.assertEqual(values['hyperparams/learning_rate'], 0.25)
 
   def test_supports_custom_states(self):
     tx = declared_state.tally(st.drop_stale(0), AXIS)
@@ -208,10 +208,10 @@ class CompressionErrorTest(parameterized.TestCase):
         for tree in (kept, given)
     ]
 
-    found = compression_error(state)
+    values = compression_error(state)
 
     expected = np.sqrt(squares[0] / squares[1])
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
 
   @pytest.mark.thorough
   def test_distinguishes_shards_from_a_model_axis(self):

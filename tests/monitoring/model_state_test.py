@@ -46,26 +46,26 @@ class UnlessSkippedTest(parameterized.TestCase):
           'steps': before['steps'] + 1,
           'key': jax.random.split(before['key'])[0],
       }
-      kept = st.unless_skipped(state, after, before)
-      return (state, kept), kept['steps']
+      new_state = st.unless_skipped(state, after, before)
+      return (state, new_state), new_state['steps']
 
     def shard(params, own):
-      found = {}
+      results = {}
       for case, tx in GUARDS.items():
         key = jax.random.key(0)
         before = {'mean': params['w'], 'steps': jnp.int32(0), 'key': key}
-        (_, kept), steps = lax.scan(
+        (_, new_state), steps = lax.scan(
             functools.partial(call, tx),
             (tx.init(params), before),
             own[case == 'only the inner'],
         )
-        found[case] = kept['mean'], steps
-      return found
+        results[case] = new_state['mean'], steps
+      return results
 
     mapped = modes.map_shards('shard_map', shard)
-    found = mapped({'w': np.zeros(3, np.float32)}, (x, leaping))
+    results = mapped({'w': np.zeros(3, np.float32)}, (x, leaping))
 
-    for case, (mean, steps) in found.items():
+    for case, (mean, steps) in results.items():
       with self.subTest(case):
         np.testing.assert_array_equal(steps[0], [1, 2, 2, 3])
         np.testing.assert_array_equal(mean[0], [3, 3, 3])

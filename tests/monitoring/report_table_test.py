@@ -93,9 +93,9 @@ class MergedTest(parameterized.TestCase):
 
     merged = report.merged
 
-    found = [(c.dtype, c.payload_bytes, c.times) for c in merged.collectives]
+    rows = [(c.dtype, c.payload_bytes, c.times) for c in merged.collectives]
     self.assertEqual(
-        found,
+        rows,
         [
             ('float32', 4400, 3),
             ('bfloat16+float32', 8000, 1),

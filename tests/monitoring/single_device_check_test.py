@@ -271,13 +271,13 @@ class OneDeviceTest(parameterized.TestCase):
 
     message = message_of(run_of('shard_map', loss, tx, weight_of))
 
-    found, _, causes = message.partition(
+    differences, _, causes = message.partition(
         '\nUsual causes of the first difference: '
     )
     self.assertStartsWith(
-        found, f'{SHARDS} shards do not train like one device'
+        differences, f'{SHARDS} shards do not train like one device'
     )
-    self.assertStartsWith(found.splitlines()[1].strip(), part)
+    self.assertStartsWith(differences.splitlines()[1].strip(), part)
     self.assertIn(cause, causes)
 
   @cases.parameters(*DIFFERENT)

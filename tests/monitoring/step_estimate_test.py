@@ -128,11 +128,11 @@ class OperationsTest(parameterized.TestCase):
       (of_experts, (X, EXPERTS, SIZES), 3 * 2 * 3 * 5 * 7),
   )
   def test_matrix_products_count(self, fn, args, flops):
-    found = monitoring.estimate_step(fn, *args, chip=CHIP)
+    estimate = monitoring.estimate_step(fn, *args, chip=CHIP)
 
-    self.assertEqual(found.flops, flops)
-    self.assertEqual(found.compute_seconds, flops)
-    self.assertEqual(found.num_devices, 8)
+    self.assertEqual(estimate.flops, flops)
+    self.assertEqual(estimate.compute_seconds, flops)
+    self.assertEqual(estimate.num_devices, 8)
 
   def test_auto_axes_divide_the_operations(self):
     auto = (jax.sharding.AxisType.Auto,) * 2
@@ -147,9 +147,9 @@ class OperationsTest(parameterized.TestCase):
         axis_names={AXIS},
     )
 
-    found = monitoring.estimate_step(jax.jit(step), x, w, chip=CHIP)
+    estimate = monitoring.estimate_step(jax.jit(step), x, w, chip=CHIP)
 
-    self.assertEqual(found.flops, 2 * 6 * 5 * 7)
+    self.assertEqual(estimate.flops, 2 * 6 * 5 * 7)
 
   @cases.parameters((np.ones,), (jnp.ones,))
   def test_devices_are_those_of_the_program(self, ones):
@@ -157,19 +157,19 @@ class OperationsTest(parameterized.TestCase):
     step = mapped(jnp.matmul, P(AXIS), P())
     x, w = ones((24, 5), jnp.float32), ones((5, 5), jnp.float32)
 
-    found = monitoring.estimate_step(step, x, w, chip=CHIP)
+    estimate = monitoring.estimate_step(step, x, w, chip=CHIP)
 
-    self.assertEqual(found.num_devices, 8)
-    self.assertEqual(found.flops, 2 * 3 * 5 * 5)
+    self.assertEqual(estimate.num_devices, 8)
+    self.assertEqual(estimate.flops, 2 * 3 * 5 * 5)
 
   def test_arguments_may_be_static(self):
     @functools.partial(jax.jit, static_argnums=1, static_argnames='kind')
     def step(x, num_products, kind):
       return [x @ x.T for _ in range(num_products if kind == 'all' else 0)]
 
-    found = monitoring.estimate_step(step, X, 3, kind='all', chip=CHIP)
+    estimate = monitoring.estimate_step(step, X, 3, kind='all', chip=CHIP)
 
-    self.assertEqual(found.flops, 3 * 2 * 24 * 3 * 5)
+    self.assertEqual(estimate.flops, 3 * 2 * 24 * 3 * 5)
 
 
 class TimesTest(parameterized.TestCase):
@@ -195,33 +195,33 @@ class TimesTest(parameterized.TestCase):
     )
 
   def test_bounds_are_the_longest_and_the_sum(self):
-    found = self.estimate(
+    estimate = self.estimate(
         self.sum_over(8),
         flops=100.0,
         argument_size_in_bytes=30,
         output_size_in_bytes=20,
     )
 
-    self.assertEqual(found.compute_seconds, 100)
-    self.assertEqual(found.memory_seconds, 500)
+    self.assertEqual(estimate.compute_seconds, 100)
+    self.assertEqual(estimate.memory_seconds, 500)
     # 70 bytes, over all links or those of an axis.
-    self.assertEqual(found.send_seconds, (7_000, 14_000))
-    self.assertEqual(found.seconds, (7_000, 14_600))
+    self.assertEqual(estimate.send_seconds, (7_000, 14_000))
+    self.assertEqual(estimate.seconds, (7_000, 14_600))
 
   @cases.parameters(
       (2, 2, 40 * 5000), (8, 2, 70 * 1250), (1000, 2, 79.92 * 100)
   )
   def test_devices_of_a_slice_share_the_network(self, shards, slices, seconds):
-    found = self.estimate(self.sum_over(shards, slices)).send_seconds
+    estimate = self.estimate(self.sum_over(shards, slices)).send_seconds
 
-    self.assertAlmostEqual(found[0], seconds)
-    self.assertAlmostEqual(found[1], seconds)
+    self.assertAlmostEqual(estimate[0], seconds)
+    self.assertAlmostEqual(estimate[1], seconds)
 
   @cases.parameters((999, True), (1000, True), (1001, False))
   def test_memory_includes_arguments_results_and_temporaries(
       self, num_bytes, fits
   ):
-    found = self.estimate(
+    estimate = self.estimate(
         argument_size_in_bytes=num_bytes - 60,
         output_size_in_bytes=50,
         # Of donated arguments.
@@ -230,10 +230,10 @@ class TimesTest(parameterized.TestCase):
         generated_code_size_in_bytes=20,
     )
 
-    self.assertEqual(found.memory_bytes, num_bytes)
-    self.assertEqual(found.fits, fits)
+    self.assertEqual(estimate.memory_bytes, num_bytes)
+    self.assertEqual(estimate.fits, fits)
     words = 'fits: ' if fits else 'does not fit: '
-    self.assertStartsWith(str(found), words)
+    self.assertStartsWith(str(estimate), words)
 
   @cases.parameters(
       # As XLA says when it refuses a larger program; NVIDIA's own number.
@@ -246,10 +246,10 @@ class TimesTest(parameterized.TestCase):
     num_bytes = int(gibibytes * 2**30)
     memory = self.estimate(argument_size_in_bytes=num_bytes).report
 
-    found = monitoring.StepEstimate(chip, 8, 0.0, memory)
+    estimate = monitoring.StepEstimate(chip, 8, 0.0, memory)
 
-    self.assertTrue(found.fits)
-    self.assertIn(f'{gibibytes:.2f} of', str(found))
+    self.assertTrue(estimate.fits)
+    self.assertIn(f'{gibibytes:.2f} of', str(estimate))
 
   def test_a_step_without_collectives_does_not_send(self):
     self.assertEqual(self.estimate().seconds, (0, 0))
@@ -276,15 +276,15 @@ class StepTest(parameterized.TestCase):
         ),
         donate_argnums=(0, 1),
     )
-    found = monitoring.estimate_step(step, W, state, X, chip=CHIP)
+    estimate = monitoring.estimate_step(step, W, state, X, chip=CHIP)
 
     report = monitoring.communication_report(step, W, state, X, compiled=True)
-    self.assertEqual(found.report.total_bytes, report.total_bytes)
+    self.assertEqual(estimate.report.total_bytes, report.total_bytes)
     self.assertGreater(report.total_bytes, 0)
-    self.assertEqual(found.flops, 2 * 2 * 3 * 5 * 5)
+    self.assertEqual(estimate.flops, 2 * 2 * 3 * 5 * 5)
     # Parameters, two moments and the batch of a device.
-    self.assertGreaterEqual(found.memory_bytes, 4 * (3 * 25 + 3 * 5))
-    self.assertRegex(str(found), r'step: .* to .* ms, not calibrated\n')
+    self.assertGreaterEqual(estimate.memory_bytes, 4 * (3 * 25 + 3 * 5))
+    self.assertRegex(str(estimate), r'step: .* to .* ms, not calibrated\n')
 
   @cases.parameters(
       ({'fn': 3}, TypeError, '`fn` must be the function of a step, got 3'),

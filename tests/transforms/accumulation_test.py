@@ -81,10 +81,12 @@ class AccumulationTest(parameterized.TestCase):
     actual = jax.jit(fn)(w, x.reshape(32, WIDTH), tokens)
 
     grad = jax.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))
-    one = jax.vmap(grad, (None, 0))(w, x)
+    of_towers = jax.vmap(grad, (None, 0))(w, x)
     counted = tokens > 0
-    given = tokens[counted]
-    total = jax.tree.map(lambda x: np.tensordot(given, x[counted], 1), one)
+    positive = tokens[counted]
+    total = jax.tree.map(
+        lambda x: np.tensordot(positive, x[counted], 1), of_towers
+    )
     divisor = tokens.sum() if reduction == 'mean' else 1
     self.assert_close(actual, jax.tree.map(lambda x: x / divisor, total))
     nothing = jax.jit(fn)(w, x.reshape(32, WIDTH), 0 * tokens)
@@ -101,9 +103,9 @@ class AccumulationTest(parameterized.TestCase):
         with_aux, 'data', None if is_stacked else 2, mesh=mesh, has_aux=True
     )
     x = np.arange(16.0, dtype=np.float32)
-    given = x.reshape(2, 8) if is_stacked else x
+    batch = x.reshape(2, 8) if is_stacked else x
 
-    (value, aux), grad = jax.jit(fn)(jnp.float32(2), given)
+    (value, aux), grad = jax.jit(fn)(jnp.float32(2), batch)
 
     self.assert_close((value, grad), (15.0, 7.5))
     rows = x.reshape(2, 4, 2) if is_stacked else x.reshape(8, 2)
@@ -143,15 +145,15 @@ class AccumulationTest(parameterized.TestCase):
     w, x, scale = place(
         mesh, (jnp.ones(WIDTH), X, jnp.arange(4.0)), (P(), P('data'), P('data'))
     )
-    given = {'offset': 0.5, 'kind': 'a'}
+    options = {'offset': 0.5, 'kind': 'a'}
 
     with jax.set_mesh(mesh):
-      step = jax.jit(lambda w, x, scale: fn(w, x, scale=scale, **given))
+      step = jax.jit(lambda w, x, scale: fn(w, x, scale=scale, **options))
       actual = step(w, x, scale)
 
-    one = jax.value_and_grad(functools.partial(loss, **given))
+    grad_fn = jax.value_and_grad(functools.partial(loss, **options))
     self.assert_close(
-        actual, one(jnp.ones(WIDTH), X, scale=jnp.arange(4.0)), rtol=1e-4
+        actual, grad_fn(jnp.ones(WIDTH), X, scale=jnp.arange(4.0)), rtol=1e-4
     )
 
   @cases.parameters(
@@ -172,8 +174,8 @@ class AccumulationTest(parameterized.TestCase):
 
     actual = jax.jit(fn)(w, x)
 
-    one = jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
-    self.assert_close(actual, one(PARAMS['up'], X))
+    grad_fn = jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+    self.assert_close(actual, grad_fn(PARAMS['up'], X))
 
   def test_runs_without_jit(self):
     mesh = make_mesh((4, 2))

@@ -24,7 +24,7 @@ def _loss(params, x, y):
   return jnp.mean((x @ params['w'] + params['b'] - y) ** 2)
 
 
-def _own_results(fn):
+def _results_of_shards(fn):
   """Returns the results of `fn` for the data of each shard by itself."""
   results = [fn(x, y) for x, y in zip(X, Y, strict=True)]
   return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
@@ -47,44 +47,46 @@ class ValueAndGradTest(parameterized.TestCase):
 
       return [grad(loss, argnums)(*params) for argnums in choices]
 
-    def shard(_, own):
+    def shard(_, batch):
       def grad(loss, argnums):
         return st.value_and_grad(loss, modes.AXIS, argnums)
 
-      return grads_of(grad, *own)
+      return grads_of(grad, *batch)
 
     results = modes.map_shards('shard_map', shard)(0.0, (X, Y))
 
-    alone = jax.jit(lambda x, y: grads_of(jax.value_and_grad, x, y))
-    assert_close(results, _own_results(alone))
+    one_device = jax.jit(lambda x, y: grads_of(jax.value_and_grad, x, y))
+    assert_close(results, _results_of_shards(one_device))
 
   def test_returns_auxiliary_results(self):
-    def loss(params, x, y, reduce=lambda own: own):
-      own = _loss(params, x, y)
+    def loss(params, x, y, reduce=lambda loss: loss):
+      local_loss = _loss(params, x, y)
       aux = {'hits': jnp.sum(x > y[:, None]), 'logits': x @ params['w']}
-      return own, aux | {'metric': reduce(own)}
+      return local_loss, aux | {'metric': reduce(local_loss)}
 
-    def shard(params, own):
+    def shard(params, batch):
       def reduced(*args):
-        return loss(*args, lambda own: lax.pmean(own, modes.AXIS))
+        return loss(*args, lambda loss: lax.pmean(loss, modes.AXIS))
 
       grad = st.value_and_grad(reduced, modes.AXIS, has_aux=True)
-      return grad(params, *own)
+      return grad(params, *batch)
 
-    found = modes.map_shards('shard_map', shard)(PARAMS, (X, Y))
+    actual = modes.map_shards('shard_map', shard)(PARAMS, (X, Y))
 
-    alone = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    (value, aux), grads = _own_results(lambda x, y: alone(PARAMS, x, y))
+    one_device = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (value, aux), grads = _results_of_shards(
+        lambda x, y: one_device(PARAMS, x, y)
+    )
     aux['metric'] = np.full(8, np.mean(value))
-    assert_close(found, ((value, aux), grads))
+    assert_close(actual, ((value, aux), grads))
 
   def test_integers_have_float0_gradients_if_allowed(self):
     def loss(params, x, y):
       return _loss(params, x, y) + params['steps']
 
-    def shard(params, own):
+    def shard(params, batch):
       grad = st.value_and_grad(loss, modes.AXIS, allow_int=True)
-      _, grads = grad(params, *own)
+      _, grads = grad(params, *batch)
       self.assertEqual(grads['steps'].dtype, jax.dtypes.float0)
       return {'w': grads['w'], 'b': grads['b']}
 
@@ -92,8 +94,10 @@ class ValueAndGradTest(parameterized.TestCase):
 
     grads = modes.map_shards('shard_map', shard)(params, (X, Y))
 
-    alone = jax.jit(jax.grad(_loss))
-    assert_close(grads, _own_results(lambda x, y: alone(PARAMS, x, y)))
+    one_device = jax.jit(jax.grad(_loss))
+    assert_close(
+        grads, _results_of_shards(lambda x, y: one_device(PARAMS, x, y))
+    )
 
   def test_refuses_integers_otherwise(self):
     step = st.value_and_grad(lambda n: 2.0 * n, 'data')
@@ -127,12 +131,12 @@ class ReducedLossTest(parameterized.TestCase):
 
   def test_refuses_a_loss_that_is_the_same_on_all_shards(self):
     def loss(params, x, y):
-      own = _loss(params, x, y)
-      return lax.pmax(lax.stop_gradient(own), modes.AXIS), own
+      local_loss = _loss(params, x, y)
+      return lax.pmax(lax.stop_gradient(local_loss), modes.AXIS), local_loss
 
-    def shard(params, own):
+    def shard(params, batch):
       grad = st.value_and_grad(loss, modes.AXIS, has_aux=True)
-      return grad(params, *own)[1]
+      return grad(params, *batch)[1]
 
     message = "The loss of `value_and_grad` is the same .*'data', .*shard_mean`"
     with self.assertRaisesRegex(ValueError, message):

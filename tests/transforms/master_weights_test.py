@@ -105,8 +105,8 @@ def in_float32(num_shards=SHARDS):
   return jax.tree.map(lambda x: x[0], trained.params)
 
 
-def assert_close(found, expected):
-  chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-7)
+def assert_close(actual, expected):
+  chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
 # Each trains as `averaged(master_weights(ADAMW))`.
@@ -163,20 +163,20 @@ class MasterWeightsTest(parameterized.TestCase):
   @pytest.mark.thorough
   def test_16_bit_parameters_without_copies_do_not_train(self):
     # What the tests above would allow: all steps are lost to rounding.
-    expected, found = in_float32(1), train(averaged(ADAMW), MIXED).params
+    expected, actual = in_float32(1), train(averaged(ADAMW), MIXED).params
 
     moved = np.abs(expected['padded'][-1] - expected['padded'][0])
-    error = np.abs(found['padded'][0, -1].astype('f') - expected['padded'][-1])
+    error = np.abs(actual['padded'][0, -1].astype('f') - expected['padded'][-1])
     self.assertGreater(np.mean(error), 0.2 * np.mean(moved))
 
   def test_leaves_of_32_bits_have_the_bits_of_inner(self):
-    found = train(averaged(master_weights(ADAMW)), WIDE)
+    actual = train(averaged(master_weights(ADAMW)), WIDE)
     expected = train(averaged(ADAMW), WIDE)
 
-    chex.assert_trees_all_equal(found.params, expected.params, strict=True)
-    self.assertEmpty(jax.tree.leaves(masters_of(found.state)))
+    chex.assert_trees_all_equal(actual.params, expected.params, strict=True)
+    self.assertEmpty(jax.tree.leaves(masters_of(actual.state)))
     chex.assert_trees_all_equal(
-        jax.tree.leaves(found.state), jax.tree.leaves(expected.state)
+        jax.tree.leaves(actual.state), jax.tree.leaves(expected.state)
     )
 
   @cases.product(
@@ -376,9 +376,9 @@ class MasterWeightsTest(parameterized.TestCase):
         tx, params_of(MIXED), mesh, on_replicated='ignore'
     )
 
-    found = masters_of(shardings)
-    self.assertEqual(found['half'].spec, P(AXIS))
-    self.assertEqual(found['wide'], optax.MaskedNode())
+    actual = masters_of(shardings)
+    self.assertEqual(actual['half'].spec, P(AXIS))
+    self.assertEqual(actual['wide'], optax.MaskedNode())
 
 
 class CheckpointTest(parameterized.TestCase):
@@ -461,9 +461,9 @@ class CheckpointTest(parameterized.TestCase):
     for i in (2, 3):
       resumed, placed = self.step(tx, other, resumed, placed, i)
 
-    found = st.unshard_state(placed, tx, resumed, other)
+    actual = st.unshard_state(placed, tx, resumed, other)
     expected = st.unshard_state(state, tx, params, mesh)
-    assert_close(*jax.device_get((masters_of(found), masters_of(expected))))
+    assert_close(*jax.device_get((masters_of(actual), masters_of(expected))))
 
   def test_starts_from_float32_values(self):
     mesh = modes.mesh()
@@ -476,5 +476,5 @@ class CheckpointTest(parameterized.TestCase):
     full = optax.tree_utils.tree_set(full, master_weights=precise)
     state = st.shard_state(full, tx, params, mesh)
 
-    found = st.unshard_state(state, tx, params, mesh)
-    chex.assert_trees_all_equal(masters_of(found), precise, strict=True)
+    actual = st.unshard_state(state, tx, params, mesh)
+    chex.assert_trees_all_equal(masters_of(actual), precise, strict=True)

@@ -85,8 +85,8 @@ class OnMeshTest(parameterized.TestCase):
     traced = jax.eval_shape(tx.init, PARAMS)
 
     expected = tx.init(PARAMS)
-    for found in state, traced:
-      chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    for actual in state, traced:
+      chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     self.assertEqual(*map(st.specs_of, (state, expected)))
 
   @cases.parameters('init', 'update')

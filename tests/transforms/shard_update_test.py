@@ -133,8 +133,8 @@ def train(txs, mode='shard_map', own_params=False):
 
 
 def assert_trains_alike(tx, expected, *args, **kwargs):
-  found = train({'found': tx, 'expected': expected}, *args, **kwargs)
-  assert_close(found['found'], found['expected'])
+  actual = train({'actual': tx, 'expected': expected}, *args, **kwargs)
+  assert_close(actual['actual'], actual['expected'])
 
 
 def assert_close(actual, expected):
@@ -153,11 +153,13 @@ class EqualityTest(parameterized.TestCase):
     whole['norm'] = averaged(divided())
     whole['sum'] = optax.chain(st.cross_shard_sum(AXIS), optax.sgd(0.1))
 
-    found = train({f'found {name}': tx for name, tx in sliced.items()} | whole)
+    actual = train(
+        {f'sliced {name}': tx for name, tx in sliced.items()} | whole
+    )
 
     for name in whole:
       with self.subTest(name):
-        assert_close(found[f'found {name}'], found[name])
+        assert_close(actual[f'sliced {name}'], actual[name])
 
   def test_groups_train_separately(self):
     sliced = shard_update(optax.adam(0.1), AXIS, groups=EVEN)
@@ -229,7 +231,7 @@ class StateTest(parameterized.TestCase):
     state = st.init_state(tx, params, mesh)
 
     self.assertEqual(state.inner_state['w'].shape, (8, 3))
-    # Nor are the slices of groups those of one whole.
+    # The slices of different groups do not form one array.
     grouped = shard_update(COPY, AXIS, groups=EVEN)
     kept = st.init_state(grouped, params, mesh).inner_state
     self.assertEqual(kept['w'].shape, (8, 3, 4))
@@ -258,7 +260,7 @@ class StateTest(parameterized.TestCase):
     state = st.init_state(tx, params, mesh)
 
     self.assertEqual(state.inner_state.shape, (8, *shape))
-    # The first shard has the state of one group alone.
+    # The first shard has the state of only one group.
     with self.assertRaisesRegex(ValueError, '`groups` divide has no full'):
       st.unshard_state(state, tx, params, mesh)
     one, alone = modes.mesh(1), shard_update(COPY, AXIS, groups=[[0]])
@@ -438,8 +440,8 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'set `assume_elementwise=True`'):
       train({'tx': shard_update(inner, AXIS)}, mode)
 
-    told = shard_update(inner, AXIS, assume_elementwise=True)
-    assert_trains_alike(told, averaged(inner), mode)
+    unchecked = shard_update(inner, AXIS, assume_elementwise=True)
+    assert_trains_alike(unchecked, averaged(inner), mode)
 
   def test_checks_each_tree_of_parameters(self):
     summed = by_leaf(lambda u: u / jnp.sum(u) if jnp.ndim(u) > 1 else u)
@@ -456,8 +458,8 @@ class RefusalTest(parameterized.TestCase):
     for factor in 2.0, 3.0:
       factors[0] = factor
       step = jax.vmap(lambda x: tx.update(x, tx.init(x))[0], axis_name=AXIS)
-      found = jax.jit(step)(jnp.ones((SHARDS, 9)))
-      np.testing.assert_array_equal(found, factor)
+      actual = jax.jit(step)(jnp.ones((SHARDS, 9)))
+      np.testing.assert_array_equal(actual, factor)
 
   def test_refuses_in_update_transformations_with_extra_arguments(self):
     tx = shard_update(optax.polyak_sgd(), AXIS)
@@ -468,7 +470,9 @@ class RefusalTest(parameterized.TestCase):
       return tx.update(grads, state, params, value=jnp.float32(1))[0]
 
     step = jax.shard_map(step, mesh=modes.mesh(), in_specs=P(), out_specs=P())
-    with self.assertRaisesRegex(ValueError, '`shard_update` runs .* must be element'):
+    with self.assertRaisesRegex(
+        ValueError, '`shard_update` runs .* must be element'
+    ):
       jax.eval_shape(step, jnp.ones(16))
 
   @cases.parameters(True, False)
@@ -483,7 +487,7 @@ class RefusalTest(parameterized.TestCase):
     def step(params, own):
       grads = st.per_shard(jnp.ones(16), AXIS)
       state = tx.init(params)
-      # What was good of another argument is looked at again.
+      # A check with another argument does not count.
       tx.update(grads, state, params, value=1.0)
       value = own if is_argument else 1.0
       params = params if is_argument else params + own

@@ -243,12 +243,12 @@ class StackedGradientsTest(parameterized.TestCase):
       total = jax.tree.map(jnp.add, grads, grads)
       return jax.vmap(optax.tree.norm)(total)
 
-    found = run(mode, norms, W, X)
+    norms_of_shards = run(mode, norms, W, X)
 
     expected = 2 * of_each_shard(
         lambda w, x: optax.tree.norm(jax.grad(loss)(w, x)), X
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(norms_of_shards, expected, rtol=1e-5)
 
   @cases.parameters(
       ('adam', lambda: optax.adam(0.1)),

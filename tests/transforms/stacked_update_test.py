@@ -386,12 +386,12 @@ class UpdateTest(Bench):
     population = np.float32(np.random.default_rng(1).normal(size=(2, 3)))
     with jax.set_mesh(mesh):
       placed = modes.place(x, mesh, AXIS)
-      found = jax.jit(jax.vmap(jax.grad(after), (0, None)))(
+      actual = jax.jit(jax.vmap(jax.grad(after), (0, None)))(
           modes.place(population, mesh), placed
       )
 
     expected = jax.vmap(jax.grad(alone), (0, None))(population, x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 class CheckpointTest(parameterized.TestCase):
@@ -468,9 +468,9 @@ class UnreducedTest(parameterized.TestCase):
     with jax.set_mesh(mesh):
       params, grads, expected = self.gradients(mesh)
     tx = st.on_mesh(st.guard(mean(optax.identity()), AXIS), mesh)
-    given = {} if weight is None else {'weight': weight}
+    extra_args = {} if weight is None else {'weight': weight}
     # The mesh need not be in use.
-    updates, _ = tx.update(grads, tx.init(params), params, **given)
+    updates, _ = tx.update(grads, tx.init(params), params, **extra_args)
 
     chex.assert_trees_all_close(updates, expected, atol=1e-6)
 

@@ -234,7 +234,7 @@ def _check_rows(batch, num_shards, num_towers):
       raise ValueError(
           f'`batch` of `{_CALLER}` must have the leading axes [towers, rows],'
           f' with {num_towers} towers as in its first leaf, got the shape'
-          f' {shape} at {name}. Give `num_towers` where they are not stacked.'
+          f' {shape} at {name}. Pass `num_towers` if towers are not stacked.'
       )
     rows = shape[is_stacked] if shape else 0
     if not rows or rows % num_parts:

@@ -10,6 +10,7 @@ import chex
 import jax
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
 from shard_transforms._src.base import weights
 from shard_transforms._src.transforms import stacked_gradients
@@ -59,10 +60,12 @@ def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
   """
   axes = axes_lib.as_axes(axis_name)
   axes_lib.size(axes, 'per_shard')
-  return jax.tree.map(
-      lambda leaf: axes_lib.to_varying(leaf, axes) if _is_array(leaf) else leaf,
-      params,
-  )
+
+  def mark(leaf):
+    is_array = leaves_lib.dtype_of_number(leaf) is not None
+    return axes_lib.to_varying(leaf, axes) if is_array else leaf
+
+  return jax.tree.map(mark, params)
 
 
 def value_and_grad(
@@ -227,9 +230,3 @@ def _positions(argnums, args):
   """Returns the positions of the parameters, counted from the left."""
   # JAX has the better error for a missing argument.
   return {i % len(args) for i in argnums if -len(args) <= i < len(args)}
-
-
-def _is_array(leaf):
-  return hasattr(leaf, 'dtype') or isinstance(
-      leaf, bool | int | float | complex
-  )

@@ -39,33 +39,29 @@ def split_arguments(
     return 0 if mapping.is_array(x) and jnp.ndim(x) else None
 
   is_default = in_axes is None
-  if in_axes is not None:
-    _check_in_axes(in_axes, len(args), argnums)
-  else:
+  if in_axes is None:
     in_axes = [
         None if i in argnums else jax.tree.map(default_axis, arg)
         for i, arg in enumerate(args)
     ]
+  else:
+    _check_in_axes(in_axes, args, argnums)
   kwargs_axes = jax.tree.map(default_axis, kwargs) if are_typed else None
-  splits = [
-      is_split
-      for arg, entry in [
-          *zip(args, in_axes, strict=True),
-          (kwargs, kwargs_axes),
-      ]
-      for is_split in _broadcast(entry, arg)
-  ]
-  are_stacked = [
-      stacked_lib.is_stacked(node)
-      for node in jax.tree.leaves(
-          (args, kwargs), is_leaf=stacked_lib.is_stacked
-      )
-      for _ in jax.tree.leaves(node)
-  ]
+  entries = tuple(in_axes), kwargs_axes
+  splits = jax.tree.broadcast(
+      leaves_lib.tree_map(lambda entry: entry is not None, entries),
+      (args, kwargs),
+  )
+  are_stacked = jax.tree.map(
+      lambda x: jax.tree.map(lambda _: stacked_lib.is_stacked(x), x),
+      (args, kwargs),
+      is_leaf=stacked_lib.is_stacked,
+  )
   splits = [
       mapping.is_array(x) and (is_split or is_stacked)
       for x, is_split, is_stacked in zip(
-          jax.tree.leaves((args, kwargs)), splits, are_stacked, strict=True
+          *map(jax.tree.leaves, ((args, kwargs), splits, are_stacked)),
+          strict=True,
       )
   ]
   num_shards = mapping.num_shards(mesh, axes)
@@ -87,47 +83,39 @@ def split_arguments(
   return splits
 
 
-def _check_in_axes(in_axes, num_args, argnums):
-  """Checks the entries of `in_axes` for the parameters, and their number.
+def _check_in_axes(in_axes, args, argnums):
+  """Checks the argument `in_axes`.
 
   Raises:
     TypeError: If `in_axes` does not have an entry for each positional argument.
-    ValueError: If `in_axes` splits parameters.
+    ValueError: If `in_axes` splits parameters, has an entry that is neither 0
+      nor `None`, or has another tree than the arguments.
   """
-  if not isinstance(in_axes, tuple | list) or len(in_axes) != num_args:
+  if not isinstance(in_axes, tuple | list) or len(in_axes) != len(args):
     raise TypeError(
         f'`in_axes` of `{_CALLER}` must be a tuple with an entry for each of'
-        f' the {num_args} positional arguments, got {in_axes!r}.'
+        f' the {len(args)} positional arguments, got {in_axes!r}.'
     )
-  for i in argnums:
-    if in_axes[i] is not None:
+  for i, (entry, arg) in enumerate(zip(in_axes, args, strict=True)):
+    if i in argnums and entry is not None:
       raise ValueError(
           f'`in_axes` of `{_CALLER}` must be None for parameters, got'
-          f' {in_axes[i]!r} for argument {i}. For parameters that differ'
-          ' between shards, pass a `shard_transforms.Stacked`.'
+          f' {entry!r} for argument {i}. For parameters that differ between'
+          ' shards, pass a `shard_transforms.Stacked`.'
       )
-
-
-def _broadcast(entry, arg):
-  """Returns one bool per leaf of an argument, true if its entry is 0.
-
-  Raises:
-    ValueError: If an entry is neither 0 nor `None`, or has another tree.
-  """
-  entries = jax.tree.leaves(entry, is_leaf=leaves_lib.is_none)
-  if any(x is not None and (x != 0 or isinstance(x, bool)) for x in entries):
-    raise ValueError(
-        f'`in_axes` of `{_CALLER}` must be 0 where the first dimension is'
-        f' split, and None elsewhere, got {entry!r}.'
-    )
-  splits = leaves_lib.tree_map(lambda x: x is not None, entry)
-  try:
-    return jax.tree.leaves(jax.tree.broadcast(splits, arg))
-  except ValueError as error:
-    raise ValueError(
-        f'`in_axes` of `{_CALLER}` must have the tree of its argument, or a'
-        f' prefix of it, got {entry!r} for {jax.tree.structure(arg)}.'
-    ) from error
+    axes = jax.tree.leaves(entry, is_leaf=leaves_lib.is_none)
+    if any(x is not None and (x != 0 or isinstance(x, bool)) for x in axes):
+      raise ValueError(
+          f'`in_axes` of `{_CALLER}` must be 0 where the first dimension is'
+          f' split, and None elsewhere, got {entry!r}.'
+      )
+    try:
+      jax.tree.broadcast(entry, arg, is_leaf=leaves_lib.is_none)
+    except ValueError as error:
+      raise ValueError(
+          f'`in_axes` of `{_CALLER}` must have the tree of its argument, or a'
+          f' prefix of it, got {entry!r} for {jax.tree.structure(arg)}.'
+      ) from error
 
 
 def _num_rows(arguments, splits, num_shards, argnums):

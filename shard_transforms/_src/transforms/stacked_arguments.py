@@ -72,9 +72,9 @@ def as_stacked(
   }
   if stack.is_weighted and 'weight' not in extra_args:
     raise ValueError(
-        '`update` of `on_mesh` got gradients of shards that count differently,'
-        ' because of `weight_fn`, but not their weights. Pass the `weight` that'
-        ' `value_and_grad` returned with these gradients.'
+        '`update` of `on_mesh` got gradients of weighted shards, from'
+        ' `value_and_grad` with `weight_fn`, but not the weights. Pass the'
+        ' `weight` that `value_and_grad` returned with these gradients.'
     )
   return stack, extra_args
 

@@ -51,8 +51,6 @@ def stacked_update(
     grad_specs = specs_lib.of_params(in_specs, grads, _CALLER)
     param_specs = specs_lib.of_params(in_specs, params, _CALLER)
     _check_state(state, state_specs)
-    is_like_params = stacked_arguments.has_same_tree(grads, params)
-    like = params if is_like_params else grads
 
     def update_shard(updates, state, params, extra_args):
       grads, extra_args = jax.tree.map(
@@ -67,17 +65,16 @@ def stacked_update(
       _check_reduced(state, state_specs, 'state')
       return updates, state
 
-    explaining = mapping.explaining_closures(
+    with mapping.explaining_closures(
         'The transformation of `on_mesh`',
         'Keep them in its state, for example by `optax.inject_hyperparams`'
         ' inside of `on_mesh`.',
-    )
-    with explaining:
+    ):
       return mapping.call(
           update_shard,
           (updates, state, params, extra_args),
           in_specs=(
-              _update_specs(updates, grads, grad_specs, like),
+              _update_specs(updates, grads, grad_specs, params),
               state_specs,
               param_specs,
               _extra_arg_specs(extra_args),
@@ -86,9 +83,7 @@ def stacked_update(
           mesh=mesh,
           axes=axes,
           out_types=(
-              jax.tree.map(mapping.spec_of, params)
-              if is_like_params
-              else jax.tree.map(_entry_spec, updates.tree),
+              _new_update_specs(updates, grads, params),
               jax.tree.map(mapping.spec_of, state),
           ),
       )
@@ -109,19 +104,14 @@ def _entry_types(updates):
   )
 
 
-def _entry_spec(x):
-  """Returns the spec of one entry of a stacked array, on `Explicit` axes."""
-  return P(*tuple(mapping.spec_of(x))[1:])
-
-
-def _update_specs(updates, grads, grad_specs, like):
+def _update_specs(updates, grads, grad_specs, params):
   """Returns the specs of gradients, which may be stacked.
 
   Args:
     updates: The gradients: a `Stacked`, or global gradients.
     grads: The types of the gradients of one shard.
     grad_specs: The spec of each of these gradients, without an axis of towers.
-    like: The parameters, if the gradients have their tree; otherwise `grads`.
+    params: The parameters, or `None`.
   """
   if not stacked_lib.is_stacked(updates):
     return grad_specs
@@ -131,8 +121,16 @@ def _update_specs(updates, grads, grad_specs, like):
     num_axes_of_towers = jnp.ndim(grad) - jnp.ndim(param)
     return P(updates.axes, *(None,) * num_axes_of_towers, *spec)
 
+  like = params if stacked_arguments.has_same_tree(grads, params) else grads
   tree = jax.tree.map(stack_spec, grad_specs, grads, like)
   return dataclasses.replace(updates, tree=tree)
+
+
+def _new_update_specs(updates, grads, params):
+  """Returns the specs of the new updates on axes of type `Explicit`."""
+  if stacked_arguments.has_same_tree(grads, params):
+    return jax.tree.map(mapping.spec_of, params)
+  return jax.tree.map(lambda x: P(*tuple(mapping.spec_of(x))[1:]), updates.tree)
 
 
 def _extra_arg_specs(extra_args):

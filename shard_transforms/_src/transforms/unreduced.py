@@ -46,38 +46,34 @@ def to_stacked(
   undone. Nothing is communicated.
   """
   num_shards = mapping.num_shards(mesh, axes)
-
-  def stack(part, factors):
-    spec = jax.typeof(part).sharding.spec
-    to_leading = jax.shard_map(
-        lambda x: x[None],
-        in_specs=spec,
-        out_specs=P(axes, *axes_lib.partitions(spec)),
-        check_vma=False,
-    )
-    x = to_leading(part)
-    if factors is None:
-      return x * num_shards
-    factor = factors.astype(x.dtype)
-    return x * factor.reshape(num_shards, *(1,) * part.ndim)
+  weight = 1.0 if weight is None else weight
 
   # In one `jax.jit`, so that weights that are not on devices are placed with
   # the gradients.
   @jax.jit
-  def stack_all(parts, weight):
-    factors = None
-    if weight is not None:
-      weight = jnp.broadcast_to(weights.usable(weight), (num_shards,))
-      factors = jnp.where(weight > 0, jnp.sum(weight) / weight, 0)
-      factors = mapping.reshard(axes, factors, is_split=True)
-    return jax.tree.map(lambda part: stack(part, factors), parts)
+  def stack_all(terms, weight):
+    weight = jnp.broadcast_to(weights.usable(weight), (num_shards,))
+    factors = jnp.where(weight > 0, jnp.sum(weight) / weight, 0)
+    factors = mapping.reshard(axes, factors, is_split=True)
+
+    def stack(term):
+      spec = jax.typeof(term).sharding.spec
+      x = jax.shard_map(
+          lambda x: x[None],
+          in_specs=spec,
+          out_specs=P(axes, *axes_lib.partitions(spec)),
+          check_vma=False,
+      )(term)
+      return x * factors.astype(x.dtype).reshape(-1, *(1,) * term.ndim)
+
+    return jax.tree.map(stack, terms)
 
   def with_empty(x, stack):
     if stack is None:
       return np.zeros((num_shards, *x.shape), x.dtype)
     return stack
 
-  parts = jax.tree.map(lambda x: None if leaves_lib.is_float0(x) else x, tree)
+  terms = jax.tree.map(lambda x: None if leaves_lib.is_float0(x) else x, tree)
   with mapping.in_use(mesh):
-    stacks = stack_all(parts, weight)
+    stacks = stack_all(terms, weight)
   return stacked.Stacked(jax.tree.map(with_empty, tree, stacks), axes)
