@@ -474,10 +474,10 @@ UPDATES = {
         '`master_weights` needs the parameters in .* got None. Call': to(
             'masters', params=lambda _: None
         ),
-        '`params` of `master_weights` must be the present para.*, got None': to(
+        '`master_weights` needs the parameters in `update`, got None': to(
             'slices of masters', params=lambda _: None
         ),
-        r"at \['w'\] it has no .* needs one of the shape \[9\]. Make the": to(
+        r"at \['w'\], .* a leaf without .* the shape \(9,\). Make the": to(
             'masters', params=with_leaf(w=lambda w: w.astype(jnp.bfloat16))
         ),
         r'`updates` of `master_weights` .* got \(4,\) instead of \(9,\)': to(
