@@ -90,7 +90,7 @@ def local_entry(x: Any) -> Any:
     if len(leaf) != 1:
       raise ValueError(
           f'A `Stacked` has {len(leaf)} entries on each shard instead of one.'
-          ' Take the gradients on the present mesh; convert a state of another'
+          ' Make it for the shards of this mesh; convert a state of another'
           ' number of shards with `shard_transforms.resize_state`.'
       )
     return lax.squeeze(leaf, (0,))

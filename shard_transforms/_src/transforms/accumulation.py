@@ -190,7 +190,7 @@ def _num_shards(mesh, axes):
       raise ValueError(
           f'`{_CALLER}` was called where {axis!r} is mapped, but it maps this'
           ' axis itself. Call it outside of `jax.shard_map`; or, inside of it,'
-          ' add up the gradients of `value_and_grad` and reduce the sum by'
+          ' add up the gradients of `value_and_grad` and reduce the sum with'
           ' `cross_shard_mean`, or use `tower_reduce`.'
       )
     if axis not in mesh.axis_names:

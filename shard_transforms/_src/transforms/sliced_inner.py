@@ -185,7 +185,7 @@ class SlicedInner:
     if self._reduction.axes_of_sums():
       remedy = (
           '`contrib.owned_update`, clip by'
-          ' `shard_transforms.clip_by_global_norm`, put aggregators before'
+          ' `shard_transforms.clip_by_global_norm`, or put aggregators before'
           f' `{caller}`'
       )
     return ValueError(
