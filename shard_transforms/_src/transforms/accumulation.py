@@ -133,9 +133,9 @@ def accumulated_value_and_grad(
         loss = fun(params, *batch, **join(arrays))
         return loss if has_aux else (loss, None)
 
+      gathered = sharded_parameters.gather(params, specs, axes)
       if not is_stacked:
         batch = jax.tree.map(functools.partial(_split, towers), batch)
-      gathered = sharded_parameters.gather(params, specs, axes)
       sums, aux = _accumulate(loss_fn, weight_fn, gathered, batch)
       sums = sharded_parameters.reduce(sums, (P(), specs, P()), axes, _CALLER)
       loss, grads = _divide(sums, count, params)
