@@ -105,6 +105,19 @@ class ValueAndGradTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, 'real- or complex-valued inputs'):
       jax.vmap(step, axis_name='data')(jnp.arange(3))
 
+  def test_per_shard_keeps_leaves_that_are_not_arrays(self):
+    static = {'activation': jnp.tanh, 'dtype': jnp.float32, 'name': 'layer'}
+
+    def shard(w, x):
+      del x
+      marked = st.per_shard({'w': w} | static, modes.AXIS)
+      self.assertEqual(marked | {'w': None}, static | {'w': None})
+      return marked['w']
+
+    results = modes.map_shards('shard_map', shard)(np.ones(3), np.arange(8.0))
+
+    np.testing.assert_array_equal(results, np.ones((8, 3)))
+
   def test_error_names_a_missing_argument(self):
     step = st.value_and_grad(jnp.sin, 'data', (0, 1))
 
