@@ -402,7 +402,7 @@ def on_model(shape, sizes):
   return {'params': params, 'mesh': (sizes, (AXIS, 'model')), 'specs': MODEL}
 
 
-MADE_BY = '`state` must be made by .*'
+CREATED_BY = '`state` was not created by .*'
 # The parts, [3], are padded at their ends, and all of it looks like [6].
 PARTS = {
     'params': np.arange(6, dtype=np.float32),
@@ -411,11 +411,23 @@ PARTS = {
 }
 # What both wrappers refuse: changes of a call, an error and words.
 BOTH = (
-    (PLACED, ValueError, r'got .* at \.inner_state.* instead of'),
-    (traced((2, 8)), ValueError, r'\(2, 8\) at .*\(4, 4\)\. It must be what'),
+    (PLACED, ValueError, r'got .* instead of .* at \.inner_state'),
+    (
+        traced((2, 8)),
+        ValueError,
+        r'\(2, 8\) instead of \(4, 4\) at .*result of `unshard_state`',
+    ),
     (traced((4, 4), 'f8'), TypeError, 'float64 instead of float32'),
-    ({'others': {'w': zeros((4, 99))}}, ValueError, MADE_BY + r'\.inner_state'),
-    ({'others': {'v': zeros((4, 4))}}, ValueError, MADE_BY + r'\.inner_state'),
+    (
+        {'others': {'w': zeros((4, 99))}},
+        ValueError,
+        CREATED_BY + r'\.inner_state',
+    ),
+    (
+        {'others': {'v': zeros((4, 4))}},
+        ValueError,
+        CREATED_BY + r'\.inner_state',
+    ),
 )
 RAW = {'change': lambda state: state._asdict()}
 RESIZED = PARTS | {'fn': resize_state}
@@ -426,19 +438,19 @@ EACH = (
     # Its parts, [3, 5], are padded.
     (
         on_model((6, 5), (4, 2)) | {'in_specs': MODEL},
-        '`in_specs` must not shard',
+        '`in_specs` shards parameters whose state',
     ),
-    (on_model((4, 5), (2, 4)), 'made'),
+    (on_model((4, 5), (2, 4)), 'created'),
     (
         PLACED
         | {'tx': reproducible.tower_reduce(2, optax.trace(0.9), AXIS)}
         | {'other': SLICED},
         'got the tree .*ReproducibleState.* instead',
     ),
-    ({'tx': GROUPED}, '`groups` divide has no full form'),
+    ({'tx': GROUPED}, 'by `groups` does not have a full form'),
     (
         traced((4, 4)) | {'other': GROUPED},
-        '`groups` divide has no full form',
+        'by `groups` does not have a full form',
     ),
     (
         PLACED
@@ -449,20 +461,20 @@ EACH = (
     # The raw tree of a checkpoint.
     (RAW, 'got the tree .* instead of'),
     ({'tx': optax.trace(0.9)} | RAW, 'got the tree .* instead of'),
-    (owned((4, 4), lambda x: x[:1]), 'the stack .* whose owners keep row 0'),
+    (owned((4, 4), lambda x: x[:1]), 'the stack .* instead of one with row 0'),
     (owned((4, 4), lambda x: x[..., :3]), r'row 0 of shard 0, 16 elements'),
-    ({'params': LARGE, 'others': SMALL, 'change': jax.device_get}, 'made'),
-    ({'params': LARGE, 'others': SMALL}, 'made'),
-    ({'params': LARGE, 'others': SMALL, 'fn': resize_state}, 'made'),
+    ({'params': LARGE, 'others': SMALL, 'change': jax.device_get}, 'created'),
+    ({'params': LARGE, 'others': SMALL}, 'created'),
+    ({'params': LARGE, 'others': SMALL, 'fn': resize_state}, 'created'),
     (
         {'after': ((4,), (AXIS,)), 'params': ones(10)},
-        '`in_specs` must be those',
+        'those that `init_state` gives it',
     ),
-    (PARTS, '`in_specs` must be those'),
-    (RESIZED, '`in_specs` must be those'),
+    (PARTS, 'those that `init_state` gives it'),
+    (RESIZED, 'those that `init_state` gives it'),
     (
         RESIZED | {'after': ((2, 4), ('other', AXIS))},
-        '`in_specs` must be those',
+        'those that `init_state` gives it',
     ),
 )
 
@@ -485,14 +497,16 @@ class RefusalTest(parameterized.TestCase):
     mesh = modes.mesh()
     state = init_state(tx, params, mesh)
 
-    def is_here(leaf):
+    def is_addressable(leaf):
       return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
 
-    with mock.patch.object(resizing, 'is_here', is_here):
+    with mock.patch.object(resizing, 'is_addressable', is_addressable):
       full = unshard_state(state, tx, params, mesh)
       placed = shard_state(full, tx, params, mesh)
 
-      with self.assertRaisesRegex(ValueError, 'a part of GuardState'):
+      with self.assertRaisesRegex(
+          ValueError, 'GuardState is partly on other processes'
+      ):
         shard_state(full, tx, params, modes.mesh(4))
 
     chex.assert_trees_all_equal(placed, state)

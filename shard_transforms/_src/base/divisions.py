@@ -114,7 +114,7 @@ class Division:
       entries[dim] += (axis,)
     while not entries[-1]:
       entries.pop()
-    return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
+    return partition_specs.from_entries(entries)
 
   def pad(self, leaf: chex.Array) -> jax.Array:
     """Flattens a leaf if needed, and pads it with zeros at its ends."""
@@ -185,34 +185,34 @@ def is_padded(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
   return is_row or (is_long[0] and is_tight(found, shape))
 
 
-def is_of_one_mesh(
-    pairs: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+def fit_one_mesh(
+    shapes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> bool:
-  """Whether all these padded shapes may come from the same mesh.
+  """Whether divisions of all these leaves over one mesh may have these shapes.
 
   Args:
-    pairs: For each leaf, its padded shape and its original shape.
+    shapes: For each leaf, its padded shape and its original shape.
   """
-  padded = {(found, shape) for found, shape in pairs if found != shape}
+  pairs = {(padded, shape) for padded, shape in shapes if padded != shape}
   # If no leaf is padded, all shapes fit one shard.
-  total = math.gcd(*(math.prod(found) for found, _ in padded)) or 1
-  most = min(total, _MOST_SHARDS)
-  numbers = [n for n in range(1, most + 1) if total % n == 0]
+  total = math.gcd(*(math.prod(padded) for padded, _ in pairs)) or 1
+  sizes = range(1, min(total, _MOST_SHARDS) + 1)
+  divisors = [size for size in sizes if total % size == 0]
   return any(
-      all(divide(shape, split).padded == found for found, shape in padded)
-      for split in _splits(total, numbers, _MOST_AXES)
+      all(divide(shape, mesh).padded == padded for padded, shape in pairs)
+      for mesh in _mesh_shapes(total, divisors, _MOST_AXES)
   )
 
 
-def _splits(total, numbers, num_axes):
-  """Yields the numbers of shards along axes whose product divides `total`."""
+def _mesh_shapes(total, divisors, num_axes):
+  """Yields the shapes of meshes whose number of shards divides `total`."""
   if not num_axes:
     yield ()
     return
-  for number in numbers:
-    if total % number == 0:
-      for others in _splits(total // number, numbers, num_axes - 1):
-        yield number, *others
+  for size in divisors:
+    if total % size == 0:
+      for sizes in _mesh_shapes(total // size, divisors, num_axes - 1):
+        yield size, *sizes
 
 
 def _row(shape):

@@ -34,6 +34,11 @@ def entries(spec: P) -> list[tuple[Hashable, ...]]:
   return [e if isinstance(e, tuple) else (e,) * (e is not None) for e in spec]
 
 
+def from_entries(axes: Iterable[tuple[Hashable, ...]]) -> P:
+  """Returns the spec with these entries, each a tuple of axes."""
+  return P(*((e[0] if len(e) == 1 else e) or None for e in axes))
+
+
 def joined(spec: P, other: P) -> P:
   """Returns the spec of an array that is sharded by `spec`, then by `other`."""
   pairs = itertools.zip_longest(entries(spec), entries(other), fillvalue=())

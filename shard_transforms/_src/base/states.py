@@ -37,10 +37,7 @@ Kind = Literal[
     'mean',
     'minimum',
     'maximum',
-    'average',
-    'split',
     'reset',
-    'error',
 ]
 Summary = Literal['same', 'sum', 'mean', 'minimum', 'maximum']
 
@@ -63,13 +60,13 @@ class Rule:
 
   Args:
     resize: How to convert the field to another number of shards. `'keep'`
-      copies a field that does not depend on the number of shards; `'sum'`,
-      `'mean'`, `'minimum'` and `'maximum'` preserve this value over all shards;
-      `'average'` sets each row to the mean of all finite rows; `'split'` sets
-      each row to an equal part of the sum of all rows; `'reset'`
-      initializes the field again; `'error'` raises an error. If the conversion
+      copies a field, and raises an error if its shape depends on the number of
+      shards; `'sum'`, `'mean'`, `'minimum'` and `'maximum'` preserve this value
+      over all shards; `'reset'` initializes the field again. If the conversion
       depends on values, a function that takes the state and the `reduction`
-      argument of `resize_state`, and returns a `Rule`.
+      argument of `resize_state`, and returns a `Rule` or another function. The
+      other function takes the rows of the old shards, [rows, ...], and the new
+      number of shards, and returns the new rows, or one row for all shards.
     metric: How `metrics` combines the values of the shards into one value.
       `'same'` for a value that all shards share; `'sum'`, `'mean'`, `'minimum'`
       or `'maximum'` for per-shard values, which have a leading axis of length 1
@@ -82,11 +79,8 @@ class Rule:
     empty: The value of added rows and of a field that is initialized again.
       `None` is 0, and for `'minimum'` and `'maximum'` the extreme over all
       existing rows.
-    reason: A sentence that explains why the field cannot be converted;
-      `{name}` is replaced by the name of the leaf.
-    row_weights: The weight of each row for `'average'` and `'split'`, [rows].
-      All rows have the same weight if it is omitted and, for `'average'`, if
-      the weights of all finite rows are 0.
+    reason: If it is not empty, the field cannot be converted, and this is the
+      error message; `{name}` is replaced by the name of the leaf.
     full: Converts a sharded field to the shapes of the replicated state, for
       `unshard_state`; used instead of `resize`. A function that takes the
       field, as JAX or NumPy arrays; the types of the field on one shard; and
@@ -134,15 +128,11 @@ class Rule:
     {'count_large/large_count': Array(28, dtype=int32)}
   """
 
-  resize: Kind | Callable[[Any, Reduction | None], 'Rule'] = 'keep'
+  resize: Kind | Callable[[Any, Any], Any] = 'keep'
   metric: Summary | None = None
   health_check: Callable[[Any], str | None] | None = None
   empty: chex.Numeric | None = None
   reason: str = ''
-  # Excluded from `==`, which is elementwise for arrays.
-  row_weights: np.ndarray | None = dataclasses.field(
-      default=None, compare=False
-  )
   full: Callable[[Any, Any, str], Any] | None = None
   place: Callable[[Any, Any], Any] | None = None
   replaces_params: bool = False

@@ -154,7 +154,7 @@ def _placed(params, param_specs, mesh):
   is_traced = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(params))
   try:
     if is_traced or isinstance(mesh, jax.sharding.Mesh):
-      return jax.device_put(params, _shardings(param_specs, mesh))
+      return jax.device_put(params, state_types.shardings(param_specs, mesh))
     problem = None
   except jax.errors.JaxRuntimeError as error:
     # The devices of a topology can only be compiled for.
@@ -165,7 +165,3 @@ def _placed(params, param_specs, mesh):
       '`params` must be shapes where the devices of `mesh` are not here, got'
       f' arrays for {mesh}. Give `jax.eval_shape(lambda: params)`.'
   ) from problem
-
-
-def _shardings(tree, mesh):
-  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree)

@@ -200,26 +200,6 @@ def _divided(shape, spec, mesh, axis, whole_dims):
   return P(*spec[:dim], divided, *spec[dim + 1 :])
 
 
-def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
-  """Returns the spec of an array, sharded over every axis that divides it.
-
-  The dimensions and the order of axes are those of `shard_update`, but nothing
-  is padded. With another order of axes, XLA would gather the array.
-  """
-  spec = (None,) * len(shape)
-  if not spec or not math.prod(shape):
-    return P(*spec)
-  entries, left = specs_lib.entries(P(*spec)), list(shape)
-  axes = mesh.axis_names[::-1]
-  sizes = [mesh.shape[axis] for axis in axes]
-  division = divisions.along_dimensions(shape, sizes)
-  for axis, dim in zip(axes, division.dims, strict=True):
-    if left[dim] % mesh.shape[axis] == 0:
-      left[dim] //= mesh.shape[axis]
-      entries[dim] += (axis,)
-  return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
-
-
 def _tell_whole(leaves, axis, on_replicated):
   """Warns about leaves that every device keeps whole, or raises.
 

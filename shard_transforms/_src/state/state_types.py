@@ -131,6 +131,15 @@ def spec_tree(types: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding.spec, types)
 
 
+def shardings(
+    specs: Any, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+) -> Any:
+  """Returns the shardings over a mesh for a tree of specs."""
+  return jax.tree.map(
+      lambda spec: jax.sharding.NamedSharding(mesh, spec), specs
+  )
+
+
 def _slice_rules_of(node, _=None):
   """Returns the rules of the sliced fields of a node."""
   rules = type(node).rules if states.declares(node) else {}
@@ -148,7 +157,7 @@ def _with_divisions(state, on_one_shard, mesh):
     ValueError: If a sliced field is missing, or has a different tree, on one
       shard.
   """
-  unsharded = fields.parts_of(_slice_rules_of, on_one_shard)
+  unsharded = fields.sharded_fields(_slice_rules_of, on_one_shard)
 
   def describe(path, rule, part, _):
     if rule is not fields.DIVIDED:

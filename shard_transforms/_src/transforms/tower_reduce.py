@@ -43,7 +43,12 @@ def _total_weight_rule(state, reduction):
   # For a sum, `inner` counts each shard with a positive weight once, so every
   # new shard needs a share of the weight.
   is_sum = isinstance(state.summed, SummedTowers)
-  return states.Rule(resize='split' if is_sum else 'sum')
+  return _equal_parts if is_sum else states.Rule(resize='sum')
+
+
+def _equal_parts(rows, num_shards):
+  """Returns the row of each of the new shards, an equal part of the sum."""
+  return np.sum(rows, axis=0, dtype=np.float64) / num_shards
 
 
 def _is_unweighted(state, reduction):
@@ -55,7 +60,6 @@ def _rule_of_unweighted(reduction):
   """Returns the rule of the totals of a window without weights."""
   if reduction is None:
     return states.Rule(
-        resize='error',
         reason=(
             "`reduction` must be 'mean', 'sum' or 'weighted', got None: the"
             ' result of the window that was begun without weights, or is'

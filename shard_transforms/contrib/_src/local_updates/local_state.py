@@ -1,6 +1,7 @@
 """The state of `local_updates`, with the local parameters of each shard."""
 
 from collections.abc import Hashable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +28,40 @@ def _per_shard_rule(state, _):
   not finite is left out together with its weight.
   """
   weights = np.asarray(state.total_weight).mean(axis=-1) * _are_finite(state)
-  return states.Rule(resize='average', row_weights=weights)
+  return functools.partial(average_rows, weights=weights)
 
 
 def _weight_rule(state, _):
-  return states.Rule(resize='split', row_weights=_are_finite(state))
+  return functools.partial(split_rows, weights=_are_finite(state))
+
+
+def average_rows(
+    rows: np.ndarray, num_shards: int, weights: np.ndarray
+) -> np.ndarray:
+  """Returns the weighted mean of all finite rows.
+
+  Args:
+    rows: The rows of the old shards, [rows, ...].
+    num_shards: The new number of shards; all of them get this mean.
+    weights: The weight of each row, [rows]. If the weights of all finite rows
+      are 0, all finite rows have the same weight.
+  """
+  del num_shards
+  # The mean of equal rows must be bitwise equal to them.
+  if np.all(rows == rows[:1]):
+    return rows[0]
+  is_finite = np.isfinite(rows.reshape(len(rows), -1)).all(axis=-1)
+  counts = is_finite if is_finite.any() else np.ones(len(rows), bool)
+  if not np.any(weights[counts]):
+    weights = np.ones(len(rows))
+  return np.average(rows[counts], axis=0, weights=weights[counts])
+
+
+def split_rows(
+    rows: np.ndarray, num_shards: int, weights: np.ndarray
+) -> np.ndarray:
+  """Returns an equal part, for each new shard, of the weighted sum of rows."""
+  return np.tensordot(weights, rows.astype(np.float64), 1) / num_shards
 
 
 def _are_finite(state):

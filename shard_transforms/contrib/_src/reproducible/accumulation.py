@@ -38,7 +38,6 @@ def _unfinished_window_rule(state):
   if not np.any(state.tower):
     return None
   return states.Rule(
-      resize='error',
       reason=(
           f'`state` has {state.tower} towers in an unfinished window at'
           ' {name}, whose partial sums fit only the old number of shards.'

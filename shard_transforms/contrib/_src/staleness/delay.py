@@ -27,7 +27,7 @@ def _pending_rule(_, reduction):
       ' how shards are reduced. Pass `reduction` to `shard_state` or'
       ' `resize_state`.'
   )
-  return states.Rule(resize='error', reason=reason)
+  return states.Rule(reason=reason)
 
 
 class DelayUpdatesState(NamedTuple):
