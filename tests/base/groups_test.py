@@ -45,13 +45,13 @@ SEQUENCES = 'be a sequence of sequences of shard ids, got'
 class PartitionTest(parameterized.TestCase):
 
   @cases.parameters(
-      ([], ValueError, 'not be empty nor hold an empty group'),
-      ([[0, 1], [2]], ValueError, r'be of one size, got \[\[0, 1\], \[2'),
+      ([], ValueError, 'contain at least one shard'),
+      ([[0, 1], [2]], ValueError, r'have the same size, got \[\[0, 1\], \[2'),
       (3, TypeError, SEQUENCES),
       ({0: [1]}, TypeError, SEQUENCES),
       (np.arange(8), TypeError, SEQUENCES),
-      ([[0, 1.0]], TypeError, 'hold integer shard ids, got 1.0 in'),
-      ([[False, True]], TypeError, 'hold integer shard ids, got False in'),
+      ([[0, 1.0]], TypeError, 'contain integer shard ids, got 1.0 in'),
+      ([[False, True]], TypeError, 'contain integer shard ids, got False in'),
       ([[0, 1], [1, 2]], ValueError, r'ids in more than one place \[1\] in'),
       ([[0, 1], [-1, 2]], ValueError, r'negative ids \[-1\] in'),
       (
@@ -67,7 +67,7 @@ class PartitionTest(parameterized.TestCase):
 
   @cases.parameters(
       (9, r'9 shards of the axis, but the ids \[8\] are missing'),
-      (6, r'6 shards of the axis, but the ids \[6, 7\] are no shards'),
+      (6, r'6 shards of the axis, but the ids \[6, 7\] are not shards'),
   )
   def test_refuses_an_axis_of_another_size(self, num_shards, problem):
     with self.assertRaisesRegex(

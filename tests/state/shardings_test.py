@@ -192,7 +192,7 @@ class StateShardingsTest(parameterized.TestCase):
 
     self.assertRegex(
         told((6, 12, 16)),
-        r"multiplies .* divided over 'data', .*mu\['w'\]: .* 4,608 bytes",
+        r"multiplies .* divided over 'data', .*mu\['w'\]\. .* 4,608 bytes",
     )
     self.assertNotIn('multiplies', told((6, 12, 16), on_replicated='ignore'))
     self.assertNotIn('multiplies', told((8, 12, 16), whole_dims=2))
@@ -272,10 +272,11 @@ class StateShardingsTest(parameterized.TestCase):
     args = optax.adam(0.1), make_params(mesh), mesh
 
     with self.assertWarnsRegex(
-        UserWarning, r"2 leaves, 24 of .* bytes, .*\[0\].mu\['b'\] float32\[3\]"
+        UserWarning,
+        r"2 leaves .* 24 of .* bytes, .*\[0\].mu\['b'\] float32\[3\]",
     ):
       st.state_shardings(*args)
-    with self.assertRaisesRegex(ValueError, r"over 'data', got 2 leaves"):
+    with self.assertRaisesRegex(ValueError, r"2 leaves .* over 'data'"):
       st.state_shardings(*args, on_replicated='raise')
 
   @cases.parameters(
@@ -290,7 +291,7 @@ class StateShardingsTest(parameterized.TestCase):
     args = optax.adam(0.1), {'w': w, 'scale': jnp.ones([])}, mesh
 
     with self.assertRaisesRegex(
-        ValueError, r"divided over 'data', got 2 .* Choose another `axis_name`"
+        ValueError, r"2 leaves .* over 'data', .* Choose another `axis_name`"
     ):
       st.state_shardings(*args)
 
@@ -304,7 +305,7 @@ class StateShardingsTest(parameterized.TestCase):
       ({'on_replicated': 'hide'}, ValueError, "`on_replicated` must be 'warn'"),
       ({'whole_dims': 2.0}, TypeError, '`whole_dims` must be an integer'),
       ({'whole_dims': -1}, ValueError, 'at least 0, got -1'),
-      ({'mesh': lambda: make_mesh((2, 4))}, ValueError, 'be on the mesh'),
+      ({'mesh': lambda: make_mesh((2, 4))}, ValueError, 'are on the mesh'),
       (
           {'tx': st.tower_reduce(2, axis_name='data')},
           NameError,

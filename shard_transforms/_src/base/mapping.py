@@ -135,15 +135,14 @@ def explaining_closures(what: str, remedy: str) -> Iterator[None]:
     if not ('Closing over' in str(error) or 'aval mesh' in str(error)):
       raise
     raise ValueError(
-        f'{what} must not close over arrays on a mesh of `Explicit` axes, which'
-        f' JAX cannot map. {remedy}'
+        f'{what} must not close over arrays on a mesh with `Explicit` axes,'
+        f' because JAX cannot map such arrays. {remedy}'
     ) from error
 
 
 def is_array(x: Any) -> bool:
   """Whether a leaf is an array that can be passed to a mapped function."""
-  is_one = isinstance(x, jax.Array | np.ndarray)
-  return is_one and not leaves_lib.is_float0(x)
+  return isinstance(x, jax.Array | np.ndarray) and not leaves_lib.is_float0(x)
 
 
 def flat_specs(specs: Any, tree: Any) -> list[P | None]:

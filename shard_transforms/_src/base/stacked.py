@@ -89,9 +89,9 @@ def own(x: Any) -> Any:
       return np.zeros(leaf.shape[1:], leaf.dtype)
     if len(leaf) != 1:
       raise ValueError(
-          '`Stacked` must have one entry per shard, got'
-          f' {len(leaf)} per shard. A state of another number of shards is'
-          ' converted by `shard_transforms.resize_state`.'
+          f'A `Stacked` has {len(leaf)} entries per shard, but must have one:'
+          ' it was created for another number of shards. Convert the state with'
+          ' `shard_transforms.resize_state`.'
       )
     return lax.squeeze(leaf, (0,))
 

@@ -155,8 +155,8 @@ class Rule:
       )
     if (self.full is None) != (self.place is None):
       raise ValueError(
-          '`full` and `place` must be given together, got'
-          f' {self.full} and {self.place}.'
+          '`full` and `place` must be given together, because they convert a'
+          f' field in both directions, got {self.full} and {self.place}.'
       )
 
 
@@ -175,7 +175,7 @@ def rules_of(node: Any) -> Mapping[str, Rule]:
     if field not in dir(node):
       raise ValueError(
           f'`rules` of `{type(node).__name__}` must name fields of the state,'
-          f' got {field!r}.'
+          f' got {field!r}. Rename it, or remove the rule.'
       )
     check_rule(node, field, rule)
   return rules
@@ -260,10 +260,10 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
   for leaf in jax.tree.leaves(tree):
     if leaf.shape[:1] != (1,):
       raise ValueError(
-          f'State of `{caller}` with `axis_name` must have a leading axis of'
-          f' length 1 on each shard, got the shape {leaf.shape}. Map it with'
-          ' the specs of `shard_transforms.state_specs`, or convert it by'
-          ' `resize_state`; for `jax.pmap`, make it by'
+          f'The state of `{caller}` with `axis_name` must have a leading axis'
+          f' of length 1 on each shard, got the shape {leaf.shape}. Map it with'
+          ' the specs of `shard_transforms.state_specs`, or convert it with'
+          ' `resize_state`; for `jax.pmap`, create it with'
           ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
       )
   without_axis = functools.partial(lax.squeeze, dimensions=(0,))
@@ -289,15 +289,14 @@ def check_kept(before: Any, after: Any, caller: str) -> None:
   Raises:
     ValueError: If a leaf of the new state differs between shards.
   """
-  old = jax.tree.leaves(before)
-  new = jax.tree.leaves_with_path(after)
-  for held, (path, leaf) in zip(old, new, strict=True):
-    differs = axes_lib.varying_axes(leaf) - axes_lib.varying_axes(held)
-    if differs:
-      name = leaves_lib.name_of(path)
+  old_leaves = jax.tree.leaves(before)
+  new_leaves = jax.tree.leaves_with_path(after)
+  for old, (path, new) in zip(old_leaves, new_leaves, strict=True):
+    if axes := axes_lib.varying_axes(new) - axes_lib.varying_axes(old):
+      name = leaves_lib.name_of(path).removeprefix('.')
       raise ValueError(
-          f'`axis_name` of `{caller}` must name {sorted(differs, key=str)},'
-          ' because state differs between those shards at'
-          f' {name.removeprefix(".")}, but is kept as if it were the same on'
-          ' all. Make the state with `shard_transforms.init_state`.'
+          f'`axis_name` of `{caller}` must name {sorted(axes, key=str)},'
+          f' because the new state differs between those shards at {name}, but'
+          ' the old state is the same on all of them. Create the state with'
+          ' `shard_transforms.init_state`.'
       )

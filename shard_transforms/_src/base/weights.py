@@ -39,21 +39,21 @@ def as_weight(
   # meant for another argument.
   is_flag = isinstance(weight, (bool, np.bool_))
   dtype = None if is_flag else leaves.dtype_of_number(weight)
-  kinds = (np.bool_, jnp.integer, jnp.floating)
-  if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+  real = (np.bool_, jnp.integer, jnp.floating)
+  if dtype is None or not any(jnp.issubdtype(dtype, x) for x in real):
     raise TypeError(f'{name} must be a real number, got {weight!r}.')
   if jnp.shape(weight) != shape:
     raise ValueError(
-        f'{name} must have the shape {shape}, got {jnp.shape(weight)}. It is'
-        ' one number for each shard and tower.'
+        f'{name} must have the shape {shape}, got {jnp.shape(weight)}. Each'
+        ' shard and each tower has one weight.'
     )
   if not isinstance(weight, core.Tracer):
-    known = np.asarray(weight, np.float64)
-    if not np.all((known >= 0) & (known <= np.finfo(np.float32).max)):
+    values = np.asarray(weight, np.float64)
+    if not np.all((values >= 0) & (values <= np.finfo(np.float32).max)):
       raise ValueError(
           f'{name} must be finite and not negative, got {weight!r}.'
       )
-    weight = known
+    weight = values
   return usable(jnp.asarray(weight, _dtype_of_weight(dtype)))
 
 
@@ -74,9 +74,9 @@ def dtype_for(tree: Any) -> np.dtype:
   The dtype is float64 if the tree has a float64 or complex128 leaf, and float32
   otherwise.
   """
-  kinds = map(leaves.dtype_of, jax.tree.leaves(tree))
-  floating = [jnp.finfo(x) for x in kinds if jnp.issubdtype(x, jnp.inexact)]
-  is_wide = any(x.bits > 32 for x in floating)
+  dtypes = map(leaves.dtype_of, jax.tree.leaves(tree))
+  inexact = [jnp.finfo(x) for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
+  is_wide = any(x.bits > 32 for x in inexact)
   return np.dtype(np.float64 if is_wide else np.float32)
 
 
@@ -123,8 +123,8 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
   """
   if weight is not None:
     raise ValueError(
-        f'`weight` of `{caller}` must come with `inner`: a link of a chain'
-        ' cannot pass the total weight to the next link. Write'
+        f'`weight` of `{caller}` must come with `inner`, because an element of'
+        ' a chain cannot pass the total weight to the next element. Write'
         f' `{caller}(num_towers, optax.chain(...))`.'
     )
 

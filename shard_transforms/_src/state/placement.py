@@ -93,30 +93,39 @@ def make_state(
   param_specs = specs.checked_specs(tx, params, in_specs, 'init_state')
   specs.check_mesh(mesh)
   arguments.check_bool('stacked', stacked)
-  lead = specs.free_axes(mesh, in_specs) if stacked else ()
-  types = state_types.state_types(tx, params, mesh, param_specs, lead)
+  stacked_axes = specs.free_axes(mesh, in_specs) if stacked else ()
+  types = state_types.state_types(tx, params, mesh, param_specs, stacked_axes)
   out_specs = state_types.spec_tree(types)
 
   def init(params):
     state = tx.init(params)
-    if not lead:
+    if not stacked_axes:
       return state
-    return jax.tree.map(lambda x: axes_lib.to_varying(x[None], lead), state)
+    return jax.tree.map(
+        lambda x: axes_lib.to_varying(x[None], stacked_axes), state
+    )
 
   mapped: Any = jax.shard_map(
       init, mesh=mesh, in_specs=(param_specs,), out_specs=out_specs
   )
-  others = [axis for axis in mesh.axis_names if axis not in axes]
-  beside = jax.tree.map(
-      lambda x: specs_lib.restricted(spec_of(x), others), params
+  unmapped_axes = [axis for axis in mesh.axis_names if axis not in axes]
+  unmapped_specs = jax.tree.map(
+      lambda x: specs_lib.restricted(spec_of(x), unmapped_axes), params
   )
-  if any(map(specs_lib.axes_of, jax.tree.leaves(beside))):
-    types = state_types.beside(tx, params, mesh, param_specs, types, beside)
-    mapped = functools.partial(
-        *(_partly_mapped, init, mesh, axes, param_specs, out_specs),
-        state_types.spec_tree(types),
+  if any(map(specs_lib.axes_of, jax.tree.leaves(unmapped_specs))):
+    types = state_types.types_over_unmapped_axes(
+        tx, params, mesh, param_specs, types, unmapped_specs
     )
-    param_specs = jax.tree.map(specs_lib.joined, param_specs, beside)
+    mapped = functools.partial(
+        _call_partly_mapped,
+        init,
+        in_specs=mapping.flat_specs((param_specs,), (params,)),
+        out_specs=jax.tree.leaves(out_specs, is_leaf=specs_lib.is_spec),
+        mesh=mesh,
+        axes=axes,
+        out_types=[leaf.sharding.spec for leaf in jax.tree.leaves(types)],
+    )
+    param_specs = jax.tree.map(specs_lib.joined, param_specs, unmapped_specs)
   # Parameters without leaves are neither abstract nor concrete.
   is_nowhere = isinstance(mesh, jax.sharding.AbstractMesh)
   if state_types.is_abstract(params) or (
@@ -128,17 +137,9 @@ def make_state(
   return jax.jit(mapped, out_shardings=shardings)(params)
 
 
-def _partly_mapped(init, mesh, axes, param_specs, out_specs, placed, params):
-  """Returns the state, with the other axes of the mesh left to the compiler."""
-  return mapping.call(
-      init,
-      (params,),
-      mapping.flat_specs((param_specs,), (params,)),
-      jax.tree.leaves(out_specs, is_leaf=specs_lib.is_spec),
-      mesh,
-      axes,
-      out_types=jax.tree.leaves(placed, is_leaf=specs_lib.is_spec),
-  )
+def _call_partly_mapped(init, params, **options):
+  """Calls `init` with the other axes of the mesh left to the compiler."""
+  return mapping.call(init, (params,), **options)
 
 
 def spec_of(x: Any) -> P:
@@ -150,6 +151,12 @@ def spec_of(x: Any) -> P:
 
 
 def _placed(params, param_specs, mesh):
+  """Places parameters on a mesh.
+
+  Raises:
+    JaxRuntimeError: If JAX cannot place them.
+    ValueError: If the devices of the mesh are not available.
+  """
   # Traced parameters can be on an abstract mesh.
   is_traced = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(params))
   try:
@@ -162,6 +169,7 @@ def _placed(params, param_specs, mesh):
       raise
     problem = error
   raise ValueError(
-      '`params` must be shapes where the devices of `mesh` are not here, got'
-      f' arrays for {mesh}. Give `jax.eval_shape(lambda: params)`.'
+      'The devices of `mesh` are not available, so the state cannot be created'
+      f' from arrays: got {mesh}. Pass the shapes of the parameters,'
+      ' `jax.eval_shape(lambda: params)`.'
   ) from problem
