@@ -514,14 +514,14 @@ UPDATES = {
             'slices',
             tx=lambda _: shard_update(optax.clip_by_global_norm(1.0), AXIS),
         ),
-        r'State of `shard_update` must be made for these param.*\(12,\)': to(
+        r'`shard_update` was not created for these .*\(12,\) instead': to(
             'slices', state=other_state(shard_update(SGD, AXIS), LARGER)
         ),
-        'State of `shard_update` must be made for these .* got the tree': to(
+        '`shard_update` was not created for these .* got PyTreeDef': to(
             'slices',
             state=other_state(shard_update(optax.adam(0.1), AXIS), PARAMS),
         ),
-        'State of `shard_update` must be made for .* number of shards': to(
+        'state of `shard_update` was not created for .* number of shards': to(
             'slices', state=lambda state: jax.tree.map(padded, state)
         ),
         'must have a leading axis of length 1 on each shard': to(

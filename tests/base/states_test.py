@@ -18,8 +18,8 @@ class KeptTest(parameterized.TestCase):
 
   def test_keeps_changes_of_shape_apart_from_arithmetic(self):
     def fn(kept, x):
-      total = states.own(kept, AXES, 'caller') + x
-      return states.store(total, AXES)
+      total = states.without_shard_axis(kept, AXES, 'caller') + x
+      return states.with_shard_axis(total, AXES)
 
     types = jnp.zeros((1, 3)), jnp.zeros(3)
     jaxpr = jax.make_jaxpr(fn, axis_env=[(modes.AXIS, 1)])(*types).jaxpr
@@ -46,6 +46,6 @@ class CountersTest(parameterized.TestCase):
       (states.MAX_COUNT - 2, 8, states.MAX_COUNT),
   )
   def test_counts_up_to_the_largest_int32(self, counter, number, expected):
-    counted = states.count(jnp.int32(counter), jnp.asarray(number))
+    counted = states.safe_add(jnp.int32(counter), jnp.asarray(number))
 
     chex.assert_trees_all_equal(counted, jnp.int32(expected), strict=True)

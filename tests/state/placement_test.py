@@ -164,7 +164,7 @@ class StateSpecsTest(parameterized.TestCase):
   @cases.parameters(
       (
           *(optax.adafactor(0.1, min_dim_size_to_factor=2),),
-          *({'in_specs': MODEL_SPECS}, r"\['w'\], which varies over .'model"),
+          *({'in_specs': MODEL_SPECS}, r"\['w'\] has .* the shards of .'model"),
       ),
       (
           *(optax.trace(0.9), {'in_specs': P(('data', 'model'))}),

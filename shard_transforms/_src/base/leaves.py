@@ -125,7 +125,7 @@ def split_arrays(
   return arrays, join
 
 
-def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
+def where_or_zeros_fn(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
   """Returns a function that zeroes an array unless a condition holds."""
   zeros = functools.cache(axes_lib.zeros)
 
@@ -139,9 +139,9 @@ def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
   return choose
 
 
-def zero_unless(condition: jax.Array, tree: Any) -> Any:
+def where_or_zeros(condition: jax.Array, tree: Any) -> Any:
   """Replaces a tree by zeros unless a scalar condition holds."""
-  choose = zeroing_unless(condition)
+  choose = where_or_zeros_fn(condition)
 
   def zero(leaf):
     # For an empty array, JAX loses the axes over which the condition varies.
@@ -152,7 +152,7 @@ def zero_unless(condition: jax.Array, tree: Any) -> Any:
   return jax.tree.map(zero, tree)
 
 
-def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
+def sum_of_empty(leaf: Any, axes: Sequence[Hashable]) -> Any:
   """Returns the sum of a float0 or empty leaf; `None` for all other leaves."""
   if is_float0(leaf):
     return leaf
@@ -261,14 +261,14 @@ def check_not_explicit(updates: Any, caller: str) -> None:
       )
 
 
-def is_cut(leaf: chex.Array | jax.ShapeDtypeStruct, num_slices: int) -> bool:
+def is_sliced(leaf: chex.Array | jax.ShapeDtypeStruct, num_slices: int) -> bool:
   """Whether a leaf is sliced: inexact, neither empty nor a scalar."""
   is_inexact = jnp.issubdtype(dtype_of(leaf), jnp.inexact)
   has_axis = bool(jnp.shape(leaf)) and math.prod(jnp.shape(leaf)) > 0
   return is_inexact and has_axis and num_slices > 1
 
 
-def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
+def slice_evenly(leaf: chex.Array, num_slices: int) -> jax.Array:
   """Slices a leaf into one slice per shard, [slices, 1, ..., 1, elements].
 
   The leaf is flattened, padded with zeros at the end, and split into equal
@@ -281,10 +281,10 @@ def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
   return lax.reshape(rows, shape)
 
 
-def join(
+def join_slices(
     slices: jax.Array, like: chex.Array | jax.ShapeDtypeStruct
 ) -> jax.Array:
-  """Joins the slices of `cut` into a leaf of the shape of `like`."""
+  """Joins the slices of `slice_evenly` into a leaf of the shape of `like`."""
   shape = jnp.shape(like)
   num_elements = math.prod(shape)
   if slices.size > num_elements:

@@ -75,7 +75,7 @@ def is_stacked(x: Any) -> bool:
   return isinstance(x, Stacked)
 
 
-def own(x: Any) -> Any:
+def local_entry(x: Any) -> Any:
   """Returns this shard's entry if `x` is a stack; otherwise `x`.
 
   Raises:

@@ -27,11 +27,17 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 
 MAX_COUNT = jnp.iinfo(jnp.int32).max
+# The remedy in errors about a state that was not created or mapped correctly.
+HOW_TO_CREATE = (
+    'Create the state with `shard_transforms.init_state`, and map it with the'
+    ' specs of `shard_transforms.state_specs`; for `jax.pmap`, create it with'
+    ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
+)
 # Placeholder for a step number before the first such step.
 NEVER = -1
 
-Reduction = Literal['mean', 'sum', 'weighted']
-Kind = Literal[
+ResizeReduction = Literal['mean', 'sum', 'weighted']
+ResizeKind = Literal[
     'keep',
     'sum',
     'mean',
@@ -128,7 +134,7 @@ class Rule:
     {'count_large/large_count': Array(28, dtype=int32)}
   """
 
-  resize: Kind | Callable[[Any, Any], Any] = 'keep'
+  resize: ResizeKind | Callable[[Any, Any], Any] = 'keep'
   metric: Summary | None = None
   health_check: Callable[[Any], str | None] | None = None
   empty: chex.Numeric | None = None
@@ -138,9 +144,9 @@ class Rule:
   replaces_params: bool = False
 
   def __post_init__(self):
-    if not callable(self.resize) and self.resize not in get_args(Kind):
+    if not callable(self.resize) and self.resize not in get_args(ResizeKind):
       raise ValueError(
-          f'`resize` must be a function or one of {get_args(Kind)}, got'
+          f'`resize` must be a function or one of {get_args(ResizeKind)}, got'
           f' {self.resize!r}.'
       )
     if self.metric is not None and self.metric not in get_args(Summary):
@@ -210,7 +216,7 @@ def nodes(tree: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
     yield from nodes([x for x in parts if x is not node], is_wanted)
 
 
-def parts_here(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
+def addressable_parts(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
   """Yields the addressable parts of an array with the index of their first row.
 
   Parts on the devices of other processes are skipped.
@@ -223,9 +229,9 @@ def parts_here(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
     yield start or 0, np.asarray(shard.data)
 
 
-def largest_here(x: chex.Array) -> int:
+def local_max(x: chex.Array) -> int:
   """Returns the largest element among the addressable integers of an array."""
-  return max(int(np.max(part)) for _, part in parts_here(x))
+  return max(int(np.max(part)) for _, part in addressable_parts(x))
 
 
 def counter() -> jax.Array:
@@ -234,22 +240,26 @@ def counter() -> jax.Array:
 
 
 @functools.partial(jax.jit, inline=True)
-def count(before: jax.Array, number: Any) -> jax.Array:
+def safe_add(count: jax.Array, number: Any) -> jax.Array:
   """Returns a counter increased by `number`; `True` increases it by 1."""
   number = jnp.asarray(number, jnp.int32)
-  return jnp.minimum(before, MAX_COUNT - number) + number
+  return jnp.minimum(count, MAX_COUNT - number) + number
 
 
-def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
+def with_shard_axis(tree: Any, axes: tuple[Hashable, ...]) -> Any:
   """Adds the leading axis with which a state keeps per-shard values."""
   if not axes:
     return tree
   # Indexing takes several times as long to trace.
   with_axis = functools.partial(lax.expand_dims, dimensions=(0,))
-  return axes_lib.to_varying(jax.tree.map(with_axis, _apart(tree)), axes)
+  return axes_lib.to_varying(
+      jax.tree.map(with_axis, _behind_barriers(tree)), axes
+  )
 
 
-def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
+def without_shard_axis(
+    tree: Any, axes: tuple[Hashable, ...], caller: str
+) -> Any:
   """Removes the leading axis from the per-shard values of a state.
 
   Raises:
@@ -261,16 +271,15 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
     if leaf.shape[:1] != (1,):
       raise ValueError(
           f'The state of `{caller}` with `axis_name` must have a leading axis'
-          f' of length 1 on each shard, got the shape {leaf.shape}. Map it with'
-          ' the specs of `shard_transforms.state_specs`, or convert it with'
-          ' `resize_state`; for `jax.pmap`, create it with'
-          ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
+          f' of length 1 on each shard, got the shape {leaf.shape}.'
+          f' {HOW_TO_CREATE} A state for another number of shards is converted'
+          ' by `resize_state`.'
       )
   without_axis = functools.partial(lax.squeeze, dimensions=(0,))
-  return _apart(jax.tree.map(without_axis, tree))
+  return _behind_barriers(jax.tree.map(without_axis, tree))
 
 
-def _apart(tree):
+def _behind_barriers(tree):
   """Separates reshapes from arithmetic by barriers, where XLA respects them.
 
   If XLA for CPUs fuses a reshape with arithmetic, it copies the result;
@@ -283,7 +292,7 @@ def _apart(tree):
   return tree
 
 
-def check_kept(before: Any, after: Any, caller: str) -> None:
+def check_stays_replicated(before: Any, after: Any, caller: str) -> None:
   """Checks that replicated state stays the same on all shards.
 
   Raises:

@@ -19,7 +19,7 @@ import numpy as np
 
 from shard_transforms._src.base import leaves
 
-Kind = Literal['mean', 'sum']
+MeanOrSum = Literal['mean', 'sum']
 
 
 def as_weight(
@@ -54,7 +54,7 @@ def as_weight(
           f'{name} must be finite and not negative, got {weight!r}.'
       )
     weight = values
-  return usable(jnp.asarray(weight, _dtype_of_weight(dtype)))
+  return sanitized(jnp.asarray(weight, _dtype_of_weight(dtype)))
 
 
 def _dtype_of_weight(dtype):
@@ -81,7 +81,7 @@ def dtype_for(tree: Any) -> np.dtype:
 
 
 @functools.partial(jax.jit, inline=True)
-def usable(weight: jax.Array) -> jax.Array:
+def sanitized(weight: jax.Array) -> jax.Array:
   """Replaces weights that are not positive normal float32 numbers by 0.
 
   Subnormal numbers are excluded because their reciprocals may be infinite.
@@ -92,13 +92,15 @@ def usable(weight: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(narrow) & (narrow >= tiny), weight, 0)
 
 
-def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:
+def scale_by_weight(
+    weight: jax.Array | None,
+) -> Callable[[jax.Array], jax.Array]:
   """Returns a function that multiplies by a weight; 0 times NaN is 0."""
   if weight is None:
     return lambda x: x
-  zero_unless_counted = leaves.zeroing_unless(weight > 0)
+  where_counted = leaves.where_or_zeros_fn(weight > 0)
   in_dtype = functools.cache(weight.astype)
-  return lambda x: zero_unless_counted(lax.mul(in_dtype(x.dtype), x))
+  return lambda x: where_counted(lax.mul(in_dtype(x.dtype), x))
 
 
 def safe_divisor(total_weight: jax.Array) -> jax.Array:
@@ -106,7 +108,7 @@ def safe_divisor(total_weight: jax.Array) -> jax.Array:
   return jnp.where(total_weight > 0, total_weight, 1)
 
 
-def passed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
+def outgoing_weight(total_weight: jax.Array, reduction: MeanOrSum) -> jax.Array:
   """Returns the weight of a reduced update for later reductions.
 
   A mean has the total weight. A sum already contains its weights, so its weight
@@ -129,7 +131,7 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
     )
 
 
-def given(**extra_args: Any) -> dict[str, Any]:
+def drop_none(**extra_args: Any) -> dict[str, Any]:
   """Returns the extra arguments that are not `None`.
 
   Some transformations reject the keyword `weight`, even if it is `None`.

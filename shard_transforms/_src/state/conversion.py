@@ -88,7 +88,7 @@ def shard_state(
     mesh: jax.sharding.Mesh,
     *,
     in_specs: partition_specs.SpecTree = P(),
-    reduction: states.Reduction | None = None,
+    reduction: states.ResizeReduction | None = None,
 ) -> optax.OptState:
   """Places the state of a checkpoint on a mesh with any number of shards.
 
@@ -146,7 +146,7 @@ def resize_state(
     mesh: jax.sharding.Mesh,
     *,
     in_specs: partition_specs.SpecTree = P(),
-    reduction: states.Reduction | None = None,
+    reduction: states.ResizeReduction | None = None,
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 

@@ -13,7 +13,7 @@ _COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 
 
 def resize_rules_of(
-    node: Any, like: Any, reduction: states.Reduction | None
+    node: Any, like: Any, reduction: states.ResizeReduction | None
 ) -> dict[str, states.Rule]:
   """Returns the rules of the fields of a node that are resized.
 

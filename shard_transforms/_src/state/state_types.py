@@ -318,7 +318,7 @@ def _slice(mesh, type_, unsharded):
   if not axes or len(type_.shape) != len(shape) or not all((shape, *shape)):
     return _Leaf(type_)
   division = divisions.divide(shape, [mesh.shape[axis] for axis in axes])
-  if division.of_slice != type_.shape:
+  if division.slice_shape != type_.shape:
     return _Leaf(type_)
   return _Leaf(type_, division.spec(axes), division, axes)
 

@@ -18,6 +18,8 @@ import optax
 
 from shard_transforms._src.analysis import elementwise
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import states
 from shard_transforms._src.reduction import sharded_reduction
 
 
@@ -134,24 +136,22 @@ class SlicedInner:
     Raises:
       ValueError: If the state has other leaves, or leaves of other shapes.
     """
-    made_for_others = (
-        f'State of `{self._reduction.caller}` must be made for these parameters'
-        ' and this number of shards, by `shard_transforms.init_state` and'
-        ' `shard_transforms.state_specs`, or for `jax.pmap` by'
-        ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`, got '
-    )
-    found = jax.tree.structure(state), jax.tree.structure(own_kinds)
-    if found[0] != found[1]:
-      raise ValueError(f'{made_for_others}the tree {found[0]}.')
+
+    def check(got, expected, name):
+      if got != expected:
+        raise ValueError(
+            f'The state of `{self._reduction.caller}` was not created for these'
+            f' parameters and this number of shards: got {got} instead of'
+            f' {expected} at {name}. {states.HOW_TO_CREATE}'
+        )
+
+    trees = [jax.tree.structure(x) for x in (state, own_kinds)]
+    check(trees[0], trees[1], 'the root')
     is_row = self._rows(params)
 
     def take(path, leaf, own, whole):
       expected = (1,) * is_row(own, whole) + own.shape
-      if jnp.shape(leaf) != expected:
-        raise ValueError(
-            f'{made_for_others}the shape {jnp.shape(leaf)} at'
-            f' {jax.tree_util.keystr(path)}, where a shard has {expected}.'
-        )
+      check(jnp.shape(leaf), expected, leaves_lib.name_of(path))
       return lax.squeeze(leaf, (0,)) if expected != own.shape else leaf
 
     return jax.tree.map_with_path(take, state, own_kinds, whole_kinds)

@@ -46,7 +46,7 @@ def map_shards(
 
   def of_shard(args, kwargs):
     args, kwargs = jax.tree.map(
-        stacked_lib.own, (args, kwargs), is_leaf=stacked_lib.is_stacked
+        stacked_lib.local_entry, (args, kwargs), is_leaf=stacked_lib.is_stacked
     )
     results = jax.tree.map(_as_array, fn(*args, **kwargs))
     return jax.tree.map(_with_shard_axis, results)
@@ -78,7 +78,7 @@ def mean_loss(losses: jax.Array, weight: jax.Array | None = None) -> jax.Array:
   """Returns the (weighted) mean of the losses [shards]."""
   if weight is None:
     return jnp.mean(losses)
-  weighed = jax.vmap(lambda w, x: weights.weighing(w)(x))(weight, losses)
+  weighed = jax.vmap(lambda w, x: weights.scale_by_weight(w)(x))(weight, losses)
   divisor = weights.safe_divisor(jnp.sum(weight))
   return jnp.sum(weighed) / divisor.astype(losses.dtype)
 

@@ -93,7 +93,7 @@ def stacked_update(
     of_params = specs_lib.of_params(in_specs, params, _CALLER)
 
     def of_shard(stack, state, params, extra_args):
-      grads = stacked_lib.own(stack)
+      grads = stacked_lib.local_entry(stack)
       extra_args = _own(extra_args)
       updates, state = inner.update(grads, state, params, **extra_args)
       if _has_same_tree(updates, params):
@@ -357,7 +357,7 @@ def _entry(x):
 
 def _own(extra_args):
   return jax.tree.map(
-      stacked_lib.own, extra_args, is_leaf=stacked_lib.is_stacked
+      stacked_lib.local_entry, extra_args, is_leaf=stacked_lib.is_stacked
   )
 
 

@@ -67,7 +67,7 @@ def to_stacked(
   def stack_all(parts, weight):
     factors = None
     if weight is not None:
-      weight = jnp.broadcast_to(weights.usable(weight), (num_shards,))
+      weight = jnp.broadcast_to(weights.sanitized(weight), (num_shards,))
       factors = jnp.where(weight > 0, jnp.sum(weight) / weight, 0)
       factors = mapping.resharded(factors, axes, is_split=True)
     return jax.tree.map(lambda part: stack(part, factors), parts)

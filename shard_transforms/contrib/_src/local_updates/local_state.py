@@ -78,7 +78,7 @@ def _problem(state: Any) -> str | None:
   leaves = jax.tree.leaves(state.own_params)
   finite: dict[int, bool] = {}
   for leaf in leaves:
-    for first, rows in states.parts_here(leaf):
+    for first, rows in states.addressable_parts(leaf):
       for i, row in enumerate(rows, first):
         finite[i] = finite.get(i, True) and bool(jnp.all(jnp.isfinite(row)))
   if not finite or any(finite.values()):
@@ -86,7 +86,7 @@ def _problem(state: Any) -> str | None:
   return (
       'The local parameters in `local_updates` are not finite on any shard of'
       f' this process, {sorted(finite)}, in round'
-      f' {states.largest_here(state.num_rounds)}. Restore an earlier'
+      f' {states.local_max(state.num_rounds)}. Restore an earlier'
       ' checkpoint, and put `guard` into `outer`, which leaves out such'
       ' shards.'
   )
@@ -237,9 +237,9 @@ def init_state(
   return LocalUpdatesState(
       step=states.counter(),
       num_rounds=states.counter(),
-      own_params=states.store(trainable_params(params), axes),
-      inner_state=states.store(inner_state, axes),
-      total_weight=states.store(total_weight, axes),
+      own_params=states.with_shard_axis(trainable_params(params), axes),
+      inner_state=states.with_shard_axis(inner_state, axes),
+      total_weight=states.with_shard_axis(total_weight, axes),
       outer_state=outer_state,
   )
 
@@ -265,10 +265,10 @@ def _replace_by_local(state, params, is_stacked):
   Raises:
     ValueError: If the trees differ, or the state is not that of one shard.
   """
-  # `states.own` removes the leading axis, whatever the name of the axis.
+  # `states.without_shard_axis` removes the leading axis for any axis name.
   own_params = state.own_params
   if not is_stacked:
-    own_params = states.own(own_params, ('',), CALLER)
+    own_params = states.without_shard_axis(own_params, ('',), CALLER)
   try:
     return replace_params(params, own_params)
   except ValueError as error:

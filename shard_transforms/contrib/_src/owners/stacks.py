@@ -428,7 +428,7 @@ def _leaf(path, x, spec, reduction, whole_dims, are_params):
   lead = 0 if whole_dims is None else max(0, len(shape) - whole_dims)
   apart = axes_lib.in_mesh_order(tuple(itertools.chain(*entries[:lead])))
   layout = None
-  if leaves_lib.is_cut(x, 2):
+  if leaves_lib.is_sliced(x, 2):
     reduced = (axis for axis in reduction.axes if axis not in axes)
     layout = Layout(
         (1,) * lead + whole[lead:],
