@@ -60,7 +60,7 @@ class PartitionTest(parameterized.TestCase):
           r'exactly once, got gaps \(too large for 4 ids: \[5\]\) at .* \[2\]',
       ),
   )
-  def test_refuses_what_is_no_partition(self, groups, error, words):
+  def test_refuses_invalid_partitions(self, groups, error, words):
     for factory in FACTORIES.values():
       with self.assertRaisesRegex(error, f'`groups` must .*{words}'):
         factory('data', groups=groups)
@@ -81,7 +81,7 @@ class PartitionTest(parameterized.TestCase):
     ):
       FACTORIES['mean'](('host', 'core'), groups=[[0, 1]])
 
-  def test_takes_sequences_of_any_kind(self):
+  def test_accepts_sequences_of_any_type(self):
     groups = [[0, 2, 4, 6], [1, 3, 5, 7]]
     kinds = [
         groups,
@@ -148,7 +148,7 @@ class GroupsTest(parameterized.TestCase):
       ('shard_map', False),
       fast='shard_map_.*',
   )
-  def test_each_group_reduces_among_itself(self, mode, weighted):
+  def test_each_group_reduces_separately(self, mode, weighted):
     weights = WEIGHTS if weighted else np.ones(8)
 
     for kind, by_name in _reduced(mode, weighted).items():

@@ -14,9 +14,9 @@ from shard_transforms._src.base import states
 AXES = (modes.AXIS,)
 
 
-class KeptTest(parameterized.TestCase):
+class BarrierTest(parameterized.TestCase):
 
-  def test_keeps_changes_of_shape_apart_from_arithmetic(self):
+  def test_barriers_separate_reshapes_from_arithmetic(self):
     def fn(kept, x):
       total = states.without_shard_axis(kept, AXES, 'caller') + x
       return states.with_shard_axis(total, AXES)
@@ -45,7 +45,9 @@ class CountersTest(parameterized.TestCase):
       (states.MAX_COUNT, 1, states.MAX_COUNT),
       (states.MAX_COUNT - 2, 8, states.MAX_COUNT),
   )
-  def test_counts_up_to_the_largest_int32(self, counter, number, expected):
+  def test_counters_saturate_at_the_largest_int32(
+      self, counter, number, expected
+  ):
     counted = states.safe_add(jnp.int32(counter), jnp.asarray(number))
 
     chex.assert_trees_all_equal(counted, jnp.int32(expected), strict=True)

@@ -104,7 +104,7 @@ class TrainingTest(parameterized.TestCase):
   }
 
   @pytest.mark.thorough
-  def test_gates_in_an_unfinished_window(self):
+  def test_resizing_gates_in_an_unfinished_window(self):
     inner = guard(shard_update(adam(), AXIS), AXIS, on_bad='exclude')
     inner = drop_stale(2, inner, axis_name=AXIS)
     valid = np.random.default_rng(1).integers(0, 2, (CALLS, ROWS))
@@ -115,7 +115,7 @@ class TrainingTest(parameterized.TestCase):
     self.assert_goes_on(tx, valid.astype(np.float32))
 
   @pytest.mark.thorough
-  def test_wrappers_of_optax_inside_and_around(self):
+  def test_resizing_inside_and_around_wrappers_of_optax(self):
     def inject(rate):
       inner = shard_update(optax.MultiSteps(adam(rate), TOWERS), AXIS)
       return optax.partition({'all': inner}, 'all')
@@ -189,10 +189,10 @@ class TrainingTest(parameterized.TestCase):
     )
 
 
-class CutTest(parameterized.TestCase):
+class SlicesTest(parameterized.TestCase):
   """The slices of `shard_update`."""
 
-  def test_slices_are_as_if_cut_there(self):
+  def test_resized_slices_equal_newly_created_slices(self):
     # Over eight shards: cut evenly, with padding, on some shards none, one.
     shapes = (4, 6), (3, 5, 1), (71,), (3,), (1,), (1, 17)
     params = [
@@ -238,7 +238,9 @@ class CutTest(parameterized.TestCase):
       # The parts of the parameter are padded.
       ((1, 2), (4, 2), (6, 5), r'`in_specs` shards .* for \.inner_state'),
   )
-  def test_slices_of_sharded_parameters(self, before, after, shape, words):
+  def test_resizing_slices_of_sharded_parameters(
+      self, before, after, shape, words
+  ):
     tx = shard_update(copying(), AXIS)
     params = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     mesh, other = map(two_axes, (before, after))
@@ -271,7 +273,7 @@ class WindowTest(parameterized.TestCase):
   @cases.parameters(
       (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]), (3, 5, [[0], [1], [2], [], []])
   )
-  def test_shards_are_merged(self, before, after, parts):
+  def test_windows_of_merged_shards_are_combined(self, before, after, parts):
     inner = guard(averaged(optax.identity()), AXIS)
     tx = tower_reduce(4, inner, axis_name=AXIS)
     params = jnp.zeros((2, 3))
@@ -392,7 +394,9 @@ class WindowTest(parameterized.TestCase):
           'got the shape .8, 2. instead of',
       ),
   )
-  def test_refuses_a_window(self, kind, tower, weights, changes, message):
+  def test_refuses_windows_that_cannot_be_resized(
+      self, kind, tower, weights, changes, message
+  ):
     inner = averaged(optax.identity())
     tx = tower_reduce(4, inner, axis_name=AXIS, reduction=kind)
     state = saved(tx, ZEROS, 8, tower=tower, total_weight=weights)
@@ -422,7 +426,7 @@ def keep():
 class CopyTest(parameterized.TestCase):
   """What is copied, how it is given, and what is refused."""
 
-  def test_reads_nothing_of_the_parameters_but_their_shapes(self):
+  def test_reads_only_the_shapes_of_parameters(self):
     params = jnp.zeros(3)
     state = state_of(optax.trace(0.9), params, 8)
     params.delete()
@@ -432,7 +436,7 @@ class CopyTest(parameterized.TestCase):
     np.testing.assert_array_equal(resized.trace, np.zeros(3))
 
   @cases.parameters((3, False), (8, False), (8, True), fast='8_.*')
-  def test_each_shard_has_a_key(self, num_shards, is_shared):
+  def test_each_shard_gets_a_random_key(self, num_shards, is_shared):
     noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
     tx = st.contrib.local_updates(noise, cross_shard_mean(AXIS), AXIS, every=4)
     state = state_of(tx, jnp.zeros(2), 4)
@@ -463,7 +467,7 @@ class CopyTest(parameterized.TestCase):
     assert_same(resized, replaced(expected, total=total))
     self.assertEqual(resized.total.sharding.spec, P(AXIS, 'model'))
 
-  def test_what_it_does_not_know_is_copied_to_as_many_shards(self):
+  def test_undeclared_state_is_copied_to_as_many_shards(self):
     state = state_of(keep(), np.arange(3.0, dtype=np.float32), 8)
 
     resized = resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh())
@@ -492,7 +496,9 @@ class CopyTest(parameterized.TestCase):
           r'\(3,\) instead of .* at \.total',
       ),
   )
-  def test_refuses_state_of_others(self, tx, other, shape, options, words):
+  def test_refuses_state_of_other_transformations_or_parameters(
+      self, tx, other, shape, options, words
+  ):
     state = saved(tx, np.zeros(3, np.float32), 8)
 
     message = f'`state` .* by this .* these parameters: got .*{words}'
@@ -549,7 +555,7 @@ except ValueError as error:
 class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
-  def test_state_of_several_processes(self):
+  def test_refuses_state_on_other_processes(self):
     source = pathlib.Path(st.__file__).parents[1]
     main = (
         'import sys\nfrom shard_transforms import launch\n'
@@ -574,7 +580,7 @@ class ProcessesTest(parameterized.TestCase):
 
     self.assertEqual(done.returncode, 0, done.stderr)
     message = r'partly on other processes, at \.inner_state\.trace'
-    self.assertRegex(done.stdout, f'`state` of `resize_state` {message}')
+    self.assertRegex(done.stdout, f'got a state that is {message}')
 
 
 class DeclaredStateTest(parameterized.TestCase):
@@ -598,7 +604,7 @@ class DeclaredStateTest(parameterized.TestCase):
           *([1, 2, 3, 4, 100], [5, 6, 7, 8, 8]),
       ),
   )
-  def test_each_rule_is_kept(self, num_shards, seen, rate, least, most):
+  def test_each_rule_is_applied(self, num_shards, seen, rate, least, most):
     values = np.arange(1, 5, dtype=np.int32)
 
     state = self.resized(
@@ -621,7 +627,7 @@ class DeclaredStateTest(parameterized.TestCase):
     mu = optax.tree_utils.tree_get(state, 'mu')
     self.assertEqual(mu.shape, (num_shards * -(-5 // num_shards),))
 
-  def test_nothing_begins_anew_on_as_many_shards(self):
+  def test_fields_are_not_reset_on_as_many_shards(self):
     state = self.resized(4, last_norms=np.full(3, 7, np.float32))
 
     np.testing.assert_array_equal(state.recent['last_norms'], [7] * 3)
@@ -634,7 +640,7 @@ class DeclaredStateTest(parameterized.TestCase):
           "`Rule` .*'sum' for 'seen'",
       ),
   )
-  def test_names_what_is_declared_wrongly(self, table, error, message):
+  def test_error_names_the_invalid_rule(self, table, error, message):
     class State(NamedTuple):
       seen: jax.Array
       rules = table
@@ -648,17 +654,3 @@ class DeclaredStateTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(error, f'`rules` of `State` .*{message}'):
       resize_state(state, tx, (), modes.mesh(2), reduction='sum')
-
-
-class RuleTest(parameterized.TestCase):
-  """Wrong arguments of rules."""
-
-  @cases.parameters(
-      (dict(resize='some'), ValueError, '`resize` must be'),
-      (dict(metric='some'), ValueError, '`metric` must be'),
-      (dict(health_check='some'), TypeError, '`health_check` must be'),
-      (dict(full=len), ValueError, '`full` and `place` must be'),
-  )
-  def test_refuses(self, rule, error, words):
-    with self.assertRaisesRegex(error, words):
-      Rule(**rule)

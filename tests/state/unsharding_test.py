@@ -74,7 +74,7 @@ def saved_by_orbax(state, like):
 class FullTest(parameterized.TestCase):
 
   @cases.parameters(*WRAPPERS, fast='elements')
-  def test_is_the_state_of_the_replicated_optimizer(self, name):
+  def test_full_state_is_that_of_the_replicated_optimizer(self, name):
     tx, shapes = WRAPPERS[name](COPY), jax.eval_shape(params_of)
     mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Explicit,))
     state = init_state(tx, params_of(), mesh)
@@ -125,7 +125,7 @@ class FullTest(parameterized.TestCase):
     expected = {'init_state': 2, 'unshard_state': 2, 'shard_state': 2}
     self.assertEqual(counts, expected | {'resize_state': 5})
 
-  def test_no_device_needs_memory_for_all_of_it(self):
+  def test_no_device_needs_memory_for_the_full_state(self):
     tx, mesh = contrib.owned_update(optax.trace(0.9), AXIS), modes.mesh()
     params = {str(i): ones((64, 64)) for i in range(16)}
     state = init_state(tx, params, mesh)
@@ -136,7 +136,7 @@ class FullTest(parameterized.TestCase):
     self.assertLess(memory.temp_size_in_bytes, num_bytes / 2)
 
   @cases.parameters(*WRAPPERS)
-  def test_where_the_mesh_is_in_use(self, name):
+  def test_unshards_under_set_mesh(self, name):
     tx, params = WRAPPERS[name](COPY), params_of()
     mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Explicit,))
 
@@ -150,7 +150,7 @@ class FullTest(parameterized.TestCase):
     assert_same(placed, state)
 
   @cases.parameters(*WRAPPERS)
-  def test_over_several_axes(self, name):
+  def test_unshards_over_several_axes(self, name):
     tx = WRAPPERS[name](COPY, axis_name=('hosts', 'cores'))
     before, after = (
         jax.make_mesh(shape, ('hosts', 'cores'), (AxisType.Auto,) * 2)
@@ -170,7 +170,7 @@ class FullTest(parameterized.TestCase):
     self.assertEqual(specs['odd'], P(None, 'hosts'))
 
   @cases.parameters(*WRAPPERS)
-  def test_numpy_gives_numpy_and_nothing_is_shared(self, name):
+  def test_numpy_state_gives_numpy_state_without_shared_memory(self, name):
     # JAX keeps the memory of some arrays of NumPy, by where they lie.
     tx, mesh = optax.chain(WRAPPERS[name](COPY), COPY), modes.mesh()
     params = {k: ones((64, 64)) for k in 'vw'}
@@ -190,7 +190,7 @@ class FullTest(parameterized.TestCase):
     chex.assert_trees_all_equal(again[0].inner_state[1], again[1][1], params)
 
   @cases.parameters(*WRAPPERS)
-  def test_stays_when_the_state_is_donated(self, name):
+  def test_full_state_survives_donation_of_the_state(self, name):
     tx, mesh = optax.chain(WRAPPERS[name](COPY), COPY), modes.mesh()
     params = {k: params_of()[k] for k in ('even', 'scalar')}
     state = init_state(tx, params, mesh)
@@ -205,7 +205,7 @@ class FullTest(parameterized.TestCase):
       np.testing.assert_array_equal(count, 3)
       np.testing.assert_array_equal(copy['scalar'], 0.5)
 
-  def test_has_the_keys_of_random_numbers(self):
+  def test_full_state_contains_random_keys(self):
     noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
     inner = optax.chain(noise, optax.trace(0.9))
     tx, params = contrib.owned_update(inner, AXIS), {'a': ones((4, 3))}
@@ -220,7 +220,7 @@ class FullTest(parameterized.TestCase):
       chex.assert_trees_all_equal(jax.tree.map(_bits, found), expected)
 
   @cases.parameters(*WRAPPERS)
-  def test_a_label_without_parameters_is_resized(self, name):
+  def test_resizes_a_label_without_parameters(self, name):
     inner = functools.partial(WRAPPERS[name], optax.trace(0.9))
     tx = optax.partition(
         {'matrix': inner(), 'embedding': inner()},
@@ -238,7 +238,7 @@ class FullTest(parameterized.TestCase):
       params=((), {}, {'a': None}),
       fast='elements_.*|compression_a',
   )
-  def test_parameters_without_leaves_have_a_full_state(self, name, params):
+  def test_empty_parameters_have_a_full_state(self, name, params):
     tx = compression.compressed_mean(AXIS, compression.quantize(8))
     if name in WRAPPERS:
       tx = WRAPPERS[name](optax.trace(0.9))
@@ -252,7 +252,7 @@ class FullTest(parameterized.TestCase):
     for found in placed, resized:
       assert_same(found, init_state(tx, params, other))
 
-  def test_keeps_what_each_shard_has_and_converts_it(self):
+  def test_keeps_and_resizes_per_shard_state(self):
     inner = shard_update(optax.trace(0.9), AXIS)
     tx = tower_reduce(4, guard(inner, AXIS), axis_name=AXIS)
     params = {'w': zeros((3, 5))}
@@ -298,7 +298,7 @@ class CheckpointTest(parameterized.TestCase):
   """What libraries save and restore."""
 
   @cases.parameters(*WRAPPERS, fast='elements')
-  def test_orbax_restores_it_on_other_shards(self, name):
+  def test_orbax_restores_full_state_on_other_shards(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     params = {name: ones(shape) for name, shape in OWNED.items()}
     before, after = modes.mesh(), modes.mesh(3)
@@ -481,7 +481,7 @@ EACH = (
 
 class RefusalTest(parameterized.TestCase):
 
-  def test_refuses_what_it_was_not_made_of(self):
+  def test_refuses_state_that_was_created_differently(self):
     given = {'params': {'w': zeros((4, 4))}}
     for name, tx in TRACE.items():
       for changes, error, words in BOTH:
@@ -492,7 +492,7 @@ class RefusalTest(parameterized.TestCase):
       with self.subTest(words), self.assertRaisesRegex(ValueError, words):
         convert(**given | changes)
 
-  def test_what_is_not_resized_may_be_elsewhere(self):
+  def test_state_that_is_not_resized_may_be_on_other_processes(self):
     tx, params = guard(shard_update(COPY, AXIS), AXIS), {'w': ones((3, 5))}
     mesh = modes.mesh()
     state = init_state(tx, params, mesh)
