@@ -220,7 +220,9 @@ CALLS = {
                 ),
             }.items()
         },
-        '`groups` must not be empty': of(cross_shard_mean, AXIS, groups=[]),
+        '`groups` must contain at least one': of(
+            cross_shard_mean, AXIS, groups=[]
+        ),
         "`on_bad` must be 'skip' or 'exclude'": of(guard, SGD, on_bad='drop'),
         "`on_bad='exclude'` of `guard` must come with `axis_name`": of(
             guard, SGD, on_bad='exclude'
@@ -232,7 +234,7 @@ CALLS = {
             sent_as(0), MATRIX
         ),
         **{
-            f'`updates` of `{name}` must not be sharded .*Explicit.*`Auto`': of(
+            f'`updates` of `{name}` are sharded .*Explicit.*`Auto`': of(
                 beside_explicit(tx), MATRIX
             )
             for name, tx in {
@@ -435,7 +437,7 @@ UPDATES = {
             'mean',
             updates=with_leaf(b=lambda _: random.split(random.key(0), 8)),
         ),
-        r"`updates` of `tower_reduce` must be real .* complex .* \['w'\]": to(
+        r"`updates` of `tower_reduce` are complex at \['w'\]": to(
             'towers', updates=with_leaf(w=lambda w: w * 1j)
         ),
         '`weight` of `tower_reduce` must be a real number, got 1j': to(
