@@ -220,7 +220,7 @@ CALLS = {
                 ),
             }.items()
         },
-        '`groups` must contain at least one': of(
+        '`groups` must contain at least': of(
             cross_shard_mean, AXIS, groups=[]
         ),
         "`on_bad` must be 'skip' or 'exclude'": of(guard, SGD, on_bad='drop'),

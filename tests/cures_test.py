@@ -246,7 +246,7 @@ ROWS = {
         with_gradient(jax.grad(loss)),
         'is already reduced',
         {
-            'Differentiate with `shard_transforms.value_and_grad`': with_gradient(
+            'with `shard_transforms.value_and_grad`': with_gradient(
                 lambda w, x: st.value_and_grad(loss, AXIS)(w, x)[1]
             )
         },

@@ -122,7 +122,7 @@ class GlobalNormTest(parameterized.TestCase):
           float,
           {'axis_name': AXIS},
           ValueError,
-          'cannot infer which .* not track',
+          'cannot infer .* not track',
       ),
       (float, {'specs': P(AXIS)}, ValueError, 'must come with `axis_name`'),
       (
