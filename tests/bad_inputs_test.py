@@ -220,9 +220,7 @@ CALLS = {
                 ),
             }.items()
         },
-        '`groups` must contain at least': of(
-            cross_shard_mean, AXIS, groups=[]
-        ),
+        '`groups` must contain at least': of(cross_shard_mean, AXIS, groups=[]),
         "`on_bad` must be 'skip' or 'exclude'": of(guard, SGD, on_bad='drop'),
         "`on_bad='exclude'` of `guard` must come with `axis_name`": of(
             guard, SGD, on_bad='exclude'

@@ -52,12 +52,12 @@ class PartitionTest(parameterized.TestCase):
       (np.arange(8), TypeError, SEQUENCES),
       ([[0, 1.0]], TypeError, 'contain integer shard ids, got 1.0 in'),
       ([[False, True]], TypeError, 'contain integer shard ids, got False in'),
-      ([[0, 1], [1, 2]], ValueError, r'ids in more than one place \[1\] in'),
-      ([[0, 1], [-1, 2]], ValueError, r'negative ids \[-1\] in'),
+      ([[0, 1], [1, 2]], ValueError, r'but the ids \[1, 3\] are'),
+      ([[0, 1], [-1, 2]], ValueError, r'but the ids \[-1, 3\] are'),
       (
           [[0, 1], [3, 5]],
           ValueError,
-          r'exactly once, got gaps \(too large for 4 ids: \[5\]\) at .* \[2\]',
+          r'0 to 3 exactly once, but the ids \[2, 5\] are',
       ),
   )
   def test_refuses_invalid_partitions(self, groups, error, words):

@@ -28,20 +28,17 @@ def as_groups(groups: Any) -> Groups:
         f' groups, got {groups!r}.'
     )
   counts = collections.Counter(ids)
-  too_large = sorted(shard for shard in counts if shard >= len(ids))
-  wrong_ids = {
-      'negative ids': [shard for shard in counts if shard < 0],
-      'ids in more than one place': [x for x in counts if counts[x] > 1],
-      f'gaps (too large for {len(ids)} ids: {too_large}) at the ids': [
-          shard for shard in range(len(ids)) if shard not in counts
-      ],
-  }
-  for problem, shards in wrong_ids.items():
-    if shards:
-      raise ValueError(
-          '`groups` must contain every id from 0 to the number of shards minus'
-          f' 1 exactly once, got {problem} {sorted(shards)} in {groups!r}.'
-      )
+  expected = range(len(ids))
+  if wrong := sorted(
+      shard
+      for shard in counts.keys() | set(expected)
+      if counts[shard] != (shard in expected)
+  ):
+    raise ValueError(
+        f'`groups` must contain every id from 0 to {len(ids) - 1} exactly once,'
+        f' but the ids {wrong} are missing, repeated or outside of this range'
+        f' in {groups!r}.'
+    )
   if len(set(map(len, checked))) > 1:
     raise ValueError(f'`groups` must have the same size, got {groups!r}.')
   return checked
@@ -64,6 +61,11 @@ def check_size(groups: Groups, num_shards: int) -> None:
 
 
 def _items(value, groups):
+  """Returns a sequence of groups or of ids.
+
+  Raises:
+    TypeError: If `value` is not a sequence.
+  """
   if isinstance(value, np.ndarray):
     value = value.tolist()
   if isinstance(value, str) or not isinstance(value, Sequence):

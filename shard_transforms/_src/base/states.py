@@ -144,20 +144,18 @@ class Rule:
   replaces_params: bool = False
 
   def __post_init__(self):
-    if not callable(self.resize) and self.resize not in get_args(ResizeKind):
+    resize, metric, check = self.resize, self.metric, self.health_check
+    if not (callable(resize) or resize in (kinds := get_args(ResizeKind))):
       raise ValueError(
-          f'`resize` must be a function or one of {get_args(ResizeKind)}, got'
-          f' {self.resize!r}.'
+          f'`resize` must be a function or one of {kinds}, got {resize!r}.'
       )
-    if self.metric is not None and self.metric not in get_args(Summary):
+    if not (metric is None or metric in (kinds := get_args(Summary))):
       raise ValueError(
-          f'`metric` must be None or one of {get_args(Summary)}, got'
-          f' {self.metric!r}.'
+          f'`metric` must be None or one of {kinds}, got {metric!r}.'
       )
-    if not (self.health_check is None or callable(self.health_check)):
+    if not (check is None or callable(check)):
       raise TypeError(
-          '`health_check` must be None or a function, got'
-          f' {self.health_check!r}.'
+          f'`health_check` must be None or a function, got {check!r}.'
       )
     if (self.full is None) != (self.place is None):
       raise ValueError(

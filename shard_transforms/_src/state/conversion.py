@@ -433,27 +433,19 @@ def _copied(leaf):
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return leaf
   if isinstance(leaf, jax.Array):
-    return _copy_array(leaf)
+    return jnp.copy(leaf)
   return np.array(leaf, fields.dtype_of(leaf))
 
 
 def _put(leaf, sharding):
   """Returns a copy of a leaf, placed with a sharding."""
   if not resizing.is_addressable(leaf):
-    return jax.jit(_copy_array, out_shardings=sharding)(leaf)
+    return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
   if isinstance(leaf, jax.Array) and resizing.is_key(leaf):
-    # `jax.device_put` of a random key could share its memory.
-    bits = _put(np.asarray(jax.random.key_data(leaf)), sharding)
-    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
+    # `jax.device_put` may share the memory of its argument.
+    return jax.device_put(jnp.copy(leaf), sharding)
   # JAX may alias the memory of a NumPy array.
   values = np.array(leaf)
   return jax.make_array_from_callback(
       values.shape, sharding, values.__getitem__, dtype=values.dtype
   )
-
-
-def _copy_array(leaf):
-  if not resizing.is_key(leaf):
-    return jnp.copy(leaf)
-  bits = jnp.copy(jax.random.key_data(leaf))
-  return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))

@@ -23,7 +23,7 @@ from shard_transforms._src.state import state_types
 def init_state(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     *,
     in_specs: specs_lib.SpecTree = P(),
     stacked: bool = False,
@@ -79,7 +79,7 @@ def init_state(
 def make_state(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     axes: Sequence[Hashable],
     *,
     in_specs: specs_lib.SpecTree = P(),

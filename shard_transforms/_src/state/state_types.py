@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
@@ -20,6 +19,7 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.state import fields
@@ -33,7 +33,7 @@ _SPECS_IN_USE: contextvars.ContextVar[Mapping[str, tuple[Any, P]]] = (
 def state_types(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     param_specs: Any,
     stacked_axes: tuple[Hashable, ...] = (),
     on_one_shard: Callable[[], Any] | None = None,
@@ -93,7 +93,7 @@ def state_types(
 def types_on_one_shard(
     tx: optax.GradientTransformation,
     params: Any,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     param_specs: Any,
 ) -> Any:
   """Returns the types that the state has if each mesh axis has one shard.
@@ -130,9 +130,7 @@ def spec_tree(types: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding.spec, types)
 
 
-def shardings(
-    specs: Any, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
-) -> Any:
+def shardings(specs: Any, mesh: mapping.AnyMesh) -> Any:
   """Returns the shardings over a mesh for a tree of specs."""
   return jax.tree.map(
       lambda spec: jax.sharding.NamedSharding(mesh, spec), specs
@@ -202,40 +200,13 @@ def _traced(fn, params, mesh, param_specs):
   return results[0]
 
 
-def check_specs_in_use(
-    name: str, shape: tuple[int, ...], spec: P, caller: str
-) -> None:
-  """Checks that a spec slices a parameter like `in_specs`.
+def specs_in_use() -> Mapping[str, tuple[tuple[int, ...], P]]:
+  """Returns the local shape and the spec of each parameter, by its name.
 
-  Types do not show which dimension an axis slices. Parameters that are not part
-  of the current trace by `init_state` or `state_specs`, such as those of
-  another tree, are not checked.
-
-  Args:
-    name: The path of the parameter.
-    shape: The shape of the slice that a shard holds.
-    spec: The spec to check.
-    caller: The public name that errors show.
-
-  Raises:
-    ValueError: If the specs differ.
+  Types do not show which dimension of a parameter an axis slices. The mapping
+  is empty unless `init` is traced for `init_state` or `state_specs`.
   """
-  traced_shape, in_spec = _SPECS_IN_USE.get({}).get(name, (None, None))
-  if traced_shape != shape or in_spec is None:
-    return
-
-  def axes_of_dims(spec):
-    entries = specs_lib.entries(spec)
-    entries += [()] * (len(shape) - len(entries))
-    return [[a for a in entry if lax.axis_size(a) > 1] for entry in entries]
-
-  if axes_of_dims(spec) != axes_of_dims(in_spec):
-    raise ValueError(
-        f'`param_specs` of `{caller}` must be the `in_specs` of the step, got'
-        f' {spec!r} for {name}, which `in_specs` shards by {in_spec!r}. Pass'
-        ' the same specs to `param_specs`, `init_state`, `state_specs`,'
-        ' `on_mesh` and `jax.shard_map`.'
-    )
+  return _SPECS_IN_USE.get({})
 
 
 def _num_parts(spec, mesh):
@@ -249,7 +220,7 @@ def _num_parts(spec, mesh):
 def types_over_unmapped_axes(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     in_specs: Any,
     state: Any,
     unmapped_specs: Any,
@@ -383,7 +354,7 @@ def is_abstract(params: leaves_lib.ParamTree) -> bool:
 def abstract(
     tree: Any,
     specs: Any,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
 ) -> Any:
   """Returns the shapes, dtypes and shardings of a tree of arrays."""
   return jax.tree.map(
