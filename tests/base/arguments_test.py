@@ -1,4 +1,4 @@
-"""Integers, real numbers, weights and local steps: accepted or refused."""
+"""Tests of checks of integers, real numbers, weights and local steps."""
 
 from absl.testing import parameterized
 import jax
@@ -97,7 +97,7 @@ class WeightTest(parameterized.TestCase):
 
     mapped = jax.jit(jax.vmap(means, axis_name='data'))
 
-    # What is no weight counts as zero.
+    # Invalid weights count as zero.
     for weights, expected in (
         (np.int32([3, 1, 0]), 3),
         (np.array([3, 1, -1], jnp.bfloat16), 3),

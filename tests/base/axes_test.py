@@ -1,4 +1,4 @@
-"""Axis names and unbound axes, and `per_shard` over one or several axes."""
+"""Tests of axis names, unbound axes, and `per_shard` over several axes."""
 
 from absl.testing import parameterized
 import chex

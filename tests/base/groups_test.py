@@ -1,4 +1,4 @@
-"""Partitions into groups: which are refused, and that each reduces alone."""
+"""Tests of groups: invalid partitions, and separate reductions."""
 
 from absl.testing import parameterized
 import chex
@@ -14,7 +14,7 @@ import shard_transforms as st
 
 FACTORIES = {'mean': st.cross_shard_mean, 'sum': st.cross_shard_sum}
 
-# Of 8 shards, by what is special about each.
+# Partitions of 8 shards, by their special feature.
 PARTITIONS = {
     'in_order': [[0, 1, 2, 3], [4, 5, 6, 7]],
     'strided': [[0, 4], [1, 5], [2, 6], [3, 7]],
@@ -119,7 +119,7 @@ def _reduced(mode, weighted):
     return jax.tree.map(reduce, transformations, is_leaf=_is_transformation)
 
   params = {'w': jnp.ones(5, jnp.float32), 'b': jnp.float32(2)}
-  # A NaN shows where a shard of weight zero is not left out.
+  # A NaN shows if a shard of weight zero is not excluded.
   data = np.where(WEIGHTS[:, None] > 0, DATA, np.nan) if weighted else DATA
   return modes.map_shards(mode, shard)(params, (data, WEIGHTS))
 
@@ -129,7 +129,7 @@ def _is_transformation(node):
 
 
 def _expected(kind, name, weights):
-  """Returns what each shard gets."""
+  """Returns the result on each shard."""
   out = np.zeros((8, 5))
   divisor = 1 if kind == 'sum' else None
   for group in map(list, PARTITIONS[name]):

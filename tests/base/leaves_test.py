@@ -1,4 +1,4 @@
-"""Leaves and dtypes that reductions keep, and sums of few bits in float32."""
+"""Tests of leaves in reductions: dtypes, and narrow floats in float32."""
 
 from absl.testing import parameterized
 import chex
@@ -16,7 +16,7 @@ NARROW = ('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
 
 
 def _update(tx, updates, params=None, **extra_args):
-  """Returns what kind of updates `tx` makes of those of each of 3 shards."""
+  """Returns the types of the updates of `tx` on 3 shards."""
   params = updates if params is None else params
 
   def fn(_):
@@ -121,7 +121,7 @@ class AccumulatorTest(parameterized.TestCase):
 
   @cases.parameters(None, 1.0)
   def test_narrow_floats_are_summed_in_float32(self, weight):
-    # 1 is lost where it is added to the first one in so few bits.
+    # Adding 1 to the first value in a narrow float would lose it.
     first = {'bfloat16': 256, 'float16': 2048, 'float8_e4m3fn': 16}
     each = {
         k: np.array([x] + 7 * [1]).astype(jnp.dtype(k))

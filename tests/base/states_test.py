@@ -1,4 +1,4 @@
-"""How states keep values of each shard, and counters that saturate."""
+"""Tests of per-shard values in states, and of saturating counters."""
 
 from absl.testing import parameterized
 import chex

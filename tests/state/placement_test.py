@@ -1,4 +1,4 @@
-"""Where the state of a step lies: `state_specs`, `specs_of`, `init_state`."""
+"""Tests of the placement of state: `state_specs`, `specs_of`, `init_state`."""
 
 import functools
 
@@ -119,7 +119,8 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(specs, dict.fromkeys(PARAMS, P()))
 
   def test_leaves_shaped_unlike_their_parameter_are_replicated(self):
-    # Where it does not factor, Adafactor keeps placeholders of length 1.
+    # Adafactor keeps placeholders of length 1 for parameters that it does not
+    # factor.
     tx = optax.adafactor(0.1)
     params = {'h': jnp.ones(8)}
 
@@ -220,7 +221,7 @@ class InitStateTest(parameterized.TestCase):
   def test_shards_state_like_the_parameters(self, kind):
     mesh = _mesh(kind, (2, 4))
     tx = st.tower_reduce(2, optax.ema(0.9), axis_name='data')
-    # A state that starts as the parameters tells which part lies where.
+    # A state that equals the parameters shows the placement of each part.
     copy = optax.GradientTransformation(
         lambda params: optax.TraceState(jax.tree.map(jnp.copy, params)),
         optax.trace(0.9).update,

@@ -1,4 +1,4 @@
-"""State resized to another number of shards loses nothing."""
+"""Tests of `resize_state`: state on another number of shards."""
 
 import functools
 import os
@@ -38,7 +38,7 @@ CALLS, ROWS, TOWERS = 6, 24, 3
 
 
 def adam(rate=0.1):
-  # With a tiny `eps`, Adam would hide a wrong scale of what it is given.
+  # With a tiny `eps`, Adam would hide a wrong scale of the gradients.
   return optax.adam(rate, eps=1.0)
 
 
@@ -47,7 +47,7 @@ def averaged(inner):
 
 
 def spiked(state, last_spike):
-  """Returns the spikes of a guard that has seen some."""
+  """Returns the state of a spike rule that has counted spikes."""
   statistics = state.spikes.statistics
   return replaced(
       state.spikes,
@@ -58,7 +58,7 @@ def spiked(state, last_spike):
 
 
 def copying():
-  """Returns a transformation whose state are the parameters."""
+  """Returns a transformation whose state is a copy of the parameters."""
   return optax.GradientTransformation(
       lambda params: jax.tree.map(jnp.copy, params),
       lambda updates, state, params=None: (updates, state),
@@ -66,7 +66,7 @@ def copying():
 
 
 def replaced(state, **fields):
-  """Returns the state with other values, where the old ones are."""
+  """Returns the state with new values in the placement of the old values."""
 
   def place(like, x):
     x = np.asarray(x, like.dtype)
@@ -84,7 +84,7 @@ def state_of(tx, params, num_shards):
 
 
 def saved(tx, params, num_shards, **fields):
-  """Returns a state as from a checkpoint, of zeros and of these fields."""
+  """Returns a state of zeros, except for these fields, as NumPy arrays."""
   state = state_of(tx, jax.eval_shape(lambda: params), num_shards)
   state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
   return replaced(state, **fields)
@@ -96,7 +96,7 @@ def two_axes(shape):
 
 
 class TrainingTest(parameterized.TestCase):
-  """Training on another number of shards goes on as if it never had another."""
+  """Training continues on another number of shards as on one device."""
 
   PARAMS = {
       'padded': np.linspace(-2, 1, 15, dtype=np.float32).reshape(3, 5, 1),
@@ -108,7 +108,7 @@ class TrainingTest(parameterized.TestCase):
     inner = guard(shard_update(adam(), AXIS), AXIS, on_bad='exclude')
     inner = drop_stale(2, inner, axis_name=AXIS)
     valid = np.random.default_rng(1).integers(0, 2, (CALLS, ROWS))
-    # Of some shards, no row counts.
+    # No row of some shards counts.
     valid[:, :3] = valid[1::2, 9:18] = 0
 
     tx = tower_reduce(TOWERS, inner, axis_name=AXIS)
@@ -159,7 +159,7 @@ class TrainingTest(parameterized.TestCase):
 
     params, before = self.PARAMS, 8
     state = state_of(tx, params, before)
-    # The window's shards are merged, and spread in the next one.
+    # The shards are merged within one window, and split within the next one.
     for call, after in enumerate((8, 8, 4, 4, 8, 8)):
       if after != before:
         state = resize_state(state, tx, self.PARAMS, modes.mesh(after))
@@ -193,7 +193,8 @@ class SlicesTest(parameterized.TestCase):
   """The slices of `shard_update`."""
 
   def test_resized_slices_equal_newly_created_slices(self):
-    # Over eight shards: cut evenly, with padding, on some shards none, one.
+    # On eight shards, leaves are divided evenly or with padding, and some
+    # shards have only padding.
     shapes = (4, 6), (3, 5, 1), (71,), (3,), (1,), (1, 17)
     params = [
         *(1 + np.arange(np.prod(x), dtype='f').reshape(x) for x in shapes),
@@ -208,7 +209,7 @@ class SlicesTest(parameterized.TestCase):
     state = state_of(tx, params, 8)
 
     resized = resize_state(state, tx, params, modes.mesh(3))
-    # The state may be of NumPy, and parameters may be shapes.
+    # The state may consist of NumPy arrays, and parameters may be abstract.
     given = jax.device_get(state), tx, jax.eval_shape(lambda: params)
     of_numpy = resize_state(*given, modes.mesh(3))
 
@@ -221,7 +222,7 @@ class SlicesTest(parameterized.TestCase):
       (8, [(4, 4)], [(16,)], r'\(.*\) instead of \(.*\) at .*\[0\]'),
       (1, [(2, 3, 5)], [(5, 6)], r'\(.*\) instead of \(.*\) at .*\[0\]'),
       (1, [(1,)], [()], r'\(.*\) instead of \(.*\) at .*\[0\]'),
-      # Each would fit alone, on 8 and on 88 shards.
+      # Each leaf fits some number of shards, 8 or 88, but not the same one.
       (8, [(64,), (9, 9)], [(60,), (3, 3)], 'no number of shards pads all'),
   )
   def test_refuses_slices_of_other_leaves(self, before, shapes, others, words):
@@ -256,7 +257,7 @@ class SlicesTest(parameterized.TestCase):
 
 
 ZEROS = np.zeros(2, np.float32)
-# What may stand around a window, and gives it weights.
+# Gates that pass weights to a window.
 GATES = {
     'none': lambda tx: tx,
     'guard': lambda tx: guard(tx, AXIS, on_bad='exclude'),
@@ -268,7 +269,7 @@ GATES = {
 
 
 class WindowTest(parameterized.TestCase):
-  """What `tower_reduce` has collected, and what `guard` has seen."""
+  """The unfinished window of `tower_reduce`, and the counters of `guard`."""
 
   @cases.parameters(
       (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]), (3, 5, [[0], [1], [2], [], []])
@@ -307,7 +308,8 @@ class WindowTest(parameterized.TestCase):
       ('mean', [3, 6, 9], [8, 16, 24, 0, 0, 0, 0, 0], 3),
       ('sum', [0, 1, 2, 3, 4, 5, 6, 7], [28], 3),
       ('sum', [3, 6, 9], [3, 6, 9, 0, 0, 0, 0, 0], 3),
-      # Weights that look like towers, and where it does not matter what is.
+      # Weights that look like numbers of towers, and windows whose result does
+      # not depend on `reduction`.
       ('weighted', [1, 2, 3, 4, 5, 6, 7, 8], [6, 15, 15], [9, 9, 6]),
       (None, [0] * 8, [0] * 4, 0),
       (None, [1, 2, 3], [1, 2, 3], 3),
@@ -340,7 +342,7 @@ class WindowTest(parameterized.TestCase):
   ):
     inner = averaged(optax.identity())
     tx = tower_reduce(2, inner, axis_name=AXIS, reduction=kind)
-    # A shard has had no weight.
+    # The first shard has no weight yet.
     total = np.float32([[0, 0], [6, 8], [18, 21], [36, 40]])
     given = {'tower': 1, 'total': total, 'total_weight': np.arange(4)}
     state = saved(tx, ZEROS, 4, **given)
@@ -424,7 +426,7 @@ def keep():
 
 
 class CopyTest(parameterized.TestCase):
-  """What is copied, how it is given, and what is refused."""
+  """State that is copied, and state that is refused."""
 
   def test_reads_only_the_shapes_of_parameters(self):
     params = jnp.zeros(3)
@@ -483,7 +485,7 @@ class CopyTest(parameterized.TestCase):
       (adam(), optax.sgd(0.1), (3,), {}, 'the tree'),
       (adam(), adam(), (4,), {}, r'\(3,\) instead of \(4,\) at .*mu'),
       (adam(), adam(), (3, 1), {}, r'\(3,\) instead of \(3, 1\) at'),
-      # A sum of towers that has no axis of shards.
+      # Without `axis_name`, the total has no axis of shards.
       (
           tower_reduce(4),
           tower_reduce(4),
@@ -514,7 +516,7 @@ class CopyTest(parameterized.TestCase):
       resize_state(state, optax.trace(0.9), params, modes.mesh(4))
 
 
-# Two processes with a device each; the state of one lives in both.
+# Two processes with one device each; the state is sharded over both.
 WORKER = """
 import jax, jax.numpy as jnp, numpy as np, optax
 import shard_transforms as st
@@ -564,7 +566,7 @@ class ProcessesTest(parameterized.TestCase):
 
     done = subprocess.run(
         [sys.executable, '-c', main, WORKER],
-        # With a command, Python looks here first.
+        # Python first searches this folder for imports.
         cwd=source,
         env={
             **os.environ,
@@ -584,10 +586,10 @@ class ProcessesTest(parameterized.TestCase):
 
 
 class DeclaredStateTest(parameterized.TestCase):
-  """States outside of the library declare their own resize rules."""
+  """Custom states that declare resize rules."""
 
   def resized(self, num_shards, **values):
-    """Returns a state in a guard in a chain, begun on 4 shards."""
+    """Returns a custom state inside of wrappers, resized from 4 shards."""
     tx = optax.chain(
         guard(declared_state.tally(shard_update(adam(), AXIS), AXIS), AXIS),
         optax.identity(),
@@ -623,7 +625,7 @@ class DeclaredStateTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.most, most)
     np.testing.assert_array_equal(state.recent['last_norms'], [-1] * 3)
     np.testing.assert_array_equal(state.unit, [7, 7])
-    # What is inside is asked as well.
+    # The rules of inner states are applied, too.
     mu = optax.tree_utils.tree_get(state, 'mu')
     self.assertEqual(mu.shape, (num_shards * -(-5 // num_shards),))
 

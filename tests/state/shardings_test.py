@@ -1,4 +1,4 @@
-"""`state_shardings`: how state is divided and trains under plain `jit`."""
+"""Tests of `state_shardings`: divided state under plain `jit`."""
 
 import math
 import warnings
@@ -46,16 +46,16 @@ def make_params(mesh=None):
 class StateShardingsTest(parameterized.TestCase):
 
   @cases.parameters(
-      # The first that is free, else one that the parameter uses.
+      # The first unsharded dimension, or else one that is already sharded.
       ((8, 8), P('model'), P('model', 'data')),
       ((3, 8, 4), P(None, 'model'), P(None, 'model', 'data')),
       ((3, 8, 5), P(None, 'model'), P(None, ('model', 'data'), None)),
       ((16, 8), P(None, 'model'), P('data', 'model')),
       ((8,), P('model'), P(('model', 'data'))),
       ((3, 4, 5), P(), P(None, 'data', None)),
-      # What is divided already.
+      # Leaves that are already divided over the axis.
       ((4, 8), P(None, 'data'), P(None, 'data')),
-      # Over 4 x 2 devices together, 4 elements cannot be.
+      # 4 elements cannot be divided over 4 x 2 devices.
       ((4,), P('model'), P('model')),
       ((0,), P(), P(None)),
       ((), P(), P()),
@@ -121,7 +121,7 @@ class StateShardingsTest(parameterized.TestCase):
     )
 
     gathered = [c for c in report.collectives if c.primitive == 'all_gather']
-    # The updates, or the parameters, once; neither of the moments.
+    # The updates or the parameters are gathered once, and no moment is.
     self.assertLen(gathered, 1)
 
   @cases.parameters(

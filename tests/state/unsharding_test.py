@@ -1,4 +1,4 @@
-"""Checkpoints of sharded state, in the shapes of the replicated state."""
+"""Tests of `unshard_state` and `shard_state`: checkpoints of sharded state."""
 
 import functools
 import tempfile
@@ -42,7 +42,7 @@ ones = functools.partial(np.ones, dtype=np.float32)
 
 
 def params_of():
-  """Returns leaves that are cut evenly, with padding, in bits, and not."""
+  """Returns leaves that are divided evenly, with padding, or not at all."""
   normal = np.random.default_rng(0).normal
   return {
       'even': normal(size=(8, 4)).astype(np.float32),
@@ -55,7 +55,7 @@ def params_of():
   }
 
 
-# Its state has the values of the parameters, and a count.
+# The state consists of a copy of the parameters and a count.
 COPY = optax.GradientTransformation(
     lambda params: (jnp.int32(3), jax.tree.map(jnp.copy, params)),
     lambda updates, state, params=None: (updates, state),
@@ -63,7 +63,7 @@ COPY = optax.GradientTransformation(
 
 
 def saved_by_orbax(state, like):
-  """Returns what orbax restores like `like` of a state that it has saved."""
+  """Saves a state with orbax, and restores it with the target `like`."""
   folder = tempfile.TemporaryDirectory()
   with folder as path, ocp.StandardCheckpointer() as saver:
     saver.save(f'{path}/state', state)
@@ -120,8 +120,8 @@ class FullTest(parameterized.TestCase):
       call()
       counts[name] = len(traced)
 
-    # On the mesh and on one shard. JAX has kept the types that all shards
-    # together have on this mesh, but not on the other.
+    # Once on the mesh and once on one shard. JAX has cached the trace for this
+    # mesh, but not for the other mesh.
     expected = {'init_state': 2, 'unshard_state': 2, 'shard_state': 2}
     self.assertEqual(counts, expected | {'resize_state': 5})
 
@@ -164,14 +164,14 @@ class FullTest(parameterized.TestCase):
     placed = shard_state(full, tx, params, after)
 
     assert_same(placed, init_state(tx, params, after))
-    # As slices are, or XLA would gather what it divides in another order.
+    # The order of axes is that of slices; XLA would gather for another order.
     specs = {k: x.sharding.spec for k, x in full.inner_state[1].items()}
     self.assertEqual(specs['even'], P('cores', 'hosts'))
     self.assertEqual(specs['odd'], P(None, 'hosts'))
 
   @cases.parameters(*WRAPPERS)
   def test_numpy_state_gives_numpy_state_without_shared_memory(self, name):
-    # JAX keeps the memory of some arrays of NumPy, by where they lie.
+    # JAX may alias the memory of NumPy arrays, depending on their alignment.
     tx, mesh = optax.chain(WRAPPERS[name](COPY), COPY), modes.mesh()
     params = {k: ones((64, 64)) for k in 'vw'}
     state = jax.tree.map(np.array, init_state(tx, params, mesh))
@@ -290,12 +290,12 @@ def _bits(x):
   return np.array(jax.random.key_data(x) if is_key else x)
 
 
-# One owner has most of the elements: others are in rows of other lengths.
+# One owner has most of the elements; the other rows have other lengths.
 OWNED = {'a': (10,), 'b': (4,), 'c': (4,), 'd': (4,), 'e': (4,)}
 
 
 class CheckpointTest(parameterized.TestCase):
-  """What libraries save and restore."""
+  """Checkpoints of orbax and flax."""
 
   @cases.parameters(*WRAPPERS, fast='elements')
   def test_orbax_restores_full_state_on_other_shards(self, name):
@@ -338,7 +338,7 @@ class CheckpointTest(parameterized.TestCase):
     like = init_state(tx, params, modes.mesh(4))
     like = jax.tree.map(np.zeros_like, like)
 
-    # orbax fails to say that the names of the stacks are others.
+    # The error of orbax does not say that the names of the stacks differ.
     with self.assertRaises(ValueError):
       saved_by_orbax(state, like)
     stacks = flax.serialization.to_bytes(state.inner_state.stacks)
@@ -366,7 +366,7 @@ def convert(
     change=lambda state: state,
     **options,
 ):
-  """Converts a state that another transformation may have made."""
+  """Converts a state that another transformation may have created."""
   made_on = on_axes(*mesh)
   state = change(init_state(tx, params, made_on, in_specs=specs))
   here = on_axes(*after) if after else made_on
@@ -377,7 +377,7 @@ PLACED = {'fn': shard_state}
 
 
 def traced(shape, dtype=np.float32):
-  """Puts a leaf into a full state."""
+  """Returns options that replace a leaf of the full state."""
   trace = optax.TraceState({'w': np.zeros(shape, dtype)})
   return PLACED | {'change': lambda state: state._replace(inner_state=trace)}
 
@@ -403,13 +403,13 @@ def on_model(shape, sizes):
 
 
 CREATED_BY = '`state` was not created by .*'
-# The parts, [3], are padded at their ends, and all of it looks like [6].
+# Each part, [3], is padded at its end, but the global shape is still [6].
 PARTS = {
     'params': np.arange(6, dtype=np.float32),
     'mesh': ((2, 4), ('model', AXIS)),
     'specs': MODEL,
 }
-# What both wrappers refuse: changes of a call, an error and words.
+# Calls that both wrappers refuse: changed options, the error and its words.
 BOTH = (
     (PLACED, ValueError, r'got .* instead of .* at \.inner_state'),
     (
@@ -433,9 +433,9 @@ RAW = {'change': lambda state: state._asdict()}
 RESIZED = PARTS | {'fn': resize_state}
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 GROUPED = shard_update(optax.trace(0.9), AXIS, groups=HALVES)
-# What one of them refuses.
+# Calls that one of the wrappers refuses.
 EACH = (
-    # Its parts, [3, 5], are padded.
+    # The parts of the parameter, [3, 5], are padded.
     (
         on_model((6, 5), (4, 2)) | {'in_specs': MODEL},
         '`in_specs` shards parameters whose state',
