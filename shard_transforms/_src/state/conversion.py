@@ -419,7 +419,7 @@ def _to_numpy(leaf):
   is_array = isinstance(leaf, jax.Array)
   if is_array and (resizing.is_key(leaf) or not resizing.is_addressable(leaf)):
     return leaf
-  return np.asarray(leaf, fields.dtype_of(leaf))
+  return np.asarray(leaf, leaves_lib.dtype_of(leaf))
 
 
 def _is_on_devices(field):
@@ -434,7 +434,7 @@ def _copied(leaf):
     return leaf
   if isinstance(leaf, jax.Array):
     return jnp.copy(leaf)
-  return np.array(leaf, fields.dtype_of(leaf))
+  return np.array(leaf, leaves_lib.dtype_of(leaf))
 
 
 def _put(leaf, sharding):

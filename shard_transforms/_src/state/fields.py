@@ -132,19 +132,14 @@ def check_dtype(name: str, leaf: Any, like: Any) -> None:
   Raises:
     TypeError: If the dtypes differ.
   """
-  dtype = dtype_of(leaf)
+  dtype = leaves_lib.dtype_of(leaf)
   if dtype != like.dtype:
     raise TypeError(mismatch(name, dtype.name, like.dtype.name))
 
 
-def dtype_of(leaf: Any) -> Any:
-  """Returns the dtype of a leaf, which may be a random key."""
-  return getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
-
-
 def types_of(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
   """Returns the shapes and dtypes of the leaves of a tree."""
-  return [(jnp.shape(x), dtype_of(x)) for x in jax.tree.leaves(tree)]
+  return [(jnp.shape(x), leaves_lib.dtype_of(x)) for x in jax.tree.leaves(tree)]
 
 
 def without_shardings(tree: Any) -> Any:

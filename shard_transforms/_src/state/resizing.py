@@ -82,8 +82,8 @@ def resized(
     raise ValueError(
         f'{name} has the shape {leaf.shape} instead of {like.shape}: it depends'
         ' on the number of shards, but its state does not declare a rule for'
-        ' it. Continue with as many shards as before, or create this part of'
-        ' the state again with `init_state`.'
+        ' it. Declare a `state_rules.Rule`, continue with as many shards as'
+        ' before, or create this part of the state again with `init_state`.'
     )
   num_shards = like.shape[0]
   if isinstance(leaf, jax.Array) and is_key(leaf):

@@ -132,7 +132,7 @@ class UnshardedTypes:
   def _types_of(self, path):
     if path not in self.sharded_fields:
       name = leaves_lib.name_of(path)
-      raise ValueError(fields.mismatch(name, 'a sharded field', 'another one'))
+      raise ValueError(fields.mismatch(name, 'a sharded field', 'a leaf'))
     return self.sharded_fields[path]
 
   def _check_whole_params(self, path, types):
