@@ -365,6 +365,8 @@ class WindowTest(parameterized.TestCase):
     updates = jax.jit(last)(resized, given)
     divisor = 4 if kind == 'sum' else 1 + 2 + 3 + after
     np.testing.assert_allclose(updates, total.sum(0) / divisor, rtol=1e-6)
+    window = resized if gate == 'none' else resized.inner_state
+    self.assertEqual(np.sum(window.total_weight), 1 + 2 + 3)
 
   def test_guard_that_needs_several_shards_is_resized(self):
     inner = shard_update(copying(), AXIS)
