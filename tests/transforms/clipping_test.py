@@ -110,7 +110,7 @@ class ClipTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        rf"`axis_name` of `{caller}` .* \('model',\) not contain \['data'\]"
+        rf"`axis_name` of `{caller}` .* not contain \['data'\]"
         r".* Write `axis_name=\('model', 'data'\)`",
     ):
       on_mesh(fn, specs, check)(tree_of())

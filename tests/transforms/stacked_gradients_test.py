@@ -289,7 +289,7 @@ REFUSED = {
     ),
     'parameters of another number of shards': (
         ValueError,
-        'one entry per shard, got 2 per shard.*`shard_transforms.resize_state`',
+        'has 2 entries per shard.*`shard_transforms.resize_state`',
         lambda: _grad()(st.Stacked(np.stack([W] * 16)), X),
     ),
     'parameters that are split': (
