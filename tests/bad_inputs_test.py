@@ -220,7 +220,7 @@ CALLS = {
                 ),
             }.items()
         },
-        '`groups` must not be empty': of(cross_shard_mean, AXIS, groups=[]),
+        '`groups` must contain at least': of(cross_shard_mean, AXIS, groups=[]),
         "`on_bad` must be 'skip' or 'exclude'": of(guard, SGD, on_bad='drop'),
         "`on_bad='exclude'` of `guard` must come with `axis_name`": of(
             guard, SGD, on_bad='exclude'
@@ -232,7 +232,7 @@ CALLS = {
             sent_as(0), MATRIX
         ),
         **{
-            f'`updates` of `{name}` must not be sharded .*Explicit.*`Auto`': of(
+            f'`updates` of `{name}` are sharded .*Explicit.*`Auto`': of(
                 beside_explicit(tx), MATRIX
             )
             for name, tx in {
@@ -250,10 +250,10 @@ CALLS = {
         '`in_specs` of `resize_state` must have the tree of the parameters': of(
             resize_state, PARAMS, SGD, PARAMS, MESH, in_specs=(P(),)
         ),
-        '`params` must be shapes where the devices of `mesh` are not here': of(
+        'devices of `mesh` are not available': of(
             init_state, SGD, PARAMS, MESH
         ),
-        r"leading dimension of length 1.*got the shape \(\) at \['b'\]": of(
+        r"\['b'\] has the shape \(\) .* leading dimension of length 1": of(
             state_specs, per_shard_state(), PARAMS, MESH
         ),
         'The program runs on 1 devices, but `mesh` has 4': of(
@@ -435,7 +435,7 @@ UPDATES = {
             'mean',
             updates=with_leaf(b=lambda _: random.split(random.key(0), 8)),
         ),
-        r"`updates` of `tower_reduce` must be real .* complex .* \['w'\]": to(
+        r"`updates` of `tower_reduce` are complex at \['w'\]": to(
             'towers', updates=with_leaf(w=lambda w: w * 1j)
         ),
         '`weight` of `tower_reduce` must be a real number, got 1j': to(
@@ -458,13 +458,13 @@ UPDATES = {
         ),
     },
     ValueError: {
-        r'shapes that its state was .* got \(4,\) instead of \(9,\) at': to(
+        r'have the shape \(4,\) instead of \(9,\) at': to(
             'towers', updates=with_leaf(w=lambda w: w[:4])
         ),
-        r"state was .* \['b'\] is only in the state. Give gradients": to(
+        r"\['b'\] is only in the state. Pass gradients": to(
             'towers', updates=lambda updates: {'w': updates['w']}
         ),
-        r"tree that its state was .* \['c'\] is only in the updates": to(
+        r"do not have the tree .* \['c'\] is only in the updates": to(
             'shards of towers',
             updates=lambda updates: {**updates, 'c': updates['b']},
         ),
@@ -480,7 +480,7 @@ UPDATES = {
         r"at \['w'\], .* a leaf without .* the shape \(9,\). Make the": to(
             'masters', params=with_leaf(w=lambda w: w.astype(jnp.bfloat16))
         ),
-        r'`updates` of `master_weights` .* got \(4,\) instead of \(9,\)': to(
+        r'`updates` of `master_weights` .* \(4,\) instead of \(9,\)': to(
             'masters', updates=with_leaf(w=lambda w: w[:4])
         ),
         # Weights.

@@ -1260,7 +1260,7 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_to_guess_the_local_step(self, name):
     row = ROWS[name]._replace(takes_local_step=False)
 
-    with self.assertRaisesRegex(TypeError, '`local_step` of .* got None'):
+    with self.assertRaisesRegex(TypeError, '`local_step` of .* is missing'):
       self.trace_first_call(row, whole(row, optax.identity()), gradient(row))
 
   def trace_first_call(self, row, tx, grad):

@@ -246,7 +246,7 @@ ROWS = {
         with_gradient(jax.grad(loss)),
         'is already reduced',
         {
-            'Take `shard_transforms.value_and_grad`': with_gradient(
+            'with `shard_transforms.value_and_grad`': with_gradient(
                 lambda w, x: st.value_and_grad(loss, AXIS)(w, x)[1]
             )
         },
@@ -290,13 +290,13 @@ ROWS = {
         specs_of(st.shard_update(SGD, AXIS), P(AXIS)),
         'the same on all shards',
         {
-            'Give whole parameters, `PartitionSpec()`': specs_of(
+            'Pass whole parameters, with `PartitionSpec()`': specs_of(
                 st.shard_update(SGD, AXIS), P()
             ),
             '`contrib.owned_update`': specs_of(
                 contrib.owned_update(SGD, AXIS), P()
             ),
-            'takes slices, with `param_specs`': specs_of(
+            'use `contrib.owned_update` with `param_specs`': specs_of(
                 contrib.owned_update(
                     SGD, AXIS, param_specs=P(AXIS), if_sliced='sum'
                 ),
@@ -316,7 +316,7 @@ ROWS = {
     'specs of an axis that is not named': Row(
         clipped('model'),
         'must name all mapped axes',
-        {"write `axis_name=('model', 'data')`": clipped('model', AXIS)},
+        {"Write `axis_name=('model', 'data')`": clipped('model', AXIS)},
     ),
     'clipping of slices': Row(
         step(st.shard_update(CLIP, AXIS)),
@@ -427,7 +427,7 @@ ROWS = {
     ),
     'no step': Row(
         step(st.drop_stale(2, MEAN_SGD, axis_name=AXIS)),
-        'must be the global step',
+        'is the global step',
         {
             'local_step=': step(
                 st.drop_stale(2, MEAN_SGD, axis_name=AXIS), **SAME

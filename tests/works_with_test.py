@@ -108,7 +108,7 @@ PLACES = INSIDE | AROUND
 REFUSALS = {
     'ours: elements': (ValueError, 'must be element-wise'),
     'ours: reduced': (ValueError, 'must be per shard over'),
-    'ours: tree': (ValueError, 'must have the tree that its state was'),
+    'ours: tree': (ValueError, 'do not have the tree of the state'),
     'JAX: types': (TypeError, 'must have equal'),
     'Optax: arguments': (TypeError, 'got an unexpected keyword argument'),
 }

@@ -158,7 +158,7 @@ def trained(inners, params, grads):
 
 def cut(tree):
   return jax.tree.map(
-      lambda x: leaves_lib.cut(x, SHARDS)
+      lambda x: leaves_lib.slice_evenly(x, SHARDS)
       if x.ndim
       else jnp.stack([x] * SHARDS),
       tree,
@@ -171,7 +171,7 @@ def assert_alike(whole, slices):
     if rows.shape[1:] == x.shape and x.size != 1:
       rows = rows[0]
     elif x.ndim:
-      rows = leaves_lib.join(rows, x)
+      rows = leaves_lib.join_slices(rows, x)
     np.testing.assert_allclose(
         *np.broadcast_arrays(np.float64(rows), np.float64(x)),
         rtol=1e-5,

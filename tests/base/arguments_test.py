@@ -1,4 +1,4 @@
-"""Integers, real numbers, weights and local steps: accepted or refused."""
+"""Tests of checks of integers, real numbers, weights and local steps."""
 
 from absl.testing import parameterized
 import jax
@@ -70,7 +70,7 @@ MEANS = {
 
 class IntegerTest(parameterized.TestCase):
 
-  def test_takes_integers_of_any_kind_and_nothing_else(self):
+  def test_accepts_integers_of_any_type_and_nothing_else(self):
     for kind in int, np.int64, np.uint8, np.array:
       st.tower_reduce(kind(2))
     for value in 1.5, '2', None, True, np.True_, [2]:
@@ -81,7 +81,7 @@ class IntegerTest(parameterized.TestCase):
 class WeightTest(parameterized.TestCase):
 
   @cases.parameters(*BAD_WEIGHTS)
-  def test_refuses_what_is_no_weight(self, error, words, weights):
+  def test_refuses_invalid_weights(self, error, words, weights):
     for weight in weights:
       mapped = jax.vmap(
           lambda x, w=weight: _cross_shard_mean(x, w), axis_name='data'
@@ -89,7 +89,7 @@ class WeightTest(parameterized.TestCase):
       with self.assertRaisesRegex(error, f'`weight` of `cross_.*` {words}'):
         jax.eval_shape(mapped, jnp.ones(3))
 
-  def test_takes_traced_weights_of_any_real_dtype(self):
+  def test_accepts_traced_weights_of_any_real_dtype(self):
     x = np.float32([2, 6, NAN])
 
     def means(x, weight):
@@ -97,7 +97,7 @@ class WeightTest(parameterized.TestCase):
 
     mapped = jax.jit(jax.vmap(means, axis_name='data'))
 
-    # What is no weight counts as zero.
+    # Invalid weights count as zero.
     for weights, expected in (
         (np.int32([3, 1, 0]), 3),
         (np.array([3, 1, -1], jnp.bfloat16), 3),
@@ -111,7 +111,7 @@ class WeightTest(parameterized.TestCase):
               found, np.full(3, expected, 'float32'), strict=True
           )
 
-  def test_takes_a_known_weight(self):
+  def test_accepts_a_concrete_weight(self):
     def means(x):
       found = [fn(x, np.float32(3)) for fn in MEANS.values()]
       return found + [_cross_shard_mean(x, w) for w in (2**70, np.int8(4))]
@@ -126,7 +126,7 @@ class WeightTest(parameterized.TestCase):
 class LocalStepTest(parameterized.TestCase):
 
   @cases.parameters(*BAD_STEPS)
-  def test_refuses_what_is_no_local_step(self, error, words, local_steps):
+  def test_refuses_invalid_local_steps(self, error, words, local_steps):
     tx = st.drop_stale(2)
     state = tx.init(jnp.ones(2))
 
@@ -137,7 +137,7 @@ class LocalStepTest(parameterized.TestCase):
 
 class RealTest(parameterized.TestCase):
 
-  def test_takes_what_is_traced(self):
+  def test_accepts_traced_numbers(self):
     def build(x):
       st.contrib.compensate_delay(x, decay=x, eps=x)
       return x
@@ -148,7 +148,7 @@ class RealTest(parameterized.TestCase):
 
 class WrappingTest(parameterized.TestCase):
 
-  def test_one_tower_does_not_forget_a_window(self):
+  def test_one_tower_refuses_the_state_of_several(self):
     state = st.tower_reduce(2).init(jnp.zeros(2))
     tx = st.tower_reduce(1)
 

@@ -1,4 +1,4 @@
-"""Axis names and unbound axes, and `per_shard` over one or several axes."""
+"""Tests of axis names, unbound axes, and `per_shard` over several axes."""
 
 from absl.testing import parameterized
 import chex
@@ -40,7 +40,7 @@ def _mesh_2x4():
 class AxisNameTest(parameterized.TestCase):
 
   @cases.parameters(*FACTORIES, *GATES)
-  def test_refuses_what_is_no_name(self, factory):
+  def test_refuses_invalid_axis_names(self, factory):
     make = (FACTORIES | GATES)[factory]
 
     for axis_name in {'data'}, [['a']], *([None] * (factory in FACTORIES)):
@@ -54,7 +54,7 @@ class AxisNameTest(parameterized.TestCase):
       ):
         make(axis_name)
 
-  def test_takes_a_name_and_sequences_of_names(self):
+  def test_accepts_a_name_and_sequences_of_names(self):
     def means(x):
       names = 'data', ('data',), ['data']
       return [st.shard_mean(x, name) for name in names]
@@ -67,7 +67,7 @@ class AxisNameTest(parameterized.TestCase):
 class BoundAxisTest(parameterized.TestCase):
 
   @cases.parameters('cross_shard_mean', 'per_shard', 'value_and_grad')
-  def test_names_the_caller_and_an_axis_that_is_not_bound(self, factory):
+  def test_error_names_the_caller_and_the_unbound_axis(self, factory):
     updates = jnp.ones(3)
 
     with self.assertRaisesRegex(
@@ -83,7 +83,7 @@ class BoundAxisTest(parameterized.TestCase):
       tx.update(updates, tx.init(updates))
     self.assertIsInstance(caught.exception.__cause__, NameError)
 
-  def test_leaves_axes_that_are_not_mapped_out_of_the_error(self):
+  def test_error_lists_only_mapped_axes(self):
     mapped = jax.shard_map(
         lambda x: st.shard_mean(x, 'core'),
         mesh=_mesh_2x4(),
@@ -132,7 +132,7 @@ class PerShardTest(parameterized.TestCase):
 
     np.testing.assert_array_equal(gradients, x, strict=True)
 
-  def test_marks_each_leaf_over_the_axes_that_it_lacks(self):
+  def test_marks_each_leaf_over_its_missing_axes(self):
     def types(x):
       params = {
           'neither': lax.psum(x, ('host', 'core')),

@@ -1,4 +1,4 @@
-"""Partitions into groups: which are refused, and that each reduces alone."""
+"""Tests of groups: invalid partitions, and separate reductions."""
 
 from absl.testing import parameterized
 import chex
@@ -14,7 +14,7 @@ import shard_transforms as st
 
 FACTORIES = {'mean': st.cross_shard_mean, 'sum': st.cross_shard_sum}
 
-# Of 8 shards, by what is special about each.
+# Partitions of 8 shards, by their special feature.
 PARTITIONS = {
     'in_order': [[0, 1, 2, 3], [4, 5, 6, 7]],
     'strided': [[0, 4], [1, 5], [2, 6], [3, 7]],
@@ -45,29 +45,29 @@ SEQUENCES = 'be a sequence of sequences of shard ids, got'
 class PartitionTest(parameterized.TestCase):
 
   @cases.parameters(
-      ([], ValueError, 'not be empty nor hold an empty group'),
-      ([[0, 1], [2]], ValueError, r'be of one size, got \[\[0, 1\], \[2'),
+      ([], ValueError, 'contain at least one shard'),
+      ([[0, 1], [2]], ValueError, r'have the same size, got \[\[0, 1\], \[2'),
       (3, TypeError, SEQUENCES),
       ({0: [1]}, TypeError, SEQUENCES),
       (np.arange(8), TypeError, SEQUENCES),
-      ([[0, 1.0]], TypeError, 'hold integer shard ids, got 1.0 in'),
-      ([[False, True]], TypeError, 'hold integer shard ids, got False in'),
-      ([[0, 1], [1, 2]], ValueError, r'ids in more than one place \[1\] in'),
-      ([[0, 1], [-1, 2]], ValueError, r'negative ids \[-1\] in'),
+      ([[0, 1.0]], TypeError, 'contain integer shard ids, got 1.0 in'),
+      ([[False, True]], TypeError, 'contain integer shard ids, got False in'),
+      ([[0, 1], [1, 2]], ValueError, r'but the ids \[1, 3\] are'),
+      ([[0, 1], [-1, 2]], ValueError, r'but the ids \[-1, 3\] are'),
       (
           [[0, 1], [3, 5]],
           ValueError,
-          r'exactly once, got gaps \(too large for 4 ids: \[5\]\) at .* \[2\]',
+          r'0 to 3 exactly once, but the ids \[2, 5\] are',
       ),
   )
-  def test_refuses_what_is_no_partition(self, groups, error, words):
+  def test_refuses_invalid_partitions(self, groups, error, words):
     for factory in FACTORIES.values():
       with self.assertRaisesRegex(error, f'`groups` must .*{words}'):
         factory('data', groups=groups)
 
   @cases.parameters(
       (9, r'9 shards of the axis, but the ids \[8\] are missing'),
-      (6, r'6 shards of the axis, but the ids \[6, 7\] are no shards'),
+      (6, r'6 shards of the axis, but the ids \[6, 7\] are not shards'),
   )
   def test_refuses_an_axis_of_another_size(self, num_shards, problem):
     with self.assertRaisesRegex(
@@ -81,7 +81,7 @@ class PartitionTest(parameterized.TestCase):
     ):
       FACTORIES['mean'](('host', 'core'), groups=[[0, 1]])
 
-  def test_takes_sequences_of_any_kind(self):
+  def test_accepts_sequences_of_any_type(self):
     groups = [[0, 2, 4, 6], [1, 3, 5, 7]]
     kinds = [
         groups,
@@ -119,7 +119,7 @@ def _reduced(mode, weighted):
     return jax.tree.map(reduce, transformations, is_leaf=_is_transformation)
 
   params = {'w': jnp.ones(5, jnp.float32), 'b': jnp.float32(2)}
-  # A NaN shows where a shard of weight zero is not left out.
+  # A NaN shows if a shard of weight zero is not excluded.
   data = np.where(WEIGHTS[:, None] > 0, DATA, np.nan) if weighted else DATA
   return modes.map_shards(mode, shard)(params, (data, WEIGHTS))
 
@@ -129,7 +129,7 @@ def _is_transformation(node):
 
 
 def _expected(kind, name, weights):
-  """Returns what each shard gets."""
+  """Returns the result on each shard."""
   out = np.zeros((8, 5))
   divisor = 1 if kind == 'sum' else None
   for group in map(list, PARTITIONS[name]):
@@ -148,7 +148,7 @@ class GroupsTest(parameterized.TestCase):
       ('shard_map', False),
       fast='shard_map_.*',
   )
-  def test_each_group_reduces_among_itself(self, mode, weighted):
+  def test_each_group_reduces_separately(self, mode, weighted):
     weights = WEIGHTS if weighted else np.ones(8)
 
     for kind, by_name in _reduced(mode, weighted).items():

@@ -1,4 +1,4 @@
-"""Leaves and dtypes that reductions keep, and sums of few bits in float32."""
+"""Tests of leaves in reductions: dtypes, and narrow floats in float32."""
 
 from absl.testing import parameterized
 import chex
@@ -16,7 +16,7 @@ NARROW = ('bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2')
 
 
 def _update(tx, updates, params=None, **extra_args):
-  """Returns what kind of updates `tx` makes of those of each of 3 shards."""
+  """Returns the types of the updates of `tx` on 3 shards."""
   params = updates if params is None else params
 
   def fn(_):
@@ -38,14 +38,14 @@ def _callers():
 
 class InexactTest(parameterized.TestCase):
 
-  def test_names_the_root_and_its_kind(self):
+  def test_error_names_the_root_and_its_dtype(self):
     tx = st.cross_shard_mean('data')
 
     with self.assertRaisesRegex(TypeError, r'got int32\[\] at the root'):
       _update(tx, np.int32(1), params=0.0)
 
   @cases.parameters(*_callers())
-  def test_keeps_dtypes_and_leaves_without_numbers(self, caller):
+  def test_keeps_dtypes_and_empty_leaves(self, caller):
     tx, extra_args = _callers()[caller]
     dtypes = (*NARROW, 'float32', 'complex64')
     updates = {
@@ -72,7 +72,7 @@ class InexactTest(parameterized.TestCase):
         {name: updates[name] for name in ('none', 'masked', 'empty')},
     )
 
-  def test_passes_the_gradients_of_integers(self):
+  def test_passes_float0_gradients_through(self):
     mean = st.cross_shard_mean(modes.AXIS)
     tx = st.tower_reduce(1, mean, axis_name=modes.AXIS)
 
@@ -94,7 +94,7 @@ class InexactTest(parameterized.TestCase):
 
 class AccumulatorTest(parameterized.TestCase):
 
-  def test_sums_are_kept_in_float32_or_complex(self):
+  def test_accumulators_are_float32_or_wider(self):
     tx = st.tower_reduce(3, optax.identity())
     params = {dtype: jnp.ones(5, dtype) for dtype in (*NARROW, 'float32')} | {
         'complex': jnp.ones(5, jnp.complex64),
@@ -120,8 +120,8 @@ class AccumulatorTest(parameterized.TestCase):
     )
 
   @cases.parameters(None, 1.0)
-  def test_few_bits_add_up_in_float32(self, weight):
-    # 1 is lost where it is added to the first one in so few bits.
+  def test_narrow_floats_are_summed_in_float32(self, weight):
+    # Adding 1 to the first value in a narrow float would lose it.
     first = {'bfloat16': 256, 'float16': 2048, 'float8_e4m3fn': 16}
     each = {
         k: np.array([x] + 7 * [1]).astype(jnp.dtype(k))

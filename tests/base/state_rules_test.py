@@ -1,4 +1,4 @@
-"""Which rules of state are valid; `state/`, `monitoring/` test their effect."""
+"""Tests of rules; `state/` and `monitoring/` test their effect."""
 
 from typing import Any, NamedTuple
 
@@ -11,25 +11,24 @@ from shard_transforms.state_rules import Rule
 
 class RuleTest(parameterized.TestCase):
 
-  def test_says_nothing_by_default(self):
+  def test_default_rule_keeps_the_field(self):
     self.assertEqual(Rule(), Rule(resize='keep', metric=None))
 
-  @cases.parameters('resize', 'metric')
-  def test_refuses_an_unknown_kind(self, name):
-    with self.assertRaisesRegex(
-        ValueError, f"`{name}` must be .* one of .*'median'"
-    ):
-      Rule(**{name: 'median'})
-
-  @cases.parameters('full', 'place')
-  def test_refuses_one_way_alone(self, name):
-    with self.assertRaisesRegex(ValueError, '`full` and `place` must be given'):
-      Rule(**{name: max})
+  @cases.parameters(
+      (dict(resize='median'), ValueError, "`resize` must be .*'median'"),
+      (dict(metric='median'), ValueError, "`metric` must be .*'median'"),
+      (dict(health_check='all'), TypeError, '`health_check` must be'),
+      (dict(full=max), ValueError, '`full` and `place` must be given'),
+      (dict(place=max), ValueError, '`full` and `place` must be given'),
+  )
+  def test_refuses_invalid_arguments(self, kwargs, error, words):
+    with self.assertRaisesRegex(error, words):
+      Rule(**kwargs)
 
 
 class TableTest(parameterized.TestCase):
 
-  def test_is_no_field_of_this_name(self):
+  def test_a_field_called_rules_declares_nothing(self):
     class State(NamedTuple):
       rules: Any
 

@@ -1,4 +1,4 @@
-"""How states keep values of each shard, and counters that saturate."""
+"""Tests of per-shard values in states, and of saturating counters."""
 
 from absl.testing import parameterized
 import chex
@@ -14,12 +14,12 @@ from shard_transforms._src.base import states
 AXES = (modes.AXIS,)
 
 
-class KeptTest(parameterized.TestCase):
+class BarrierTest(parameterized.TestCase):
 
-  def test_keeps_changes_of_shape_apart_from_arithmetic(self):
+  def test_barriers_separate_reshapes_from_arithmetic(self):
     def fn(kept, x):
-      total = states.own(kept, AXES, 'caller') + x
-      return states.store(total, AXES)
+      total = states.without_shard_axis(kept, AXES, 'caller') + x
+      return states.with_shard_axis(total, AXES)
 
     types = jnp.zeros((1, 3)), jnp.zeros(3)
     jaxpr = jax.make_jaxpr(fn, axis_env=[(modes.AXIS, 1)])(*types).jaxpr
@@ -45,7 +45,9 @@ class CountersTest(parameterized.TestCase):
       (states.MAX_COUNT, 1, states.MAX_COUNT),
       (states.MAX_COUNT - 2, 8, states.MAX_COUNT),
   )
-  def test_counts_up_to_the_largest_int32(self, counter, number, expected):
-    counted = states.count(jnp.int32(counter), jnp.asarray(number))
+  def test_counters_saturate_at_the_largest_int32(
+      self, counter, number, expected
+  ):
+    counted = states.safe_add(jnp.int32(counter), jnp.asarray(number))
 
     chex.assert_trees_all_equal(counted, jnp.int32(expected), strict=True)

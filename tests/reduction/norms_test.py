@@ -118,7 +118,12 @@ class GlobalNormTest(parameterized.TestCase):
           TypeError,
           '`specs` of `global_norm` must be a `PartitionSpec`',
       ),
-      (float, {'axis_name': AXIS}, ValueError, 'must say which .* not track'),
+      (
+          float,
+          {'axis_name': AXIS},
+          ValueError,
+          'cannot infer .* not track',
+      ),
       (float, {'specs': P(AXIS)}, ValueError, 'must come with `axis_name`'),
       (
           float,

@@ -62,7 +62,9 @@ def _updated(tx):
 class ThresholdsTest(parameterized.TestCase):
 
   @cases.product(name=tuple(TRANSFORMATIONS), platform=tuple(PACKED))
-  def test_packs_only_what_xla_does_not_join(self, name, platform):
+  def test_packs_only_collectives_that_xla_does_not_combine(
+      self, name, platform
+  ):
     program = _program(
         _updated(TRANSFORMATIONS[name]), _mesh_of(platform), PARAMS
     )
@@ -71,14 +73,14 @@ class ThresholdsTest(parameterized.TestCase):
     self.assertEqual(_num_sent(program) < len(PARAMS), is_packed)
 
   @cases.parameters(('cpu', 0), ('gpu', 1))
-  def test_median_sorts_by_a_network_on_cpus(self, platform, num_sorts):
+  def test_median_uses_a_sorting_network_on_cpus(self, platform, num_sorts):
     update = _updated(TRANSFORMATIONS['coordinate_median'])
 
     program = _program(update, _mesh_of(platform), PARAMS[:1])
 
     self.assertEqual(program.count('= sort['), num_sorts)
 
-  def test_adasum_handles_rows_one_by_one_on_cpus_alone(self):
+  def test_adasum_handles_rows_one_by_one_only_on_cpus(self):
     update = _updated(contrib.adasum(modes.AXIS))
 
     cpu, gpu = (

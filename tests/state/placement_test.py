@@ -1,4 +1,4 @@
-"""Where the state of a step lies: `state_specs`, `specs_of`, `init_state`."""
+"""Tests of the placement of state: `state_specs`, `specs_of`, `init_state`."""
 
 import functools
 
@@ -42,7 +42,7 @@ def _momentum():
 class StateSpecsTest(parameterized.TestCase):
 
   @cases.parameters(*KINDS)
-  def test_what_is_kept_per_shard_is_sharded_over_its_axis(self, kind):
+  def test_per_shard_state_is_sharded_over_its_axis(self, kind):
     tx = st.tower_reduce(2, _momentum(), axis_name='data')
 
     for shape in (8,), (2, 4):
@@ -57,7 +57,7 @@ class StateSpecsTest(parameterized.TestCase):
       )
       self.assertEqual(specs, expected)
 
-  def test_what_varies_over_two_axes_is_sharded_over_both(self):
+  def test_state_that_varies_over_two_axes_is_sharded_over_both(self):
     tx = st.tower_reduce(2, axis_name=('model', 'data'))
 
     specs = st.state_specs(tx, PARAMS, _mesh(KINDS[0], (2, 4)))
@@ -67,7 +67,7 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(specs.total_weight, both)
 
   @cases.parameters(*KINDS)
-  def test_what_is_like_a_parameter_is_sharded_like_it(self, kind):
+  def test_leaves_shaped_like_parameters_are_sharded_like_them(self, kind):
     mask = {'w': True, 'h': False, 'b': True}
     tx = optax.chain(
         st.tower_reduce(2, optax.adam(0.1), axis_name='data'),
@@ -118,8 +118,9 @@ class StateSpecsTest(parameterized.TestCase):
 
     self.assertEqual(specs, dict.fromkeys(PARAMS, P()))
 
-  def test_what_is_not_like_its_parameter_is_replicated(self):
-    # Where it does not factor, Adafactor keeps placeholders of length 1.
+  def test_leaves_shaped_unlike_their_parameter_are_replicated(self):
+    # Adafactor keeps placeholders of length 1 for parameters that it does not
+    # factor.
     tx = optax.adafactor(0.1)
     params = {'h': jnp.ones(8)}
 
@@ -128,7 +129,7 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(specs[0].v, {'h': P('model')})
     self.assertEqual((specs[0].v_row, specs[0].v_col), ({'h': P()},) * 2)
 
-  def test_one_spec_stands_for_all_parameters_below(self):
+  def test_prefix_specs_are_broadcast(self):
     params = {'layer': [jnp.ones((3, 8)), jnp.ones((5, 4))], 'b': jnp.ones(4)}
     in_specs = {'layer': P(None, 'model'), 'b': P()}
 
@@ -141,7 +142,9 @@ class StateSpecsTest(parameterized.TestCase):
   @cases.parameters(
       (dict.fromkeys('whb', P()), ('data', 'model')), (MODEL_SPECS, 'data')
   )
-  def test_per_shard_puts_all_free_axes_in_front_of_all(self, in_specs, lead):
+  def test_stacked_adds_a_leading_dimension_over_all_free_axes(
+      self, in_specs, lead
+  ):
     options = dict(in_specs=in_specs, stacked=True)
     specs = st.state_specs(optax.adam(0.1), PARAMS, MESH, **options)
 
@@ -149,7 +152,7 @@ class StateSpecsTest(parameterized.TestCase):
     self.assertEqual(specs[0].mu, expected)
     self.assertEqual(specs[0].count, P(lead))
 
-  def test_an_axis_in_front_is_not_named_again(self):
+  def test_a_stacked_axis_is_not_named_twice(self):
     tx = st.tower_reduce(2, optax.adam(0.1), axis_name='data')
 
     one = st.state_specs(tx, PARAMS, _mesh(KINDS[0]), stacked=True)
@@ -164,14 +167,14 @@ class StateSpecsTest(parameterized.TestCase):
   @cases.parameters(
       (
           *(optax.adafactor(0.1, min_dim_size_to_factor=2),),
-          *({'in_specs': MODEL_SPECS}, r"\['w'\], which varies over .'model"),
+          *({'in_specs': MODEL_SPECS}, r"\['w'\] has .* the shards of .'model"),
       ),
       (
           *(optax.trace(0.9), {'in_specs': P(('data', 'model'))}),
           '`stacked` must be False where `in_specs` uses all axes of',
       ),
   )
-  def test_refuses_what_cannot_be_sharded(
+  def test_refuses_state_that_cannot_be_sharded(
       self, tx, options, words, params=PARAMS
   ):
     if isinstance(options['in_specs'], P):
@@ -184,7 +187,7 @@ class StateSpecsTest(parameterized.TestCase):
 class SpecsOfTest(parameterized.TestCase):
 
   @cases.parameters(*KINDS)
-  def test_reads_how_arrays_are_placed(self, kind):
+  def test_returns_the_specs_of_placed_arrays(self, kind):
     sharding = NamedSharding(_mesh(kind), P('data'))
     tree = {
         'placed': jax.device_put(jnp.ones((8, 2)), sharding),
@@ -218,7 +221,7 @@ class InitStateTest(parameterized.TestCase):
   def test_shards_state_like_the_parameters(self, kind):
     mesh = _mesh(kind, (2, 4))
     tx = st.tower_reduce(2, optax.ema(0.9), axis_name='data')
-    # A state that starts as the parameters tells which part lies where.
+    # A state that equals the parameters shows the placement of each part.
     copy = optax.GradientTransformation(
         lambda params: optax.TraceState(jax.tree.map(jnp.copy, params)),
         optax.trace(0.9).update,
@@ -248,7 +251,7 @@ class InitStateTest(parameterized.TestCase):
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, concrete)
     self.assertEqual(abstract, shapes)
 
-  def test_takes_an_abstract_mesh_in_a_traced_function(self):
+  def test_accepts_an_abstract_mesh_in_a_traced_function(self):
     mesh = _mesh(AxisType.Auto)
     tx = st.tower_reduce(2, optax.sgd(0.1), axis_name='data')
 
@@ -261,7 +264,7 @@ class InitStateTest(parameterized.TestCase):
 
     harness.assert_same(state, st.init_state(tx, jnp.ones(3), mesh))
 
-  def test_leaves_the_parameters_as_they_are(self):
+  def test_does_not_change_the_parameters(self):
     mesh = _mesh(KINDS[0])
     params = jax.device_put({'w': jnp.ones(5)}, NamedSharding(mesh, P()))
 

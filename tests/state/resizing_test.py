@@ -1,4 +1,4 @@
-"""State resized to another number of shards loses nothing."""
+"""Tests of `resize_state`: state on another number of shards."""
 
 import functools
 import os
@@ -29,7 +29,6 @@ from shard_transforms import init_state
 from shard_transforms import resize_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
-from shard_transforms._src.state import resizing
 from shard_transforms.state_rules import Rule
 
 AXIS = modes.AXIS
@@ -39,7 +38,7 @@ CALLS, ROWS, TOWERS = 6, 24, 3
 
 
 def adam(rate=0.1):
-  # With a tiny `eps`, Adam would hide a wrong scale of what it is given.
+  # With a tiny `eps`, Adam would hide a wrong scale of the gradients.
   return optax.adam(rate, eps=1.0)
 
 
@@ -48,7 +47,7 @@ def averaged(inner):
 
 
 def spiked(state, last_spike):
-  """Returns the spikes of a guard that has seen some."""
+  """Returns the state of a spike rule that has counted spikes."""
   statistics = state.spikes.statistics
   return replaced(
       state.spikes,
@@ -59,7 +58,7 @@ def spiked(state, last_spike):
 
 
 def copying():
-  """Returns a transformation whose state are the parameters."""
+  """Returns a transformation whose state is a copy of the parameters."""
   return optax.GradientTransformation(
       lambda params: jax.tree.map(jnp.copy, params),
       lambda updates, state, params=None: (updates, state),
@@ -67,7 +66,7 @@ def copying():
 
 
 def replaced(state, **fields):
-  """Returns the state with other values, where the old ones are."""
+  """Returns the state with new values in the placement of the old values."""
 
   def place(like, x):
     x = np.asarray(x, like.dtype)
@@ -85,7 +84,7 @@ def state_of(tx, params, num_shards):
 
 
 def saved(tx, params, num_shards, **fields):
-  """Returns a state as from a checkpoint, of zeros and of these fields."""
+  """Returns a state of zeros, except for these fields, as NumPy arrays."""
   state = state_of(tx, jax.eval_shape(lambda: params), num_shards)
   state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state)
   return replaced(state, **fields)
@@ -97,7 +96,7 @@ def two_axes(shape):
 
 
 class TrainingTest(parameterized.TestCase):
-  """Training on another number of shards goes on as if it never had another."""
+  """Training continues on another number of shards as on one device."""
 
   PARAMS = {
       'padded': np.linspace(-2, 1, 15, dtype=np.float32).reshape(3, 5, 1),
@@ -105,18 +104,18 @@ class TrainingTest(parameterized.TestCase):
   }
 
   @pytest.mark.thorough
-  def test_gates_in_an_unfinished_window(self):
+  def test_resizing_gates_in_an_unfinished_window(self):
     inner = guard(shard_update(adam(), AXIS), AXIS, on_bad='exclude')
     inner = drop_stale(2, inner, axis_name=AXIS)
     valid = np.random.default_rng(1).integers(0, 2, (CALLS, ROWS))
-    # Of some shards, no row counts.
+    # No row of some shards counts.
     valid[:, :3] = valid[1::2, 9:18] = 0
 
     tx = tower_reduce(TOWERS, inner, axis_name=AXIS)
     self.assert_goes_on(tx, valid.astype(np.float32))
 
   @pytest.mark.thorough
-  def test_wrappers_of_optax_inside_and_around(self):
+  def test_resizing_inside_and_around_wrappers_of_optax(self):
     def inject(rate):
       inner = shard_update(optax.MultiSteps(adam(rate), TOWERS), AXIS)
       return optax.partition({'all': inner}, 'all')
@@ -160,7 +159,7 @@ class TrainingTest(parameterized.TestCase):
 
     params, before = self.PARAMS, 8
     state = state_of(tx, params, before)
-    # The window's shards are merged, and spread in the next one.
+    # The shards are merged within one window, and split within the next one.
     for call, after in enumerate((8, 8, 4, 4, 8, 8)):
       if after != before:
         state = resize_state(state, tx, self.PARAMS, modes.mesh(after))
@@ -190,11 +189,12 @@ class TrainingTest(parameterized.TestCase):
     )
 
 
-class CutTest(parameterized.TestCase):
+class SlicesTest(parameterized.TestCase):
   """The slices of `shard_update`."""
 
-  def test_slices_are_as_if_cut_there(self):
-    # Over eight shards: cut evenly, with padding, on some shards none, one.
+  def test_resized_slices_equal_newly_created_slices(self):
+    # On eight shards, leaves are divided evenly or with padding, and some
+    # shards have only padding.
     shapes = (4, 6), (3, 5, 1), (71,), (3,), (1,), (1, 17)
     params = [
         *(1 + np.arange(np.prod(x), dtype='f').reshape(x) for x in shapes),
@@ -209,7 +209,7 @@ class CutTest(parameterized.TestCase):
     state = state_of(tx, params, 8)
 
     resized = resize_state(state, tx, params, modes.mesh(3))
-    # The state may be of NumPy, and parameters may be shapes.
+    # The state may consist of NumPy arrays, and parameters may be abstract.
     given = jax.device_get(state), tx, jax.eval_shape(lambda: params)
     of_numpy = resize_state(*given, modes.mesh(3))
 
@@ -219,17 +219,17 @@ class CutTest(parameterized.TestCase):
       resize_state(state, tx, params, AXIS)
 
   @cases.parameters(
-      (8, [(4, 4)], [(16,)], r'\(.*\) at .*\[0\], which does not go into'),
-      (1, [(2, 3, 5)], [(5, 6)], r'\(.*\) at .*\[0\], which does not go into'),
-      (1, [(1,)], [()], r'\(.*\) at .*\[0\], which does not go into'),
-      # Each would fit alone, on 8 and on 88 shards.
-      (8, [(64,), (9, 9)], [(60,), (3, 3)], 'that no number of shards gives'),
+      (8, [(4, 4)], [(16,)], r'\(.*\) instead of \(.*\) at .*\[0\]'),
+      (1, [(2, 3, 5)], [(5, 6)], r'\(.*\) instead of \(.*\) at .*\[0\]'),
+      (1, [(1,)], [()], r'\(.*\) instead of \(.*\) at .*\[0\]'),
+      # Each leaf fits some number of shards, 8 or 88, but not the same one.
+      (8, [(64,), (9, 9)], [(60,), (3, 3)], 'no number of shards pads all'),
   )
   def test_refuses_slices_of_other_leaves(self, before, shapes, others, words):
     tx = shard_update(copying(), AXIS)
     state = jax.device_get(state_of(tx, list(map(np.zeros, shapes)), before))
 
-    message = f'`state` must be made by .* these parameters, got .*{words}'
+    message = f'`state` was not created by .* these parameters: .*{words}'
     with self.assertRaisesRegex(ValueError, message):
       resize_state(state, tx, list(map(np.zeros, others)), modes.mesh(4))
 
@@ -237,9 +237,11 @@ class CutTest(parameterized.TestCase):
       # The slices have the same shapes.
       ((4, 2), (2, 4), (8, 6), None),
       # The parts of the parameter are padded.
-      ((1, 2), (4, 2), (6, 5), r'`in_specs` must not .* for \.inner_state'),
+      ((1, 2), (4, 2), (6, 5), r'`in_specs` shards .* for \.inner_state'),
   )
-  def test_slices_of_sharded_parameters(self, before, after, shape, words):
+  def test_resizing_slices_of_sharded_parameters(
+      self, before, after, shape, words
+  ):
     tx = shard_update(copying(), AXIS)
     params = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     mesh, other = map(two_axes, (before, after))
@@ -255,7 +257,7 @@ class CutTest(parameterized.TestCase):
 
 
 ZEROS = np.zeros(2, np.float32)
-# What may stand around a window, and gives it weights.
+# Gates that pass weights to a window.
 GATES = {
     'none': lambda tx: tx,
     'guard': lambda tx: guard(tx, AXIS, on_bad='exclude'),
@@ -267,12 +269,12 @@ GATES = {
 
 
 class WindowTest(parameterized.TestCase):
-  """What `tower_reduce` has collected, and what `guard` has seen."""
+  """The unfinished window of `tower_reduce`, and the counters of `guard`."""
 
   @cases.parameters(
       (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]), (3, 5, [[0], [1], [2], [], []])
   )
-  def test_shards_are_merged(self, before, after, parts):
+  def test_windows_of_merged_shards_are_combined(self, before, after, parts):
     inner = guard(averaged(optax.identity()), AXIS)
     tx = tower_reduce(4, inner, axis_name=AXIS)
     params = jnp.zeros((2, 3))
@@ -306,7 +308,8 @@ class WindowTest(parameterized.TestCase):
       ('mean', [3, 6, 9], [8, 16, 24, 0, 0, 0, 0, 0], 3),
       ('sum', [0, 1, 2, 3, 4, 5, 6, 7], [28], 3),
       ('sum', [3, 6, 9], [3, 6, 9, 0, 0, 0, 0, 0], 3),
-      # Weights that look like towers, and where it does not matter what is.
+      # Weights that look like numbers of towers, and windows whose result does
+      # not depend on `reduction`.
       ('weighted', [1, 2, 3, 4, 5, 6, 7, 8], [6, 15, 15], [9, 9, 6]),
       (None, [0] * 8, [0] * 4, 0),
       (None, [1, 2, 3], [1, 2, 3], 3),
@@ -339,7 +342,7 @@ class WindowTest(parameterized.TestCase):
   ):
     inner = averaged(optax.identity())
     tx = tower_reduce(2, inner, axis_name=AXIS, reduction=kind)
-    # A shard has had no weight.
+    # The first shard has no weight yet.
     total = np.float32([[0, 0], [6, 8], [18, 21], [36, 40]])
     given = {'tower': 1, 'total': total, 'total_weight': np.arange(4)}
     state = saved(tx, ZEROS, 4, **given)
@@ -362,6 +365,8 @@ class WindowTest(parameterized.TestCase):
     updates = jax.jit(last)(resized, given)
     divisor = 4 if kind == 'sum' else 1 + 2 + 3 + after
     np.testing.assert_allclose(updates, total.sum(0) / divisor, rtol=1e-6)
+    window = resized if gate == 'none' else resized.inner_state
+    self.assertEqual(np.sum(window.total_weight), 1 + 2 + 3)
 
   def test_guard_that_needs_several_shards_is_resized(self):
     inner = shard_update(copying(), AXIS)
@@ -385,9 +390,17 @@ class WindowTest(parameterized.TestCase):
       ('mean', 3, [3] * 8, {}, "or 'weighted', got None.* at .total"),
       ('sum', 1, range(8), {}, 'or is summed, at .total'),
       ('mean', 0, [0] * 8, {'reduction': 'max'}, "`reduction` .*'max'"),
-      ('mean', 0, [0] * 8, {'params': ZEROS[:1]}, 'got the shape .8, 2. at'),
+      (
+          'mean',
+          0,
+          [0] * 8,
+          {'params': ZEROS[:1]},
+          'got the shape .8, 2. instead of',
+      ),
   )
-  def test_refuses_a_window(self, kind, tower, weights, changes, message):
+  def test_refuses_windows_that_cannot_be_resized(
+      self, kind, tower, weights, changes, message
+  ):
     inner = averaged(optax.identity())
     tx = tower_reduce(4, inner, axis_name=AXIS, reduction=kind)
     state = saved(tx, ZEROS, 8, tower=tower, total_weight=weights)
@@ -415,9 +428,9 @@ def keep():
 
 
 class CopyTest(parameterized.TestCase):
-  """What is copied, how it is given, and what is refused."""
+  """State that is copied, and state that is refused."""
 
-  def test_reads_nothing_of_the_parameters_but_their_shapes(self):
+  def test_reads_only_the_shapes_of_parameters(self):
     params = jnp.zeros(3)
     state = state_of(optax.trace(0.9), params, 8)
     params.delete()
@@ -427,7 +440,7 @@ class CopyTest(parameterized.TestCase):
     np.testing.assert_array_equal(resized.trace, np.zeros(3))
 
   @cases.parameters((3, False), (8, False), (8, True), fast='8_.*')
-  def test_each_shard_has_a_key(self, num_shards, is_shared):
+  def test_each_shard_gets_a_random_key(self, num_shards, is_shared):
     noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
     tx = st.contrib.local_updates(noise, cross_shard_mean(AXIS), AXIS, every=4)
     state = state_of(tx, jnp.zeros(2), 4)
@@ -458,31 +471,41 @@ class CopyTest(parameterized.TestCase):
     assert_same(resized, replaced(expected, total=total))
     self.assertEqual(resized.total.sharding.spec, P(AXIS, 'model'))
 
-  def test_what_it_does_not_know_is_copied_to_as_many_shards(self):
+  def test_undeclared_state_is_copied_to_as_many_shards(self):
     state = state_of(keep(), np.arange(3.0, dtype=np.float32), 8)
 
     resized = resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh())
 
     assert_same(resized, state)
-    message = r'must have a rule.* \(8, 3\) instead of \(4, 3\) at \.kept'
+    message = (
+        r'\.kept has .* \(8, 3\) instead of \(4, 3\).* does not declare a rule'
+    )
     with self.assertRaisesRegex(ValueError, message):
       resize_state(state, keep(), np.zeros(3, 'f'), modes.mesh(4))
 
   @cases.parameters(
       (adam(), optax.sgd(0.1), (3,), {}, 'the tree'),
-      (adam(), adam(), (4,), {}, r'\(3,\) at .*mu'),
-      (adam(), adam(), (3, 1), {}, r'\(3,\) at'),
-      # A sum of towers that has no axis of shards.
-      (tower_reduce(4), tower_reduce(4), (6,), {}, r'\(3,\) at \.total'),
+      (adam(), adam(), (4,), {}, r'\(3,\) instead of \(4,\) at .*mu'),
+      (adam(), adam(), (3, 1), {}, r'\(3,\) instead of \(3, 1\) at'),
+      # Without `axis_name`, the total has no axis of shards.
+      (
+          tower_reduce(4),
+          tower_reduce(4),
+          (6,),
+          {},
+          r'\(3,\) instead of .* at \.total',
+      ),
       (
           *(tower_reduce(4), tower_reduce(4), (6,), {'in_specs': P(AXIS)}),
-          r'\(3,\) at \.total',
+          r'\(3,\) instead of .* at \.total',
       ),
   )
-  def test_refuses_state_of_others(self, tx, other, shape, options, words):
+  def test_refuses_state_of_other_transformations_or_parameters(
+      self, tx, other, shape, options, words
+  ):
     state = saved(tx, np.zeros(3, np.float32), 8)
 
-    message = f'`state` .* by this .* these parameters, got .*{words}'
+    message = f'`state` .* by this .* these parameters: got .*{words}'
     with self.assertRaisesRegex(ValueError, message):
       params = np.zeros(shape, np.float32)
       resize_state(state, other, params, modes.mesh(3), **options)
@@ -495,7 +518,7 @@ class CopyTest(parameterized.TestCase):
       resize_state(state, optax.trace(0.9), params, modes.mesh(4))
 
 
-# Two processes with a device each; the state of one lives in both.
+# Two processes with one device each; the state is sharded over both.
 WORKER = """
 import jax, jax.numpy as jnp, numpy as np, optax
 import shard_transforms as st
@@ -536,7 +559,7 @@ except ValueError as error:
 class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
-  def test_state_of_several_processes(self):
+  def test_refuses_state_on_other_processes(self):
     source = pathlib.Path(st.__file__).parents[1]
     main = (
         'import sys\nfrom shard_transforms import launch\n'
@@ -545,7 +568,7 @@ class ProcessesTest(parameterized.TestCase):
 
     done = subprocess.run(
         [sys.executable, '-c', main, WORKER],
-        # With a command, Python looks here first.
+        # Python first searches this folder for imports.
         cwd=source,
         env={
             **os.environ,
@@ -560,15 +583,15 @@ class ProcessesTest(parameterized.TestCase):
     )
 
     self.assertEqual(done.returncode, 0, done.stderr)
-    message = r'must be on this process, got a part of \.inner_state\.trace'
-    self.assertRegex(done.stdout, f'`state` of `resize_state` {message}')
+    message = r'partly on other processes, at \.inner_state\.trace'
+    self.assertRegex(done.stdout, f'got a state that is {message}')
 
 
 class DeclaredStateTest(parameterized.TestCase):
-  """States outside of the library declare their own resize rules."""
+  """Custom states that declare resize rules."""
 
   def resized(self, num_shards, **values):
-    """Returns a state in a guard in a chain, begun on 4 shards."""
+    """Returns a custom state inside of wrappers, resized from 4 shards."""
     tx = optax.chain(
         guard(declared_state.tally(shard_update(adam(), AXIS), AXIS), AXIS),
         optax.identity(),
@@ -585,7 +608,7 @@ class DeclaredStateTest(parameterized.TestCase):
           *([1, 2, 3, 4, 100], [5, 6, 7, 8, 8]),
       ),
   )
-  def test_each_rule_is_kept(self, num_shards, seen, rate, least, most):
+  def test_each_rule_is_applied(self, num_shards, seen, rate, least, most):
     values = np.arange(1, 5, dtype=np.int32)
 
     state = self.resized(
@@ -604,11 +627,11 @@ class DeclaredStateTest(parameterized.TestCase):
     np.testing.assert_array_equal(state.most, most)
     np.testing.assert_array_equal(state.recent['last_norms'], [-1] * 3)
     np.testing.assert_array_equal(state.unit, [7, 7])
-    # What is inside is asked as well.
+    # The rules of inner states are applied, too.
     mu = optax.tree_utils.tree_get(state, 'mu')
     self.assertEqual(mu.shape, (num_shards * -(-5 // num_shards),))
 
-  def test_nothing_begins_anew_on_as_many_shards(self):
+  def test_fields_are_not_reset_on_as_many_shards(self):
     state = self.resized(4, last_norms=np.full(3, 7, np.float32))
 
     np.testing.assert_array_equal(state.recent['last_norms'], [7] * 3)
@@ -621,7 +644,7 @@ class DeclaredStateTest(parameterized.TestCase):
           "`Rule` .*'sum' for 'seen'",
       ),
   )
-  def test_names_what_is_declared_wrongly(self, table, error, message):
+  def test_error_names_the_invalid_rule(self, table, error, message):
     class State(NamedTuple):
       seen: jax.Array
       rules = table
@@ -635,47 +658,3 @@ class DeclaredStateTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(error, f'`rules` of `State` .*{message}'):
       resize_state(state, tx, (), modes.mesh(2), reduction='sum')
-
-
-FOUR = np.arange(0, 840, 210)
-
-
-class RuleTest(parameterized.TestCase):
-  """Of rows, what no state outside of the library declares."""
-
-  @cases.parameters(
-      (dict(resize='some'), ValueError, '`resize` must be'),
-      (dict(metric='some'), ValueError, '`metric` must be'),
-      (dict(health_check='some'), TypeError, '`health_check` must be'),
-      (dict(full=len), ValueError, '`full` and `place` must be'),
-  )
-  def test_refuses(self, rule, error, words):
-    with self.assertRaisesRegex(error, words):
-      Rule(**rule)
-
-  @cases.parameters(
-      (dict(resize='average'), FOUR, [315] * 3),
-      # No weight is known.
-      (dict(resize='average', row_weights=np.zeros(4)), FOUR, [315] * 3),
-      (dict(resize='average', row_weights=np.r_[0, 1, 0, 2]), FOUR, [490] * 6),
-      (dict(resize='split'), FOUR, [420] * 3),
-      (dict(resize='split', row_weights=np.r_[1, 0, 0, 1]), FOUR, [210] * 3),
-      (dict(resize='split'), [1, 2, 4], [1.75] * 4),
-      # Equal rows keep their bits; else the mean is of those that are finite.
-      (dict(resize='average'), np.full((3, 2), 0.1), np.full((4, 2), 0.1)),
-      (dict(resize='average'), [[1, np.nan], [2, 4], [4, 8]], [[3, 6]] * 4),
-      (dict(resize='average'), [[np.nan], [np.nan]], [[np.nan]] * 4),
-  )
-  def test_rows_are_resized(self, rule, old, want):
-    sharding = jax.NamedSharding(modes.mesh(len(want)), P(AXIS))
-    target = jax.ShapeDtypeStruct(np.shape(want), 'f', sharding=sharding)
-    for dtype in (np.float32, np.int32):
-      if not np.isfinite(old).all() and dtype is np.int32:
-        continue
-      old = np.asarray(old, dtype)
-
-      resized = resizing.apply_rule(Rule(**rule), 'leaf', old, target)
-
-      self.assertEqual(resized.dtype, dtype)
-      want = np.rint(want) if dtype is np.int32 else np.asarray(want, dtype)
-      np.testing.assert_array_equal(resized, want)

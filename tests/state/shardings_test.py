@@ -1,4 +1,4 @@
-"""`state_shardings`: how state is divided and trains under plain `jit`."""
+"""Tests of `state_shardings`: divided state under plain `jit`."""
 
 import math
 import warnings
@@ -46,21 +46,21 @@ def make_params(mesh=None):
 class StateShardingsTest(parameterized.TestCase):
 
   @cases.parameters(
-      # The first that is free, else one that the parameter uses.
+      # The first unsharded dimension, or else one that is already sharded.
       ((8, 8), P('model'), P('model', 'data')),
       ((3, 8, 4), P(None, 'model'), P(None, 'model', 'data')),
       ((3, 8, 5), P(None, 'model'), P(None, ('model', 'data'), None)),
       ((16, 8), P(None, 'model'), P('data', 'model')),
       ((8,), P('model'), P(('model', 'data'))),
       ((3, 4, 5), P(), P(None, 'data', None)),
-      # What is divided already.
+      # Leaves that are already divided over the axis.
       ((4, 8), P(None, 'data'), P(None, 'data')),
-      # Over 4 x 2 devices together, 4 elements cannot be.
+      # 4 elements cannot be divided over 4 x 2 devices.
       ((4,), P('model'), P('model')),
       ((0,), P(), P(None)),
       ((), P(), P()),
   )
-  def test_divides_the_dimension_that_can_be(self, shape, spec, expected):
+  def test_divides_the_first_divisible_dimension(self, shape, spec, expected):
     mesh = make_mesh()
     param = jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
 
@@ -71,7 +71,7 @@ class StateShardingsTest(parameterized.TestCase):
     self.assertEqual(shardings[0].mu.spec, expected)
     self.assertEqual(shardings[0].count.spec, P())
 
-  def test_names_statistics_that_are_like_no_parameter(self):
+  def test_warning_names_statistics_shaped_unlike_parameters(self):
     mesh = make_mesh()
 
     with self.assertWarnsRegex(UserWarning, r"v_row\['w'\] float32\[8\]"):
@@ -81,7 +81,7 @@ class StateShardingsTest(parameterized.TestCase):
           mesh,
       )
 
-  def test_each_device_holds_and_makes_one_part(self):
+  def test_each_device_keeps_and_computes_one_part(self):
     mesh = jax.make_mesh((8,), ('data',), (AUTO,))
     tx = optax.adam(0.1)
     params = jax.device_put(
@@ -121,7 +121,7 @@ class StateShardingsTest(parameterized.TestCase):
     )
 
     gathered = [c for c in report.collectives if c.primitive == 'all_gather']
-    # The updates, or the parameters, once; neither of the moments.
+    # The updates or the parameters are gathered once, and no moment is.
     self.assertLen(gathered, 1)
 
   @cases.parameters(
@@ -129,7 +129,7 @@ class StateShardingsTest(parameterized.TestCase):
       (optax.adafactor(0.1, min_dim_size_to_factor=4),),
       fast='partition',
   )
-  def test_trains_as_with_a_replicated_state(self, tx):
+  def test_trains_like_a_replicated_state(self, tx):
     mesh = make_mesh()
     params = make_params(mesh)
     shardings = st.state_shardings(tx, params, mesh, on_replicated='ignore')
@@ -173,7 +173,7 @@ class StateShardingsTest(parameterized.TestCase):
 
     self.assertEqual(P(*shardings.trace['w'].spec), expected)
 
-  def test_names_divided_matrices_that_the_optimizer_multiplies(self):
+  def test_warning_names_divided_matrices_that_the_optimizer_multiplies(self):
     numbers = optax.contrib.MuonDimensionNumbers(1, 2)
     muon = optax.contrib.muon(
         0.1,
@@ -192,12 +192,12 @@ class StateShardingsTest(parameterized.TestCase):
 
     self.assertRegex(
         told((6, 12, 16)),
-        r"multiplies .* divided over 'data', .*mu\['w'\]: .* 4,608 bytes",
+        r"multiplies .* divided over 'data', .*mu\['w'\]\. .* 4,608 bytes",
     )
     self.assertNotIn('multiplies', told((6, 12, 16), on_replicated='ignore'))
     self.assertNotIn('multiplies', told((8, 12, 16), whole_dims=2))
 
-  def test_finds_what_belongs_to_parameters_in_a_tree_of_labels(self):
+  def test_finds_the_leaves_of_parameters_in_a_tree_of_labels(self):
     numbers = optax.contrib.MuonDimensionNumbers(1, 2)
     params = {'w': jnp.ones((8, 12, 16)), 'v': jnp.ones((8, 20))}
 
@@ -215,7 +215,7 @@ class StateShardingsTest(parameterized.TestCase):
     states = [x.inner_states['muon'].inner_state[0].mu['w'] for x in found]
     self.assertEqual([x.spec for x in states], [P('data', None, None)] * 2)
 
-  def test_takes_shapes_for_parameters(self):
+  def test_accepts_abstract_parameters(self):
     mesh = make_mesh()
     params = make_params(mesh)
     abstract = jax.tree.map(
@@ -230,7 +230,7 @@ class StateShardingsTest(parameterized.TestCase):
 
     self.assertEqual(found, expected)
 
-  def test_explicit_axes_train_as_one_device_does(self):
+  def test_explicit_axes_train_as_one_device(self):
     mesh = make_mesh(kind=EXPLICIT)
     tx = optax.adam(0.1)
     with jax.set_mesh(mesh):
@@ -267,15 +267,16 @@ class StateShardingsTest(parameterized.TestCase):
     self.assertEqual(params['w'].sharding.spec, P(None, 'model'))
     self.assertEqual(state[0].mu['w'].sharding.spec, P('data', 'model'))
 
-  def test_what_stays_whole_is_named_with_its_bytes(self):
+  def test_warning_names_replicated_leaves_and_their_bytes(self):
     mesh = make_mesh()
     args = optax.adam(0.1), make_params(mesh), mesh
 
     with self.assertWarnsRegex(
-        UserWarning, r"2 leaves, 24 of .* bytes, .*\[0\].mu\['b'\] float32\[3\]"
+        UserWarning,
+        r"2 leaves .* 24 of .* bytes, .*\[0\].mu\['b'\] float32\[3\]",
     ):
       st.state_shardings(*args)
-    with self.assertRaisesRegex(ValueError, r"over 'data', got 2 leaves"):
+    with self.assertRaisesRegex(ValueError, r"2 leaves .* over 'data'"):
       st.state_shardings(*args, on_replicated='raise')
 
   @cases.parameters(
@@ -284,13 +285,13 @@ class StateShardingsTest(parameterized.TestCase):
       ((2,), P('model')),
       ((3, 5), P()),
   )
-  def test_refuses_an_axis_over_which_nothing_can_be_divided(self, shape, spec):
+  def test_refuses_an_axis_that_divides_no_leaf(self, shape, spec):
     mesh = jax.make_mesh((2,) * 3, ('data', 'model', 'other'), (AUTO,) * 3)
     w = jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
     args = optax.adam(0.1), {'w': w, 'scale': jnp.ones([])}, mesh
 
     with self.assertRaisesRegex(
-        ValueError, r"divided over 'data', got 2 .* Choose another `axis_name`"
+        ValueError, r"2 leaves .* over 'data', .* Choose another `axis_name`"
     ):
       st.state_shardings(*args)
 
@@ -304,7 +305,7 @@ class StateShardingsTest(parameterized.TestCase):
       ({'on_replicated': 'hide'}, ValueError, "`on_replicated` must be 'warn'"),
       ({'whole_dims': 2.0}, TypeError, '`whole_dims` must be an integer'),
       ({'whole_dims': -1}, ValueError, 'at least 0, got -1'),
-      ({'mesh': lambda: make_mesh((2, 4))}, ValueError, 'be on the mesh'),
+      ({'mesh': lambda: make_mesh((2, 4))}, ValueError, 'are on the mesh'),
       (
           {'tx': st.tower_reduce(2, axis_name='data')},
           NameError,

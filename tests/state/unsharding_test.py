@@ -1,4 +1,4 @@
-"""Checkpoints of sharded state, in the shapes of the replicated state."""
+"""Tests of `unshard_state` and `shard_state`: checkpoints of sharded state."""
 
 import functools
 import tempfile
@@ -42,7 +42,7 @@ ones = functools.partial(np.ones, dtype=np.float32)
 
 
 def params_of():
-  """Returns leaves that are cut evenly, with padding, in bits, and not."""
+  """Returns leaves that are divided evenly, with padding, or not at all."""
   normal = np.random.default_rng(0).normal
   return {
       'even': normal(size=(8, 4)).astype(np.float32),
@@ -55,7 +55,7 @@ def params_of():
   }
 
 
-# Its state has the values of the parameters, and a count.
+# The state consists of a copy of the parameters and a count.
 COPY = optax.GradientTransformation(
     lambda params: (jnp.int32(3), jax.tree.map(jnp.copy, params)),
     lambda updates, state, params=None: (updates, state),
@@ -63,7 +63,7 @@ COPY = optax.GradientTransformation(
 
 
 def saved_by_orbax(state, like):
-  """Returns what orbax restores like `like` of a state that it has saved."""
+  """Saves a state with orbax, and restores it with the target `like`."""
   folder = tempfile.TemporaryDirectory()
   with folder as path, ocp.StandardCheckpointer() as saver:
     saver.save(f'{path}/state', state)
@@ -74,7 +74,7 @@ def saved_by_orbax(state, like):
 class FullTest(parameterized.TestCase):
 
   @cases.parameters(*WRAPPERS, fast='elements')
-  def test_is_the_state_of_the_replicated_optimizer(self, name):
+  def test_full_state_is_that_of_the_replicated_optimizer(self, name):
     tx, shapes = WRAPPERS[name](COPY), jax.eval_shape(params_of)
     mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Explicit,))
     state = init_state(tx, params_of(), mesh)
@@ -120,12 +120,12 @@ class FullTest(parameterized.TestCase):
       call()
       counts[name] = len(traced)
 
-    # On the mesh and on one shard. JAX has kept the types that all shards
-    # together have on this mesh, but not on the other.
+    # Once on the mesh and once on one shard. JAX has cached the trace for this
+    # mesh, but not for the other mesh.
     expected = {'init_state': 2, 'unshard_state': 2, 'shard_state': 2}
     self.assertEqual(counts, expected | {'resize_state': 5})
 
-  def test_no_device_needs_memory_for_all_of_it(self):
+  def test_no_device_needs_memory_for_the_full_state(self):
     tx, mesh = contrib.owned_update(optax.trace(0.9), AXIS), modes.mesh()
     params = {str(i): ones((64, 64)) for i in range(16)}
     state = init_state(tx, params, mesh)
@@ -136,7 +136,7 @@ class FullTest(parameterized.TestCase):
     self.assertLess(memory.temp_size_in_bytes, num_bytes / 2)
 
   @cases.parameters(*WRAPPERS)
-  def test_where_the_mesh_is_in_use(self, name):
+  def test_unshards_under_set_mesh(self, name):
     tx, params = WRAPPERS[name](COPY), params_of()
     mesh = jax.make_mesh((8,), (AXIS,), (AxisType.Explicit,))
 
@@ -150,7 +150,7 @@ class FullTest(parameterized.TestCase):
     assert_same(placed, state)
 
   @cases.parameters(*WRAPPERS)
-  def test_over_several_axes(self, name):
+  def test_unshards_over_several_axes(self, name):
     tx = WRAPPERS[name](COPY, axis_name=('hosts', 'cores'))
     before, after = (
         jax.make_mesh(shape, ('hosts', 'cores'), (AxisType.Auto,) * 2)
@@ -164,14 +164,14 @@ class FullTest(parameterized.TestCase):
     placed = shard_state(full, tx, params, after)
 
     assert_same(placed, init_state(tx, params, after))
-    # As slices are, or XLA would gather what it divides in another order.
+    # The order of axes is that of slices; XLA would gather for another order.
     specs = {k: x.sharding.spec for k, x in full.inner_state[1].items()}
     self.assertEqual(specs['even'], P('cores', 'hosts'))
     self.assertEqual(specs['odd'], P(None, 'hosts'))
 
   @cases.parameters(*WRAPPERS)
-  def test_numpy_gives_numpy_and_nothing_is_shared(self, name):
-    # JAX keeps the memory of some arrays of NumPy, by where they lie.
+  def test_numpy_state_gives_numpy_state_without_shared_memory(self, name):
+    # JAX may alias the memory of NumPy arrays, depending on their alignment.
     tx, mesh = optax.chain(WRAPPERS[name](COPY), COPY), modes.mesh()
     params = {k: ones((64, 64)) for k in 'vw'}
     state = jax.tree.map(np.array, init_state(tx, params, mesh))
@@ -190,7 +190,7 @@ class FullTest(parameterized.TestCase):
     chex.assert_trees_all_equal(again[0].inner_state[1], again[1][1], params)
 
   @cases.parameters(*WRAPPERS)
-  def test_stays_when_the_state_is_donated(self, name):
+  def test_full_state_survives_donation_of_the_state(self, name):
     tx, mesh = optax.chain(WRAPPERS[name](COPY), COPY), modes.mesh()
     params = {k: params_of()[k] for k in ('even', 'scalar')}
     state = init_state(tx, params, mesh)
@@ -205,7 +205,7 @@ class FullTest(parameterized.TestCase):
       np.testing.assert_array_equal(count, 3)
       np.testing.assert_array_equal(copy['scalar'], 0.5)
 
-  def test_has_the_keys_of_random_numbers(self):
+  def test_full_state_contains_random_keys(self):
     noise = optax.add_noise(0.1, 0.5, jax.random.key(3))
     inner = optax.chain(noise, optax.trace(0.9))
     tx, params = contrib.owned_update(inner, AXIS), {'a': ones((4, 3))}
@@ -220,7 +220,7 @@ class FullTest(parameterized.TestCase):
       chex.assert_trees_all_equal(jax.tree.map(_bits, found), expected)
 
   @cases.parameters(*WRAPPERS)
-  def test_a_label_without_parameters_is_resized(self, name):
+  def test_resizes_a_label_without_parameters(self, name):
     inner = functools.partial(WRAPPERS[name], optax.trace(0.9))
     tx = optax.partition(
         {'matrix': inner(), 'embedding': inner()},
@@ -238,7 +238,7 @@ class FullTest(parameterized.TestCase):
       params=((), {}, {'a': None}),
       fast='elements_.*|compression_a',
   )
-  def test_parameters_without_leaves_have_a_full_state(self, name, params):
+  def test_empty_parameters_have_a_full_state(self, name, params):
     tx = compression.compressed_mean(AXIS, compression.quantize(8))
     if name in WRAPPERS:
       tx = WRAPPERS[name](optax.trace(0.9))
@@ -252,7 +252,7 @@ class FullTest(parameterized.TestCase):
     for found in placed, resized:
       assert_same(found, init_state(tx, params, other))
 
-  def test_keeps_what_each_shard_has_and_converts_it(self):
+  def test_keeps_and_resizes_per_shard_state(self):
     inner = shard_update(optax.trace(0.9), AXIS)
     tx = tower_reduce(4, guard(inner, AXIS), axis_name=AXIS)
     params = {'w': zeros((3, 5))}
@@ -290,15 +290,15 @@ def _bits(x):
   return np.array(jax.random.key_data(x) if is_key else x)
 
 
-# One owner has most of the elements: others are in rows of other lengths.
+# One owner has most of the elements; the other rows have other lengths.
 OWNED = {'a': (10,), 'b': (4,), 'c': (4,), 'd': (4,), 'e': (4,)}
 
 
 class CheckpointTest(parameterized.TestCase):
-  """What libraries save and restore."""
+  """Checkpoints of orbax and flax."""
 
   @cases.parameters(*WRAPPERS, fast='elements')
-  def test_orbax_restores_it_on_other_shards(self, name):
+  def test_orbax_restores_full_state_on_other_shards(self, name):
     tx = WRAPPERS[name](optax.trace(0.9))
     params = {name: ones(shape) for name, shape in OWNED.items()}
     before, after = modes.mesh(), modes.mesh(3)
@@ -338,7 +338,7 @@ class CheckpointTest(parameterized.TestCase):
     like = init_state(tx, params, modes.mesh(4))
     like = jax.tree.map(np.zeros_like, like)
 
-    # orbax fails to say that the names of the stacks are others.
+    # The error of orbax does not say that the names of the stacks differ.
     with self.assertRaises(ValueError):
       saved_by_orbax(state, like)
     stacks = flax.serialization.to_bytes(state.inner_state.stacks)
@@ -366,7 +366,7 @@ def convert(
     change=lambda state: state,
     **options,
 ):
-  """Converts a state that another transformation may have made."""
+  """Converts a state that another transformation may have created."""
   made_on = on_axes(*mesh)
   state = change(init_state(tx, params, made_on, in_specs=specs))
   here = on_axes(*after) if after else made_on
@@ -377,7 +377,7 @@ PLACED = {'fn': shard_state}
 
 
 def traced(shape, dtype=np.float32):
-  """Puts a leaf into a full state."""
+  """Returns options that replace a leaf of the full state."""
   trace = optax.TraceState({'w': np.zeros(shape, dtype)})
   return PLACED | {'change': lambda state: state._replace(inner_state=trace)}
 
@@ -402,43 +402,55 @@ def on_model(shape, sizes):
   return {'params': params, 'mesh': (sizes, (AXIS, 'model')), 'specs': MODEL}
 
 
-MADE_BY = '`state` must be made by .*'
-# The parts, [3], are padded at their ends, and all of it looks like [6].
+CREATED_BY = '`state` was not created by .*'
+# Each part, [3], is padded at its end, but the global shape is still [6].
 PARTS = {
     'params': np.arange(6, dtype=np.float32),
     'mesh': ((2, 4), ('model', AXIS)),
     'specs': MODEL,
 }
-# What both wrappers refuse: changes of a call, an error and words.
+# Calls that both wrappers refuse: changed options, the error and its words.
 BOTH = (
-    (PLACED, ValueError, r'got .* at \.inner_state.* instead of'),
-    (traced((2, 8)), ValueError, r'\(2, 8\) at .*\(4, 4\)\. It must be what'),
+    (PLACED, ValueError, r'got .* instead of .* at \.inner_state'),
+    (
+        traced((2, 8)),
+        ValueError,
+        r'\(2, 8\) instead of \(4, 4\) at .*result of `unshard_state`',
+    ),
     (traced((4, 4), 'f8'), TypeError, 'float64 instead of float32'),
-    ({'others': {'w': zeros((4, 99))}}, ValueError, MADE_BY + r'\.inner_state'),
-    ({'others': {'v': zeros((4, 4))}}, ValueError, MADE_BY + r'\.inner_state'),
+    (
+        {'others': {'w': zeros((4, 99))}},
+        ValueError,
+        CREATED_BY + r'\.inner_state',
+    ),
+    (
+        {'others': {'v': zeros((4, 4))}},
+        ValueError,
+        CREATED_BY + r'\.inner_state',
+    ),
 )
 RAW = {'change': lambda state: state._asdict()}
 RESIZED = PARTS | {'fn': resize_state}
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 GROUPED = shard_update(optax.trace(0.9), AXIS, groups=HALVES)
-# What one of them refuses.
+# Calls that one of the wrappers refuses.
 EACH = (
-    # Its parts, [3, 5], are padded.
+    # The parts of the parameter, [3, 5], are padded.
     (
         on_model((6, 5), (4, 2)) | {'in_specs': MODEL},
-        '`in_specs` must not shard',
+        '`in_specs` shards parameters whose state',
     ),
-    (on_model((4, 5), (2, 4)), 'made'),
+    (on_model((4, 5), (2, 4)), 'created'),
     (
         PLACED
         | {'tx': reproducible.tower_reduce(2, optax.trace(0.9), AXIS)}
         | {'other': SLICED},
         'got the tree .*ReproducibleState.* instead',
     ),
-    ({'tx': GROUPED}, '`groups` divide has no full form'),
+    ({'tx': GROUPED}, 'by `groups` does not have a full form'),
     (
         traced((4, 4)) | {'other': GROUPED},
-        '`groups` divide has no full form',
+        'by `groups` does not have a full form',
     ),
     (
         PLACED
@@ -449,27 +461,27 @@ EACH = (
     # The raw tree of a checkpoint.
     (RAW, 'got the tree .* instead of'),
     ({'tx': optax.trace(0.9)} | RAW, 'got the tree .* instead of'),
-    (owned((4, 4), lambda x: x[:1]), 'the stack .* whose owners keep row 0'),
+    (owned((4, 4), lambda x: x[:1]), 'the stack .* instead of one with row 0'),
     (owned((4, 4), lambda x: x[..., :3]), r'row 0 of shard 0, 16 elements'),
-    ({'params': LARGE, 'others': SMALL, 'change': jax.device_get}, 'made'),
-    ({'params': LARGE, 'others': SMALL}, 'made'),
-    ({'params': LARGE, 'others': SMALL, 'fn': resize_state}, 'made'),
+    ({'params': LARGE, 'others': SMALL, 'change': jax.device_get}, 'created'),
+    ({'params': LARGE, 'others': SMALL}, 'created'),
+    ({'params': LARGE, 'others': SMALL, 'fn': resize_state}, 'created'),
     (
         {'after': ((4,), (AXIS,)), 'params': ones(10)},
-        '`in_specs` must be those',
+        'those that `init_state` gives it',
     ),
-    (PARTS, '`in_specs` must be those'),
-    (RESIZED, '`in_specs` must be those'),
+    (PARTS, 'those that `init_state` gives it'),
+    (RESIZED, 'those that `init_state` gives it'),
     (
         RESIZED | {'after': ((2, 4), ('other', AXIS))},
-        '`in_specs` must be those',
+        'those that `init_state` gives it',
     ),
 )
 
 
 class RefusalTest(parameterized.TestCase):
 
-  def test_refuses_what_it_was_not_made_of(self):
+  def test_refuses_state_that_was_created_differently(self):
     given = {'params': {'w': zeros((4, 4))}}
     for name, tx in TRACE.items():
       for changes, error, words in BOTH:
@@ -480,19 +492,21 @@ class RefusalTest(parameterized.TestCase):
       with self.subTest(words), self.assertRaisesRegex(ValueError, words):
         convert(**given | changes)
 
-  def test_what_is_not_resized_may_be_elsewhere(self):
+  def test_state_that_is_not_resized_may_be_on_other_processes(self):
     tx, params = guard(shard_update(COPY, AXIS), AXIS), {'w': ones((3, 5))}
     mesh = modes.mesh()
     state = init_state(tx, params, mesh)
 
-    def is_here(leaf):
+    def is_addressable(leaf):
       return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
 
-    with mock.patch.object(resizing, 'is_here', is_here):
+    with mock.patch.object(resizing, 'is_addressable', is_addressable):
       full = unshard_state(state, tx, params, mesh)
       placed = shard_state(full, tx, params, mesh)
 
-      with self.assertRaisesRegex(ValueError, 'a part of GuardState'):
+      with self.assertRaisesRegex(
+          ValueError, 'GuardState is partly on other processes'
+      ):
         shard_state(full, tx, params, modes.mesh(4))
 
     chex.assert_trees_all_equal(placed, state)

@@ -110,8 +110,8 @@ class ClipTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(
         ValueError,
-        rf"`axis_name` of `{caller}` .* got \('model',\) without \['data'\]"
-        r".* write `axis_name=\('model', 'data'\)`",
+        rf"`axis_name` of `{caller}` .* not contain \['data'\]"
+        r".* Write `axis_name=\('model', 'data'\)`",
     ):
       on_mesh(fn, specs, check)(tree_of())
 

@@ -417,5 +417,5 @@ class RefusalTest(parameterized.TestCase):
       state = tx.init(params)._replace(last_bad_step=jnp.int32(0))
       return tx.update(x, state)
 
-    with self.assertRaisesRegex(ValueError, 'State of `guard` .* leading axis'):
+    with self.assertRaisesRegex(ValueError, 'state of `guard` .* leading axis'):
       modes.map_shards('shard_map', fn)(jnp.zeros(()), jnp.arange(8.0))

@@ -289,7 +289,7 @@ REFUSED = {
     ),
     'parameters of another number of shards': (
         ValueError,
-        '2 entries on each shard instead of one.*`.*resize_state`',
+        'has 2 entries per shard.*`shard_transforms.resize_state`',
         lambda: _grad()(st.Stacked(np.stack([W] * 16)), X),
     ),
     'parameters that are split': (

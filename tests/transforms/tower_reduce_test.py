@@ -346,8 +346,8 @@ class SharedStateTest(parameterized.TestCase):
   def test_refuses_what_differs_without_axis_name(self, updates, own, where):
     with self.assertRaisesRegex(
         ValueError,
-        r"`axis_name` of `tower_reduce` must name \['data'\], because state"
-        rf' differs between those shards at {where}, .*'
+        r"`axis_name` of `tower_reduce` must name \['data'\], because the new"
+        rf' state differs between those shards at {where}, .*'
         '`shard_transforms.init_state`',
     ):
       self._update(updates, own)

@@ -234,7 +234,7 @@ class Slicing:
       if distinct and leaf.size == 1:
         return jnp.concatenate([leaf, leaf], axis=-1)
       division = divisions.divide(leaf.shape, self.num_slices)
-      return division.own(leaf, [0] * len(self.num_slices))
+      return division.local_slice(leaf, [0] * len(self.num_slices))
 
     return _map_types(first, tree, jax.tree.map(_can_be_sliced, tree))
 
@@ -252,7 +252,7 @@ class Slicing:
 
 def _can_be_sliced(leaf: Any) -> bool:
   """Whether a leaf is sliced if there is more than one shard."""
-  return leaves_lib.is_cut(leaf, num_slices=2)
+  return leaves_lib.is_sliced(leaf, num_slices=2)
 
 
 def _map_types(

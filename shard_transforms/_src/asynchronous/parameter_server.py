@@ -156,8 +156,10 @@ class ParameterServer:
   def count_dropped(self, number: int) -> None:
     """Counts contributions that were too old."""
     self._counts = self._counts._replace(
-        stale_count=states.count(self._counts.stale_count, number),
-        stale_shard_count=states.count(self._counts.stale_shard_count, number),
+        stale_count=states.safe_add(self._counts.stale_count, number),
+        stale_shard_count=states.safe_add(
+            self._counts.stale_shard_count, number
+        ),
     )
 
   def _hash(self, text):

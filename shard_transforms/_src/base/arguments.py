@@ -22,8 +22,8 @@ def as_int(name: str, value: Any) -> int:
   """
   if isinstance(value, jax.Array):
     raise TypeError(
-        f'`{name}` must be a Python integer, got the array {value!r}. Under'
-        f' `optax.inject_hyperparams`, name it in `static_args`.'
+        f'`{name}` must be a Python integer, got the array {value!r}. With'
+        f' `optax.inject_hyperparams`, list it in `static_args`.'
     )
   try:
     if isinstance(value, (bool, np.bool_)):
@@ -107,8 +107,8 @@ def as_local_step(
   name = f'`local_step` of `{caller}`'
   if local_step is None:
     raise TypeError(
-        f'{name} must be the global step at which the parameters of the updates'
-        ' were read, got None. Call `tx.update(updates, state, params,'
+        f'{name} is missing. It is the global step at which the parameters of'
+        ' the updates were read. Call `tx.update(updates, state, params,'
         ' local_step=...)`.'
     )
   dtype = leaves.dtype_of_number(local_step)
@@ -122,8 +122,8 @@ def as_local_step(
     )
   if not isinstance(local_step, core.Tracer):
     int32 = np.iinfo(np.int32)
-    known = np.asarray(local_step)
-    if np.any((known < int32.min) | (known > int32.max)):
+    step = np.asarray(local_step)
+    if np.any((step < int32.min) | (step > int32.max)):
       raise ValueError(f'{name} must fit int32, got {local_step!r}.')
   return jnp.asarray(local_step, jnp.int32)
 
@@ -140,29 +140,29 @@ def as_inner(
   if not all(map(callable, parts)):
     raise TypeError(
         f'`{argument}` of `{caller}` must be an Optax gradient transformation,'
-        f' got {inner!r}. Call its factory, as in `optax.sgd(0.1)`.'
+        f' got {inner!r}. Call its factory, such as `optax.sgd(0.1)`.'
     )
   return optax.with_extra_args_support(inner)
 
 
-def check_state(state: Any, kind: type, caller: str) -> None:
+def check_state(state: Any, state_type: type, caller: str) -> None:
   """Checks that `update` receives the state of its own transformation.
 
   Raises:
     TypeError: If the state has another type.
   """
-  if not isinstance(state, kind):
+  if not isinstance(state, state_type):
     raise TypeError(
-        f'`state` of `{caller}` must be a `{kind.__name__}`, as its `init`'
-        f' returns, got {type(state).__name__}. Restore a checkpoint with the'
-        ' state of `init` or `init_state` as the target.'
+        f'`state` of `{caller}` must be a `{state_type.__name__}`, the result'
+        f' of its `init`, got {type(state).__name__}. Restore a checkpoint with'
+        ' the state of `init` or `init_state` as the target.'
     )
 
 
 def check_update(
     updates: optax.Updates,
     state: Any,
-    kind: type,
+    state_type: type,
     axes: tuple[Hashable, ...],
     caller: str,
 ) -> None:
@@ -172,42 +172,45 @@ def check_update(
   Multiplying already-reduced updates by such a per-shard mask would make them
   look per-shard.
   """
-  check_state(state, kind, caller)
+  check_state(state, state_type, caller)
   leaves.check_inexact(updates, caller)
   axes_lib.size(axes, caller)
   leaves.check_per_shard(updates, axes, caller)
 
 
-def check_like(tree: Any, reference: Any, caller: str) -> None:
+def check_like(updates: Any, reference: Any, caller: str) -> None:
   """Checks that updates match a tree of the state; leaves may be `None`.
 
   Raises:
     TypeError: If an update is complex but the leaf of the state is real.
     ValueError: If the trees or the shapes differ.
   """
-  got = dict(jax.tree.leaves_with_path(tree, is_leaf=leaves.is_none))
-  want = dict(jax.tree.leaves_with_path(reference, is_leaf=leaves.is_none))
-  for path in want | got:
-    if path not in got or path not in want:
+  update_leaves, state_leaves = (
+      dict(jax.tree.leaves_with_path(tree, is_leaf=leaves.is_none))
+      for tree in (updates, reference)
+  )
+  for path in state_leaves | update_leaves:
+    name = leaves.name_of(path)
+    if path not in update_leaves or path not in state_leaves:
       raise ValueError(
-          f'`updates` of `{caller}` must have the tree that its state was made'
-          f' for, but {leaves.name_of(path)} is only in'
-          f' {"the state" if path in want else "the updates"}. Give'
-          ' gradients in the tree of the parameters, and these to `init`.'
+          f'`updates` do not have the tree of the state of `{caller}`: {name}'
+          f' is only in the {"state" if path in state_leaves else "updates"}.'
+          ' Pass gradients with the tree of the parameters that `init`'
+          ' received.'
       )
-    update, kept = got[path], want[path]
-    if update is None or kept is None:
+    update, like = update_leaves[path], state_leaves[path]
+    if update is None or like is None:
       continue
-    if jnp.iscomplexobj(update) and not jnp.iscomplexobj(kept):
+    if jnp.iscomplexobj(update) and not jnp.iscomplexobj(like):
       raise TypeError(
-          f'`updates` of `{caller}` must be real where the parameters are, got'
-          f' a complex leaf at {leaves.name_of(path)}.'
+          f'`updates` of `{caller}` are complex at {name}, but the parameters'
+          ' that `init` received are real there. Pass real gradients.'
       )
-    if jnp.shape(update) != jnp.shape(kept):
+    if jnp.shape(update) != jnp.shape(like):
       raise ValueError(
-          f'`updates` of `{caller}` must have the shapes that its state was'
-          f' made for, got {jnp.shape(update)} instead of {jnp.shape(kept)} at'
-          f' {leaves.name_of(path)}.'
+          f'`updates` of `{caller}` have the shape {jnp.shape(update)} instead'
+          f' of {jnp.shape(like)} at {name}. Pass gradients with the shapes of'
+          ' the parameters that `init` received.'
       )
 
 
@@ -220,9 +223,9 @@ def check_varies_with(tree: Any, others: Any, caller: str) -> None:
   axes = set().union(*map(axes_lib.varying_axes, jax.tree.leaves(others)))
   for axis in sorted(axes, key=str):
 
-    def to_check(other, leaf, axis=axis):
+    def select(other, leaf, axis=axis):
       varies = other is not None and axis in axes_lib.varying_axes(other)
       return leaf if varies else None
 
-    found = jax.tree.map(to_check, others, tree, is_leaf=leaves.is_none)
-    leaves.check_per_shard(found, (axis,), caller)
+    selected = jax.tree.map(select, others, tree, is_leaf=leaves.is_none)
+    leaves.check_per_shard(selected, (axis,), caller)

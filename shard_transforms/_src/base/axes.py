@@ -70,10 +70,10 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
       raise NameError(
           f'`{caller}` needs the axis {axis!r}, which is not mapped here'
           f' (mapped axes: {mapped}). Under plain `jax.jit`, call it through'
-          ' `shard_transforms.on_mesh(tx, mesh)`, and take the gradients with'
-          ' `shard_transforms.value_and_grad`, where the mesh with this axis is'
-          ' in use, by `jax.set_mesh(mesh)`, or given. Inside `jax.shard_map`,'
-          ' `jax.pmap` or `jax.vmap`, name this axis.'
+          ' `shard_transforms.on_mesh(tx, mesh)`, and compute the gradients'
+          ' with `shard_transforms.value_and_grad`; set the mesh with this axis'
+          ' by `jax.set_mesh(mesh)`, or pass it. Inside `jax.shard_map`,'
+          ' `jax.pmap` or `jax.vmap`, map an axis with this name.'
       ) from error
   return math.prod(map(lax.axis_size, axes))
 
@@ -153,8 +153,8 @@ def untracked_axes() -> tuple[Hashable, ...]:
 def varying_axes(leaf: Any) -> frozenset[Hashable]:
   """Returns the axes over which an array varies, according to its type."""
   is_type = isinstance(leaf, core.AbstractValue)
-  kind: Any = leaf if is_type else jax.typeof(leaf)
-  return frozenset(kind.manual_axis_type.varying)
+  array_type: Any = leaf if is_type else jax.typeof(leaf)
+  return frozenset(array_type.manual_axis_type.varying)
 
 
 def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
@@ -188,10 +188,10 @@ def to_varying(tree: Any, axes: Sequence[Hashable]) -> Any:
   tracked = functools.cache(is_tracked)
 
   def mark(leaf):
-    kind = jax.typeof(leaf).manual_axis_type
-    unknown = filter(tracked, set(axes) - kind.varying - kind.unreduced)
+    axis_type = jax.typeof(leaf).manual_axis_type
+    invariant = set(axes) - axis_type.varying - axis_type.unreduced
     # Sorted, because the order of axes is part of the jaxpr.
-    missing = tuple(sorted(unknown, key=axes.index))
+    missing = tuple(sorted(filter(tracked, invariant), key=axes.index))
     return lax.pcast(leaf, missing, to='varying') if missing else leaf
 
   return jax.tree.map(mark, tree) if axes else tree
@@ -203,8 +203,10 @@ def mark_varying(leaf: Any, axes: Sequence[Hashable]) -> Any:
   return lax.pcast(leaf, missing, to='varying') if missing else leaf
 
 
-def zeros(kind: Any) -> jax.Array:
+def zeros(array_type: Any) -> jax.Array:
   """Returns invariant zeros of the shape, dtype and sharding of a type."""
   # On mesh axes of type `Explicit`, both branches of a `cond` must have the
   # same sharding.
-  return jnp.zeros(kind.shape, kind.dtype, out_sharding=kind.sharding)
+  return jnp.zeros(
+      array_type.shape, array_type.dtype, out_sharding=array_type.sharding
+  )

@@ -49,23 +49,26 @@ def divide(shape: tuple[int, ...], num_slices: Sequence[int]) -> 'Division':
   division = along_dimensions(shape, num_slices)
   if is_tight(division.padded, shape) or len(shape) == 1:
     return division
-  row = _row(shape)
-  of_slice = (*row[:-1], -(-row[-1] // math.prod(num_slices)))
-  dims = (len(shape) - 1,) * len(division.dims)
-  return dataclasses.replace(division, laid=row, dims=dims, of_slice=of_slice)
+  *ones, num_elements = _flattened(shape)
+  return dataclasses.replace(
+      division,
+      dims=(len(shape) - 1,) * len(division.dims),
+      slice_shape=(*ones, -(-num_elements // math.prod(num_slices))),
+      is_flattened=True,
+  )
 
 
 def along_dimensions(
     shape: tuple[int, ...], num_slices: Sequence[int]
 ) -> 'Division':
   """Returns the division along dimensions, however much padding it needs."""
-  left, dims = list(shape), []
+  sizes, dims = list(shape), []
   for number in num_slices:
-    is_used = [x < y for x, y in zip(left, shape, strict=True)]
-    dim = dimension(left, number, is_used)
-    left[dim] = -(-left[dim] // number)
+    is_used = [x < y for x, y in zip(sizes, shape, strict=True)]
+    dim = dimension(sizes, number, is_used)
+    sizes[dim] = -(-sizes[dim] // number)
     dims.append(dim)
-  return Division(shape, shape, tuple(num_slices), tuple(dims), tuple(left))
+  return Division(shape, tuple(num_slices), tuple(dims), tuple(sizes))
 
 
 def is_tight(padded_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -80,26 +83,26 @@ class Division:
 
   Attributes:
     shape: The shape of the leaf.
-    laid: The shape that is divided: the shape of the leaf, or, if the leaf is
-      flattened, [1, ..., 1, elements].
     num_slices: The number of shards along each axis, in the reverse order of
       the mesh. The last mesh axis is scattered first, so the other axes
       communicate only a part.
     dims: The dimension that each axis divides. If two axes divide the same
       dimension, the first axis divides it into larger parts.
-    of_slice: The shape of a slice.
+    slice_shape: The shape of a slice.
+    is_flattened: Whether the leaf is flattened to [1, ..., 1, elements] before
+      it is divided.
   """
 
   shape: tuple[int, ...]
-  laid: tuple[int, ...]
   num_slices: tuple[int, ...]
   dims: tuple[int, ...]
-  of_slice: tuple[int, ...]
+  slice_shape: tuple[int, ...]
+  is_flattened: bool = False
 
   @property
   def padded(self) -> tuple[int, ...]:
     """The shape of the padded leaf: all slices side by side."""
-    shape = list(self.of_slice)
+    shape = list(self.slice_shape)
     for number, dim in zip(self.num_slices, self.dims, strict=True):
       shape[dim] *= number
     return tuple(shape)
@@ -108,13 +111,13 @@ class Division:
     """Returns the spec of the slices of a leaf that `spec` already shards."""
     entries = partition_specs.entries(spec)
     entries += [()] * (len(self.shape) - len(entries))
-    if self.laid != self.shape:
+    if self.is_flattened:
       entries = [()] * (len(entries) - 1) + [sum(entries, ())]
     for axis, dim in zip(axes, self.dims, strict=True):
       entries[dim] += (axis,)
     while not entries[-1]:
       entries.pop()
-    return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
+    return partition_specs.from_entries(entries)
 
   def pad(self, leaf: chex.Array) -> jax.Array:
     """Flattens a leaf if needed, and pads it with zeros at its ends."""
@@ -124,7 +127,9 @@ class Division:
     """Restores the leaf from the result of `pad`."""
     return cropped(leaf, self.shape)
 
-  def own(self, leaf: jax.Array, index: Sequence[chex.Numeric]) -> jax.Array:
+  def local_slice(
+      self, leaf: jax.Array, index: Sequence[chex.Numeric]
+  ) -> jax.Array:
     """Returns the slice of the shard with this index along each axis."""
     x = self.pad(leaf)
     for i, number, dim in zip(index, self.num_slices, self.dims, strict=True):
@@ -139,11 +144,11 @@ class Division:
       at = i + self.dims[i]
       x = x.reshape(*x.shape[:at], number, -1, *x.shape[at + 1 :])
       x = jnp.moveaxis(x, at, 0)
-    return lax.reshape(x, (math.prod(self.num_slices), *self.of_slice))
+    return lax.reshape(x, (math.prod(self.num_slices), *self.slice_shape))
 
   def join(self, rows: jax.Array) -> jax.Array:
     """Joins the slices of all shards, [shards, ...], into the leaf."""
-    x = lax.reshape(rows, (*reversed(self.num_slices), *self.of_slice))
+    x = lax.reshape(rows, (*reversed(self.num_slices), *self.slice_shape))
     for i in reversed(range(len(self.dims))):
       at = i + self.dims[i]
       x = jnp.moveaxis(x, 0, at)
@@ -152,10 +157,10 @@ class Division:
 
 
 def padded(leaf: chex.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Pads an array with zeros to `shape`; flattens it if it must be."""
+  """Pads an array with zeros to `shape`; flattens it first if needed."""
   leaf = jnp.asarray(leaf)
   if any(x > y for x, y in zip(leaf.shape, shape, strict=True)):
-    leaf = leaf.reshape(_row(leaf.shape))
+    leaf = leaf.reshape(_flattened(leaf.shape))
   if leaf.shape == shape:
     return leaf
   return jnp.pad(
@@ -167,54 +172,56 @@ def cropped(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """Restores an array of this shape from the result of `padded`."""
   if leaf.shape == shape:
     return leaf
-  is_row = any(x < y for x, y in zip(leaf.shape, shape, strict=True))
-  kept = leaf[tuple(map(slice, _row(shape) if is_row else shape))]
-  return kept.reshape(shape)
+  is_flattened = any(x < y for x, y in zip(leaf.shape, shape, strict=True))
+  sizes = _flattened(shape) if is_flattened else shape
+  return leaf[tuple(map(slice, sizes))].reshape(shape)
 
 
-def is_padded(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-  """Whether `found` may be the padded shape of a divided leaf of `shape`."""
-  if len(found) != len(shape):
+def is_padded(padded_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+  """Whether a divided leaf of `shape` may have the shape `padded_shape`."""
+  if len(padded_shape) != len(shape):
     return False
-  is_long = [
-      all(x >= y for x, y in zip(found, like, strict=True))
-      for like in (shape, _row(shape))
-  ]
+
+  def contains(smaller):
+    return all(x >= y for x, y in zip(padded_shape, smaller, strict=True))
+
   # The padding of a flattened leaf depends only on the number of shards.
-  is_row = is_long[1] and found[:-1] == _row(shape)[:-1]
-  return is_row or (is_long[0] and is_tight(found, shape))
+  flattened = _flattened(shape)
+  if contains(flattened) and padded_shape[:-1] == flattened[:-1]:
+    return True
+  return contains(shape) and is_tight(padded_shape, shape)
 
 
-def is_of_one_mesh(
-    pairs: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+def fit_one_mesh(
+    shapes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> bool:
-  """Whether all these padded shapes may come from the same mesh.
+  """Whether divisions of all these leaves over one mesh may have these shapes.
 
   Args:
-    pairs: For each leaf, its padded shape and its original shape.
+    shapes: For each leaf, its padded shape and its original shape.
   """
-  padded = {(found, shape) for found, shape in pairs if found != shape}
+  pairs = {(padded, shape) for padded, shape in shapes if padded != shape}
   # If no leaf is padded, all shapes fit one shard.
-  total = math.gcd(*(math.prod(found) for found, _ in padded)) or 1
-  most = min(total, _MOST_SHARDS)
-  numbers = [n for n in range(1, most + 1) if total % n == 0]
+  total = math.gcd(*(math.prod(padded) for padded, _ in pairs)) or 1
+  sizes = range(1, min(total, _MOST_SHARDS) + 1)
+  divisors = [size for size in sizes if total % size == 0]
   return any(
-      all(divide(shape, split).padded == found for found, shape in padded)
-      for split in _splits(total, numbers, _MOST_AXES)
+      all(divide(shape, mesh).padded == padded for padded, shape in pairs)
+      for mesh in _mesh_shapes(total, divisors, _MOST_AXES)
   )
 
 
-def _splits(total, numbers, num_axes):
-  """Yields the numbers of shards along axes whose product divides `total`."""
+def _mesh_shapes(total, divisors, num_axes):
+  """Yields the shapes of meshes whose number of shards divides `total`."""
   if not num_axes:
     yield ()
     return
-  for number in numbers:
-    if total % number == 0:
-      for others in _splits(total // number, numbers, num_axes - 1):
-        yield number, *others
+  for size in divisors:
+    if total % size == 0:
+      for sizes in _mesh_shapes(total // size, divisors, num_axes - 1):
+        yield size, *sizes
 
 
-def _row(shape):
+def _flattened(shape):
   """Returns the shape of a flattened array, with the same rank."""
   return (*(1,) * (len(shape) - 1), math.prod(shape))

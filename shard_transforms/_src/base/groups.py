@@ -24,24 +24,23 @@ def as_groups(groups: Any) -> Groups:
   ids = [shard for group in checked for shard in group]
   if not ids or not all(checked):
     raise ValueError(
-        f'`groups` must not be empty nor hold an empty group, got {groups!r}.'
+        '`groups` must contain at least one shard, and so must each of its'
+        f' groups, got {groups!r}.'
     )
   counts = collections.Counter(ids)
-  too_large = sorted(shard for shard in counts if shard >= len(ids))
-  for problem, found in {
-      'negative ids': [shard for shard in counts if shard < 0],
-      'ids in more than one place': [x for x in counts if counts[x] > 1],
-      f'gaps (too large for {len(ids)} ids: {too_large}) at the ids': [
-          shard for shard in range(len(ids)) if shard not in counts
-      ],
-  }.items():
-    if found:
-      raise ValueError(
-          '`groups` must hold every id from 0 to the number of shards minus 1'
-          f' exactly once, got {problem} {sorted(found)} in {groups!r}.'
-      )
+  expected = range(len(ids))
+  if wrong := sorted(
+      shard
+      for shard in counts.keys() | set(expected)
+      if counts[shard] != (shard in expected)
+  ):
+    raise ValueError(
+        f'`groups` must contain every id from 0 to {len(ids) - 1} exactly once,'
+        f' but the ids {wrong} are missing, repeated or outside of this range'
+        f' in {groups!r}.'
+    )
   if len(set(map(len, checked))) > 1:
-    raise ValueError(f'`groups` must be of one size, got {groups!r}.')
+    raise ValueError(f'`groups` must have the same size, got {groups!r}.')
   return checked
 
 
@@ -54,7 +53,7 @@ def check_size(groups: Groups, num_shards: int) -> None:
   ids = {shard for group in groups for shard in group}
   wrong = sorted(ids ^ set(range(num_shards)))
   if wrong:
-    problem = 'are missing' if num_shards > len(ids) else 'are no shards'
+    problem = 'are missing' if num_shards > len(ids) else 'are not shards'
     raise ValueError(
         f'`groups` must be a partition of the {num_shards} shards of the axis,'
         f' but the ids {wrong} {problem}.'
@@ -62,6 +61,11 @@ def check_size(groups: Groups, num_shards: int) -> None:
 
 
 def _items(value, groups):
+  """Returns a sequence of groups or of ids.
+
+  Raises:
+    TypeError: If `value` is not a sequence.
+  """
   if isinstance(value, np.ndarray):
     value = value.tolist()
   if isinstance(value, str) or not isinstance(value, Sequence):
@@ -81,6 +85,7 @@ def _as_group(group, groups):
       ids.append(operator.index(shard))
     except TypeError as error:
       raise TypeError(
-          f'`groups` must hold integer shard ids, got {shard!r} in {groups!r}.'
+          f'`groups` must contain integer shard ids, got {shard!r} in'
+          f' {groups!r}.'
       ) from error
   return tuple(ids)

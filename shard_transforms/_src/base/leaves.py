@@ -30,12 +30,12 @@ ParamTree = (
 _REMEDIES = {
     'invariant': (
         'it is already reduced; `jax.grad` of replicated parameters is a sum.'
-        ' Take `shard_transforms.value_and_grad`, and reduce once;'
-        ' `tower_reduce`, not `MultiSteps`. If it is a mean, reduce with'
-        " `if_reduced='mean'`."
+        ' Differentiate with `shard_transforms.value_and_grad`, and reduce only'
+        ' once; use `tower_reduce` instead of `MultiSteps`. If it is a mean,'
+        " reduce with `if_reduced='mean'`."
     ),
     'unreduced': (
-        'its sum over the shards is pending. Take the gradient of each shard'
+        'its sum over the shards is pending. Compute the gradient of each shard'
         ' with `shard_transforms.value_and_grad`; only `cross_shard_mean` and'
         ' `cross_shard_sum` without a weight finish such a sum.'
     ),
@@ -64,7 +64,8 @@ def name_of(path: Sequence[Any]) -> str:
 
 def dtype_of(leaf: Any) -> Any:
   """Returns the dtype of an array, a scalar or a `jax.ShapeDtypeStruct`."""
-  return jnp.dtype(getattr(leaf, 'dtype', None) or jnp.result_type(leaf))
+  # `jnp.result_type` takes ten times as long.
+  return getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
 
 
 def dtype_of_number(value: Any) -> np.dtype | None:
@@ -98,8 +99,8 @@ def accumulators(tree: Any) -> Any:
 
 def as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
   """Casts to `dtype`, strongly typed; a no-op if the array already has it."""
-  kind = jax.typeof(x)
-  is_same = kind.dtype == dtype and not kind.weak_type
+  array_type = jax.typeof(x)
+  is_same = array_type.dtype == dtype and not array_type.weak_type
   return x if is_same else x.astype(dtype)
 
 
@@ -125,23 +126,23 @@ def split_arrays(
   return arrays, join
 
 
-def zeroing_unless(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
+def where_or_zeros_fn(condition: jax.Array) -> Callable[[jax.Array], jax.Array]:
   """Returns a function that zeroes an array unless a condition holds."""
   zeros = functools.cache(axes_lib.zeros)
 
   def choose(x):
     # `jnp.where` takes several times as long to trace.
     is_kept = condition
-    if is_kept.ndim:
-      is_kept = jnp.broadcast_to(is_kept, x.shape)
+    if condition.ndim:
+      is_kept = jnp.broadcast_to(condition, x.shape)
     return lax.select_n(is_kept, zeros(jax.typeof(x)), x)
 
   return choose
 
 
-def zero_unless(condition: jax.Array, tree: Any) -> Any:
+def where_or_zeros(condition: jax.Array, tree: Any) -> Any:
   """Replaces a tree by zeros unless a scalar condition holds."""
-  choose = zeroing_unless(condition)
+  choose = where_or_zeros_fn(condition)
 
   def zero(leaf):
     # For an empty array, JAX loses the axes over which the condition varies.
@@ -152,7 +153,7 @@ def zero_unless(condition: jax.Array, tree: Any) -> Any:
   return jax.tree.map(zero, tree)
 
 
-def without_numbers(leaf: Any, axes: Sequence[Hashable]) -> Any:
+def sum_of_empty(leaf: Any, axes: Sequence[Hashable]) -> Any:
   """Returns the sum of a float0 or empty leaf; `None` for all other leaves."""
   if is_float0(leaf):
     return leaf
@@ -170,21 +171,20 @@ def check_inexact(tree: Any, caller: str) -> None:
     ValueError: If a leaf is unreduced over axes of type `Explicit`.
   """
   for path, leaf in jax.tree.leaves_with_path(tree):
-    # `jnp.result_type` takes ten times as long.
-    dtype = getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
+    dtype = dtype_of(leaf)
     if not jnp.issubdtype(dtype, jnp.inexact) and not is_float0(leaf):
       raise TypeError(
           f'`updates` of `{caller}` must be real or complex, got'
-          f' {dtype.name}{list(jnp.shape(leaf))} at {name_of(path)}. Leave'
-          ' such leaves out with `optax.masked`.'
+          f' {dtype.name}{list(jnp.shape(leaf))} at {name_of(path)}. Exclude'
+          ' such leaves with `optax.masked`.'
       )
     spec = getattr(jax.typeof(leaf).sharding, 'spec', None)
     if unreduced := getattr(spec, 'unreduced', None):
       raise ValueError(
-          f'`updates` of `{caller}` must be sums, got {jax.typeof(leaf)} at'
-          f' {name_of(path)}, which is unreduced over {sorted(unreduced)}. Call'
-          ' it through `shard_transforms.on_mesh(tx, mesh)`, which takes such'
-          ' gradients, or sum them with `jax.reshard`.'
+          f'`updates` of `{caller}` are unreduced over {sorted(unreduced)} at'
+          f' {name_of(path)}, {jax.typeof(leaf)}. Call `update` through'
+          ' `shard_transforms.on_mesh(tx, mesh)`, which accepts such gradients,'
+          ' or sum them with `jax.reshard`.'
       )
 
 
@@ -200,9 +200,9 @@ def check_per_shard(
     ValueError: If a leaf is invariant or unreduced over one of `axes`, unless
       `allowed` contains this state.
   """
-  found = jax.tree.leaves_with_path(tree)
+  leaves = jax.tree.leaves_with_path(tree)
   for axis in filter(axes_lib.is_tracked, axes):
-    for path, leaf in found:
+    for path, leaf in leaves:
       if is_float0(leaf) or axis in axes_lib.varying_axes(leaf):
         continue
       state = axes_lib.state(leaf, axis)
@@ -235,12 +235,12 @@ def check_not_slices(
       raise ValueError(
           f'`params` of `{caller}` must be the same on all shards of'
           f' {sorted(sliced, key=str)}, got {name_of(path)}'
-          f' {list(jnp.shape(leaf))}, typed varying: each shard has another'
-          ' slice (FSDP), or has marked it by `per_shard`. Give whole'
-          ' parameters, `PartitionSpec()` in `in_specs`, and shard the state of'
-          ' the optimizer by `shard_update` or `contrib.owned_update`, which'
-          ' also takes slices, with `param_specs`; or train sharded parameters'
-          ' under plain `jax.jit`, by `accumulated_value_and_grad`. With'
+          f' {list(jnp.shape(leaf))}, typed varying: each shard has a'
+          ' different slice (FSDP), or `per_shard` has marked the parameter.'
+          ' Pass whole parameters, with `PartitionSpec()` in `in_specs`, and'
+          ' shard the state of the optimizer with `shard_update`. For sharded'
+          ' parameters, use `contrib.owned_update` with `param_specs`, or train'
+          ' under plain `jax.jit` with `accumulated_value_and_grad`. With'
           ' `local_updates`, reduce in `outer`.'
       )
 
@@ -254,21 +254,21 @@ def check_not_explicit(updates: Any, caller: str) -> None:
   for path, leaf in jax.tree.leaves_with_path(updates):
     if not is_float0(leaf) and any(jax.typeof(leaf).sharding.spec):
       raise ValueError(
-          f'`updates` of `{caller}` must not be sharded over an axis of type'
-          f' `Explicit`, got {jax.typeof(leaf)} at {name_of(path)}. Make that'
-          ' axis of the mesh `Auto`, or name it in `axis_names` of'
+          f'`updates` of `{caller}` are sharded over an axis of type'
+          f' `Explicit` at {name_of(path)}, {jax.typeof(leaf)}. Give that axis'
+          ' of the mesh the type `Auto`, or list it in `axis_names` of'
           ' `jax.shard_map`.'
       )
 
 
-def is_cut(leaf: chex.Array | jax.ShapeDtypeStruct, num_slices: int) -> bool:
+def is_sliced(leaf: chex.Array | jax.ShapeDtypeStruct, num_slices: int) -> bool:
   """Whether a leaf is sliced: inexact, neither empty nor a scalar."""
   is_inexact = jnp.issubdtype(dtype_of(leaf), jnp.inexact)
   has_axis = bool(jnp.shape(leaf)) and math.prod(jnp.shape(leaf)) > 0
   return is_inexact and has_axis and num_slices > 1
 
 
-def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
+def slice_evenly(leaf: chex.Array, num_slices: int) -> jax.Array:
   """Slices a leaf into one slice per shard, [slices, 1, ..., 1, elements].
 
   The leaf is flattened, padded with zeros at the end, and split into equal
@@ -281,10 +281,10 @@ def cut(leaf: chex.Array, num_slices: int) -> jax.Array:
   return lax.reshape(rows, shape)
 
 
-def join(
+def join_slices(
     slices: jax.Array, like: chex.Array | jax.ShapeDtypeStruct
 ) -> jax.Array:
-  """Joins the slices of `cut` into a leaf of the shape of `like`."""
+  """Joins the slices of `slice_evenly` into a leaf of the shape of `like`."""
   shape = jnp.shape(like)
   num_elements = math.prod(shape)
   if slices.size > num_elements:

@@ -35,6 +35,11 @@ def entries(spec: P) -> list[tuple[Hashable, ...]]:
   return [e if isinstance(e, tuple) else (e,) * (e is not None) for e in spec]
 
 
+def from_entries(axes: Iterable[tuple[Hashable, ...]]) -> P:
+  """Returns the spec with these entries, each a tuple of axes."""
+  return P(*((e[0] if len(e) == 1 else e) or None for e in axes))
+
+
 def joined(spec: P, other: P) -> P:
   """Returns the spec of an array that is sharded by `spec`, then by `other`."""
   pairs = itertools.zip_longest(entries(spec), entries(other), fillvalue=())
@@ -45,8 +50,8 @@ def restricted(specs: SpecTree, axes: Collection[Hashable]) -> Any:
   """Removes all axes but `axes` from a tree of `PartitionSpec`s."""
 
   def restrict(spec):
-    kept = [tuple(axis for axis in e if axis in axes) for e in entries(spec)]
-    return P(*(e or None for e in kept))
+    common = [tuple(axis for axis in e if axis in axes) for e in entries(spec)]
+    return P(*(e or None for e in common))
 
   return jax.tree.map(restrict, specs, is_leaf=is_spec)
 
@@ -61,7 +66,7 @@ def check(specs: Any, caller: str, name: str = 'specs') -> None:
     raise TypeError(
         f'`{name}` of `{caller}` must be a `PartitionSpec` or a tree of them,'
         f" got {specs!r}. Write `PartitionSpec('model')`, or"
-        ' `PartitionSpec()` for a whole leaf.'
+        ' `PartitionSpec()` for a leaf that is not sharded.'
     )
 
 
@@ -78,9 +83,9 @@ def check_names_all(
   if missing and axes:
     raise ValueError(
         f'`axis_name` of `{caller}` must name all mapped axes over which'
-        f' `specs` slices leaves, got {tuple(axes)!r} without {missing}.'
-        ' Shards along a missing axis would get different norms: write'
-        f' `axis_name={(*axes, *missing)!r}`.'
+        f' `specs` slices leaves, but {tuple(axes)!r} does not contain'
+        f' {missing}. The shards of a missing axis would get different norms.'
+        f' Write `axis_name={(*axes, *missing)!r}`.'
     )
 
 
@@ -97,8 +102,8 @@ def of_params(in_specs: SpecTree, params: Any, caller: str) -> Any:
     return jax.tree.broadcast(in_specs, params, is_leaf=is_spec)
   except ValueError as error:
     raise ValueError(
-        f'`in_specs` of `{caller}` must have the tree of the parameters, or the'
-        f' head of it, got {in_specs!r} for {jax.tree.structure(params)}.'
+        f'`in_specs` of `{caller}` must have the tree of the parameters, or a'
+        f' prefix of it, got {in_specs!r} for {jax.tree.structure(params)}.'
     ) from error
 
 
@@ -112,44 +117,50 @@ def sliced_axes(
   """
   if specs is not None and not axes:
     raise ValueError(
-        f'`specs` of `{caller}` must come with `axis_name`, got {specs!r}'
-        ' alone. Name the axes over which leaves are sliced.'
+        f'`specs` of `{caller}` must come with `axis_name`, got only {specs!r}.'
+        ' Name the axes over which leaves are sliced.'
     )
   axes_lib.size(axes, caller)
   leaves = jax.tree.leaves_with_path(tree)
-  told = [None] * len(leaves)
+  leaf_specs = [None] * len(leaves)
   if specs is not None:
     specs = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
-    told = jax.tree.leaves(specs, is_leaf=is_spec)
+    leaf_specs = jax.tree.leaves(specs, is_leaf=is_spec)
   return [
       tuple(axis for axis in axes if _is_sliced(path, leaf, axis, spec, caller))
-      for (path, leaf), spec in zip(leaves, told, strict=True)
+      for (path, leaf), spec in zip(leaves, leaf_specs, strict=True)
   ]
 
 
 def _is_sliced(path, leaf, axis, spec, caller):
+  """Whether a leaf is sliced over an axis, according to its spec or type.
+
+  Raises:
+    ValueError: If there is no information, or the spec contradicts the type.
+  """
   # Neither an empty array nor a scalar can be sliced.
   if leaves_lib.is_float0(leaf) or not jnp.size(leaf):
     return False
   state = axes_lib.state(leaf, axis)
-  told = None
-  if spec is not None:
-    told = axis in axes_of(spec) and jnp.ndim(leaf) > 0
-  name = leaves_lib.name_of(path)
-  if told is None and state == 'untracked':
+  if spec is None and state == 'untracked':
     raise ValueError(
-        f'`specs` of `{caller}` must say which leaves are sliced over'
-        f' {axis!r}, because JAX does not track it here, got None. Give the'
-        ' `PartitionSpec`s of the leaves.'
+        f'`{caller}` cannot infer which leaves are sliced over {axis!r},'
+        ' because JAX does not track this axis in types here. Pass the'
+        ' `PartitionSpec`s of the leaves as `specs`.'
     )
-  by_type = told if state == 'untracked' else state == 'varying'
-  contradicted = told is not None and told != by_type
+  by_type = state == 'varying'
+  if spec is None:
+    by_spec = by_type
+  else:
+    by_spec = axis in axes_of(spec) and jnp.ndim(leaf) > 0
+  contradicted = by_spec != by_type and state != 'untracked'
   # With one shard, the slice is the whole leaf, so nothing is contradicted.
   if state == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
     raise ValueError(
-        f'`specs` of `{caller}` must agree with the types of the leaves, got'
-        f' {spec!r} for {name} {list(jnp.shape(leaf))}, typed {state} over'
-        f' {axis!r}. A gradient that is still to be reduced over an axis is no'
-        ' slice.'
+        f'`specs` of `{caller}` do not agree with the types of the leaves:'
+        f' {leaves_lib.name_of(path)} {list(jnp.shape(leaf))} has the spec'
+        f' {spec!r}, but is typed {state} over {axis!r}. Pass the specs of the'
+        ' leaves. A gradient that is not reduced over an axis yet is not a'
+        ' slice: reduce it first.'
     )
-  return by_type if told is None else told
+  return by_spec

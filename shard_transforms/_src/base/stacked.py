@@ -76,7 +76,7 @@ def is_stacked(x: Any) -> bool:
 
 
 def local_entry(x: Any) -> Any:
-  """Returns the entry of this shard if `x` is a stack; otherwise `x`.
+  """Returns this shard's entry if `x` is a stack; otherwise `x`.
 
   Raises:
     ValueError: If the stack does not have one entry per shard.
@@ -89,9 +89,9 @@ def local_entry(x: Any) -> Any:
       return np.zeros(leaf.shape[1:], leaf.dtype)
     if len(leaf) != 1:
       raise ValueError(
-          f'A `Stacked` has {len(leaf)} entries on each shard instead of one.'
-          ' Make it for the shards of this mesh; convert a state of another'
-          ' number of shards with `shard_transforms.resize_state`.'
+          f'A `Stacked` has {len(leaf)} entries per shard, but must have one:'
+          ' it was created for another number of shards. Convert the state with'
+          ' `shard_transforms.resize_state`.'
       )
     return lax.squeeze(leaf, (0,))
 

@@ -27,20 +27,23 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 
 MAX_COUNT = jnp.iinfo(jnp.int32).max
+# The remedy in errors about a state that was not created or mapped correctly.
+HOW_TO_CREATE = (
+    'Create the state with `shard_transforms.init_state`, and map it with the'
+    ' specs of `shard_transforms.state_specs`; for `jax.pmap`, create it with'
+    ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
+)
 # Placeholder for a step number before the first such step.
 NEVER = -1
 
-Reduction = Literal['mean', 'sum', 'weighted']
-Kind = Literal[
+ResizeReduction = Literal['mean', 'sum', 'weighted']
+ResizeKind = Literal[
     'keep',
     'sum',
     'mean',
     'minimum',
     'maximum',
-    'average',
-    'split',
     'reset',
-    'error',
 ]
 Summary = Literal['same', 'sum', 'mean', 'minimum', 'maximum']
 
@@ -63,13 +66,13 @@ class Rule:
 
   Args:
     resize: How to convert the field to another number of shards. `'keep'`
-      copies a field that does not depend on the number of shards; `'sum'`,
-      `'mean'`, `'minimum'` and `'maximum'` preserve this value over all shards;
-      `'average'` sets each row to the mean of all finite rows; `'split'` sets
-      each row to an equal part of the sum of all rows; `'reset'`
-      initializes the field again; `'error'` raises an error. If the conversion
+      copies a field, and raises an error if its shape depends on the number of
+      shards; `'sum'`, `'mean'`, `'minimum'` and `'maximum'` preserve this value
+      over all shards; `'reset'` initializes the field again. If the conversion
       depends on values, a function that takes the state and the `reduction`
-      argument of `resize_state`, and returns a `Rule`.
+      argument of `resize_state`, and returns a `Rule` or another function. The
+      other function takes the rows of the old shards, [rows, ...], and the new
+      number of shards, and returns the new rows, or one row for all shards.
     metric: How `metrics` combines the values of the shards into one value.
       `'same'` for a value that all shards share; `'sum'`, `'mean'`, `'minimum'`
       or `'maximum'` for per-shard values, which have a leading axis of length 1
@@ -82,11 +85,8 @@ class Rule:
     empty: The value of added rows and of a field that is initialized again.
       `None` is 0, and for `'minimum'` and `'maximum'` the extreme over all
       existing rows.
-    reason: A sentence that explains why the field cannot be converted;
-      `{name}` is replaced by the name of the leaf.
-    row_weights: The weight of each row for `'average'` and `'split'`, [rows].
-      All rows have the same weight if it is omitted and, for `'average'`, if
-      the weights of all finite rows are 0.
+    reason: If it is not empty, the field cannot be converted, and this is the
+      error message; `{name}` is replaced by the name of the leaf.
     full: Converts a sharded field to the shapes of the replicated state, for
       `unshard_state`; used instead of `resize`. A function that takes the
       field, as JAX or NumPy arrays; the types of the field on one shard; and
@@ -134,39 +134,33 @@ class Rule:
     {'count_large/large_count': Array(28, dtype=int32)}
   """
 
-  resize: Kind | Callable[[Any, Reduction | None], 'Rule'] = 'keep'
+  resize: ResizeKind | Callable[[Any, Any], Any] = 'keep'
   metric: Summary | None = None
   health_check: Callable[[Any], str | None] | None = None
   empty: chex.Numeric | None = None
   reason: str = ''
-  # Excluded from `==`, which is elementwise for arrays.
-  row_weights: np.ndarray | None = dataclasses.field(
-      default=None, compare=False
-  )
   full: Callable[[Any, Any, str], Any] | None = None
   place: Callable[[Any, Any], Any] | None = None
   replaces_params: bool = False
 
   def __post_init__(self):
-    if not callable(self.resize) and self.resize not in get_args(Kind):
+    resize, metric, check = self.resize, self.metric, self.health_check
+    if not (callable(resize) or resize in (kinds := get_args(ResizeKind))):
       raise ValueError(
-          f'`resize` must be a function or one of {get_args(Kind)}, got'
-          f' {self.resize!r}.'
+          f'`resize` must be a function or one of {kinds}, got {resize!r}.'
       )
-    if self.metric is not None and self.metric not in get_args(Summary):
+    if not (metric is None or metric in (kinds := get_args(Summary))):
       raise ValueError(
-          f'`metric` must be None or one of {get_args(Summary)}, got'
-          f' {self.metric!r}.'
+          f'`metric` must be None or one of {kinds}, got {metric!r}.'
       )
-    if not (self.health_check is None or callable(self.health_check)):
+    if not (check is None or callable(check)):
       raise TypeError(
-          '`health_check` must be None or a function, got'
-          f' {self.health_check!r}.'
+          f'`health_check` must be None or a function, got {check!r}.'
       )
     if (self.full is None) != (self.place is None):
       raise ValueError(
-          '`full` and `place` must be given together, got'
-          f' {self.full} and {self.place}.'
+          '`full` and `place` must be given together, because they convert a'
+          f' field in both directions, got {self.full} and {self.place}.'
       )
 
 
@@ -185,7 +179,7 @@ def rules_of(node: Any) -> Mapping[str, Rule]:
     if field not in dir(node):
       raise ValueError(
           f'`rules` of `{type(node).__name__}` must name fields of the state,'
-          f' got {field!r}.'
+          f' got {field!r}. Rename it, or remove the rule.'
       )
     check_rule(node, field, rule)
   return rules
@@ -220,7 +214,7 @@ def nodes(tree: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
     yield from nodes([x for x in parts if x is not node], is_wanted)
 
 
-def parts_here(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
+def addressable_parts(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
   """Yields the addressable parts of an array with the index of their first row.
 
   Parts on the devices of other processes are skipped.
@@ -233,9 +227,9 @@ def parts_here(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
     yield start or 0, np.asarray(shard.data)
 
 
-def largest_here(x: chex.Array) -> int:
+def local_max(x: chex.Array) -> int:
   """Returns the largest element among the addressable integers of an array."""
-  return max(int(np.max(part)) for _, part in parts_here(x))
+  return max(int(np.max(part)) for _, part in addressable_parts(x))
 
 
 def counter() -> jax.Array:
@@ -244,22 +238,26 @@ def counter() -> jax.Array:
 
 
 @functools.partial(jax.jit, inline=True)
-def count(before: jax.Array, number: Any) -> jax.Array:
+def safe_add(count: jax.Array, number: Any) -> jax.Array:
   """Returns a counter increased by `number`; `True` increases it by 1."""
   number = jnp.asarray(number, jnp.int32)
-  return jnp.minimum(before, MAX_COUNT - number) + number
+  return jnp.minimum(count, MAX_COUNT - number) + number
 
 
-def store(tree: Any, axes: tuple[Hashable, ...]) -> Any:
+def with_shard_axis(tree: Any, axes: tuple[Hashable, ...]) -> Any:
   """Adds the leading axis with which a state keeps per-shard values."""
   if not axes:
     return tree
   # Indexing takes several times as long to trace.
   with_axis = functools.partial(lax.expand_dims, dimensions=(0,))
-  return axes_lib.to_varying(jax.tree.map(with_axis, _apart(tree)), axes)
+  return axes_lib.to_varying(
+      jax.tree.map(with_axis, _behind_barriers(tree)), axes
+  )
 
 
-def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
+def without_shard_axis(
+    tree: Any, axes: tuple[Hashable, ...], caller: str
+) -> Any:
   """Removes the leading axis from the per-shard values of a state.
 
   Raises:
@@ -270,17 +268,16 @@ def own(tree: Any, axes: tuple[Hashable, ...], caller: str) -> Any:
   for leaf in jax.tree.leaves(tree):
     if leaf.shape[:1] != (1,):
       raise ValueError(
-          f'State of `{caller}` with `axis_name` must have a leading axis of'
-          f' length 1 on each shard, got the shape {leaf.shape}. Map it with'
-          ' the specs of `shard_transforms.state_specs`, or convert it by'
-          ' `resize_state`; for `jax.pmap`, make it by'
-          ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
+          f'The state of `{caller}` with `axis_name` must have a leading axis'
+          f' of length 1 on each shard, got the shape {leaf.shape}.'
+          f' {HOW_TO_CREATE} A state for another number of shards is converted'
+          ' by `resize_state`.'
       )
   without_axis = functools.partial(lax.squeeze, dimensions=(0,))
-  return _apart(jax.tree.map(without_axis, tree))
+  return _behind_barriers(jax.tree.map(without_axis, tree))
 
 
-def _apart(tree):
+def _behind_barriers(tree):
   """Separates reshapes from arithmetic by barriers, where XLA respects them.
 
   If XLA for CPUs fuses a reshape with arithmetic, it copies the result;
@@ -293,21 +290,20 @@ def _apart(tree):
   return tree
 
 
-def check_kept(before: Any, after: Any, caller: str) -> None:
+def check_stays_replicated(before: Any, after: Any, caller: str) -> None:
   """Checks that replicated state stays the same on all shards.
 
   Raises:
     ValueError: If a leaf of the new state differs between shards.
   """
-  old = jax.tree.leaves(before)
-  new = jax.tree.leaves_with_path(after)
-  for held, (path, leaf) in zip(old, new, strict=True):
-    differs = axes_lib.varying_axes(leaf) - axes_lib.varying_axes(held)
-    if differs:
-      name = leaves_lib.name_of(path)
+  old_leaves = jax.tree.leaves(before)
+  new_leaves = jax.tree.leaves_with_path(after)
+  for old, (path, new) in zip(old_leaves, new_leaves, strict=True):
+    if axes := axes_lib.varying_axes(new) - axes_lib.varying_axes(old):
+      name = leaves_lib.name_of(path).removeprefix('.')
       raise ValueError(
-          f'`axis_name` of `{caller}` must name {sorted(differs, key=str)},'
-          ' because state differs between those shards at'
-          f' {name.removeprefix(".")}, but is kept as if it were the same on'
-          ' all. Make the state with `shard_transforms.init_state`.'
+          f'`axis_name` of `{caller}` must name {sorted(axes, key=str)},'
+          f' because the new state differs between those shards at {name}, but'
+          ' the old state is the same on all of them. Create the state with'
+          ' `shard_transforms.init_state`.'
       )

@@ -19,7 +19,7 @@ import numpy as np
 
 from shard_transforms._src.base import leaves
 
-Kind = Literal['mean', 'sum']
+MeanOrSum = Literal['mean', 'sum']
 
 
 def as_weight(
@@ -39,22 +39,22 @@ def as_weight(
   # meant for another argument.
   is_flag = isinstance(weight, (bool, np.bool_))
   dtype = None if is_flag else leaves.dtype_of_number(weight)
-  kinds = (np.bool_, jnp.integer, jnp.floating)
-  if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+  real = (np.bool_, jnp.integer, jnp.floating)
+  if dtype is None or not any(jnp.issubdtype(dtype, x) for x in real):
     raise TypeError(f'{name} must be a real number, got {weight!r}.')
   if jnp.shape(weight) != shape:
     raise ValueError(
-        f'{name} must have the shape {shape}, got {jnp.shape(weight)}. It is'
-        ' one number for each shard and tower.'
+        f'{name} must have the shape {shape}, got {jnp.shape(weight)}. Each'
+        ' shard and each tower has one weight.'
     )
   if not isinstance(weight, core.Tracer):
-    known = np.asarray(weight, np.float64)
-    if not np.all((known >= 0) & (known <= np.finfo(np.float32).max)):
+    values = np.asarray(weight, np.float64)
+    if not np.all((values >= 0) & (values <= np.finfo(np.float32).max)):
       raise ValueError(
           f'{name} must be finite and not negative, got {weight!r}.'
       )
-    weight = known
-  return usable(jnp.asarray(weight, _dtype_of_weight(dtype)))
+    weight = values
+  return sanitized(jnp.asarray(weight, _dtype_of_weight(dtype)))
 
 
 def _dtype_of_weight(dtype):
@@ -74,14 +74,14 @@ def dtype_for(tree: Any) -> np.dtype:
   The dtype is float64 if the tree has a float64 or complex128 leaf, and float32
   otherwise.
   """
-  kinds = map(leaves.dtype_of, jax.tree.leaves(tree))
-  floating = [jnp.finfo(x) for x in kinds if jnp.issubdtype(x, jnp.inexact)]
-  is_wide = any(x.bits > 32 for x in floating)
+  dtypes = map(leaves.dtype_of, jax.tree.leaves(tree))
+  inexact = [jnp.finfo(x) for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
+  is_wide = any(x.bits > 32 for x in inexact)
   return np.dtype(np.float64 if is_wide else np.float32)
 
 
 @functools.partial(jax.jit, inline=True)
-def usable(weight: jax.Array) -> jax.Array:
+def sanitized(weight: jax.Array) -> jax.Array:
   """Replaces weights that are not positive normal float32 numbers by 0.
 
   Subnormal numbers are excluded because their reciprocals may be infinite.
@@ -92,13 +92,15 @@ def usable(weight: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(narrow) & (narrow >= tiny), weight, 0)
 
 
-def weighing(weight: jax.Array | None) -> Callable[[jax.Array], jax.Array]:
+def scale_by_weight(
+    weight: jax.Array | None,
+) -> Callable[[jax.Array], jax.Array]:
   """Returns a function that multiplies by a weight; 0 times NaN is 0."""
   if weight is None:
     return lambda x: x
-  zero_unless_counted = leaves.zeroing_unless(weight > 0)
+  where_counted = leaves.where_or_zeros_fn(weight > 0)
   in_dtype = functools.cache(weight.astype)
-  return lambda x: zero_unless_counted(lax.mul(in_dtype(x.dtype), x))
+  return lambda x: where_counted(lax.mul(in_dtype(x.dtype), x))
 
 
 def safe_divisor(total_weight: jax.Array) -> jax.Array:
@@ -106,7 +108,7 @@ def safe_divisor(total_weight: jax.Array) -> jax.Array:
   return jnp.where(total_weight > 0, total_weight, 1)
 
 
-def passed_on(total_weight: jax.Array, reduction: Kind) -> jax.Array:
+def outgoing_weight(total_weight: jax.Array, reduction: MeanOrSum) -> jax.Array:
   """Returns the weight of a reduced update for later reductions.
 
   A mean has the total weight. A sum already contains its weights, so its weight
@@ -123,13 +125,13 @@ def check_not_in_chain(weight: chex.Numeric | None, caller: str) -> None:
   """
   if weight is not None:
     raise ValueError(
-        f'`weight` of `{caller}` must come with `inner`: a link of a chain'
-        ' cannot pass the total weight to the next link. Write'
+        f'`weight` of `{caller}` must come with `inner`, because an element of'
+        ' a chain cannot pass the total weight to the next element. Write'
         f' `{caller}(num_towers, optax.chain(...))`.'
     )
 
 
-def given(**extra_args: Any) -> dict[str, Any]:
+def drop_none(**extra_args: Any) -> dict[str, Any]:
   """Returns the extra arguments that are not `None`.
 
   Some transformations reject the keyword `weight`, even if it is `None`.

@@ -269,7 +269,7 @@ def select(
     return made, after
   _check_agreed(accept)
   kept = jax.tree.map(functools.partial(_keep_unless, accept), after, before)
-  return leaves_lib.zero_unless(accept, made), kept
+  return leaves_lib.where_or_zeros(accept, made), kept
 
 
 def _select_early(accept, sums, of_sums, program, given, types):
@@ -289,7 +289,7 @@ def _select_early(accept, sums, of_sums, program, given, types):
   for i, old in enumerate(before):
     if not is_selected[i]:
       after[i] = _keep_unless(accept, after[i], old)
-  made = leaves_lib.zero_unless(accept, results[:num_made])
+  made = leaves_lib.where_or_zeros(accept, results[:num_made])
   return accept, *treedef.unflatten([*made, *after])
 
 

@@ -17,12 +17,12 @@ from shard_transforms._src.reduction import collectives
 
 def _check_health(state: Any) -> str | None:
   """Returns the message of `check_health` if shards have diverged."""
-  if not states.largest_here(state.diverged_count):
+  if not states.local_max(state.diverged_count):
     return None
   return (
       'Shards hold different bits: `track_divergence` found differences in'
-      f' {states.largest_here(state.diverged_count)} of its checks, first at'
-      f' update {states.largest_here(state.first_diverged_step)}. Restore an'
+      f' {states.local_max(state.diverged_count)} of its checks, first at'
+      f' update {states.local_max(state.first_diverged_step)}. Restore an'
       ' earlier checkpoint. If it happens again, the parameters depend on the'
       ' shard; otherwise, check the hardware.'
   )
@@ -161,9 +161,9 @@ def track_divergence(
     differs = is_due & (divergence > 0)
     is_first = differs & (state.first_diverged_step == states.NEVER)
     return updates, DivergenceState(
-        num_updates=states.count(state.num_updates, 1),
+        num_updates=states.safe_add(state.num_updates, 1),
         divergence=divergence,
-        diverged_count=states.count(state.diverged_count, differs),
+        diverged_count=states.safe_add(state.diverged_count, differs),
         first_diverged_step=jnp.where(
             is_first, state.num_updates, state.first_diverged_step
         ),

@@ -112,7 +112,7 @@ def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   """Returns the sum of `x` over the shards of the group of this shard."""
   if axes_lib.on_mapped_mesh((axis,)):
     part = scatter(parts(x, len(groups[0])), (axis,), groups)
-    return leaves_lib.join(gather(part, (axis,), groups), x)
+    return leaves_lib.join_slices(gather(part, (axis,), groups), x)
   # `vmap` does not support groups in collectives, and slicing a leaf would
   # gather it over mesh axes that are not mapped. Instead, sum an array with one
   # row per group.
@@ -127,7 +127,7 @@ def parts(x: jax.Array, number: int) -> jax.Array:
   XLA for TPUs scatters and gathers whole rows.
   """
   if x.ndim < 2 or math.prod(x.shape[:-1]) % number:
-    return leaves_lib.cut(x.ravel(), number)
+    return leaves_lib.slice_evenly(x.ravel(), number)
   return x.reshape(number, -1, x.shape[-1])
 
 

@@ -76,7 +76,7 @@ class Reduction:
   """
 
   caller: str
-  kind: weights.Kind
+  kind: weights.MeanOrSum
   axes: tuple[Hashable, ...]
   groups: groups_lib.Groups | None = None
   if_reduced: IfReduced = 'error'
@@ -195,14 +195,14 @@ def reduce(
   axes = options.axes if options.groups is None else ()
   results, sent, values, keys = [], [], [], []
   for i, leaf in enumerate(leaves):
-    results.append(leaves_lib.without_numbers(leaf, axes))
+    results.append(leaves_lib.sum_of_empty(leaf, axes))
     if results[i] is None:
       x = jnp.asarray(leaf)
       sent.append((i, x.dtype))
       dtype = leaves_lib.accumulator_dtype(x.dtype)
       values.append(leaves_lib.as_dtype(x, dtype))
   if own.weight is not None:
-    values = list(map(weights.weighing(own.weight), values))
+    values = list(map(weights.scale_by_weight(own.weight), values))
   for x in values:
     varying = axes_lib.varying_axes(x)
     keys.append(Key(sent_over(x, options), x.dtype, varying))

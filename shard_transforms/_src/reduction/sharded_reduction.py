@@ -90,9 +90,11 @@ class ShardedReduction(leaf_sums.Reduction):
       index = list(map(lax.axis_index, self._divided_over()))
 
     def own(leaf):
-      if not leaves_lib.is_cut(leaf, math.prod(num_slices)):
+      if not leaves_lib.is_sliced(leaf, math.prod(num_slices)):
         return leaf
-      return divisions.divide(jnp.shape(leaf), num_slices).own(leaf, index)
+      return divisions.divide(jnp.shape(leaf), num_slices).local_slice(
+          leaf, index
+      )
 
     return jax.tree.map(own, tree)
 
@@ -129,7 +131,7 @@ class ShardedReduction(leaf_sums.Reduction):
     num_shards = self.num_shards()
     # A leaf that is not reduced over all axes is the same on some shards.
     return [
-        leaves_lib.is_cut(leaf, num_shards)
+        leaves_lib.is_sliced(leaf, num_shards)
         and leaf_sums.sent_over(leaf, self) == self.axes
         for leaf in leaves
     ]
@@ -157,7 +159,7 @@ class ShardedReduction(leaf_sums.Reduction):
   def _division(self, leaf):
     """Returns the division of a leaf, or `None` if the leaf is not divided."""
     num_slices = self.num_slices()
-    if not leaves_lib.is_cut(leaf, math.prod(num_slices)):
+    if not leaves_lib.is_sliced(leaf, math.prod(num_slices)):
       return None
     return divisions.divide(jnp.shape(leaf), num_slices)
 

@@ -1,8 +1,8 @@
 """Conversion of state: to its full form, to a mesh, to other shards."""
 
 import contextlib
-import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,10 +18,10 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
 from shard_transforms._src.state import fields
-from shard_transforms._src.state import one_shard as one_shard_lib
+from shard_transforms._src.state import placement
 from shard_transforms._src.state import resizing
-from shard_transforms._src.state import shardings
 from shard_transforms._src.state import state_types
+from shard_transforms._src.state import unsharded_types
 
 
 def unshard_state(
@@ -59,7 +59,7 @@ def unshard_state(
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If a state declares a rule that is not a `Rule`.
-    ValueError: If `state` was not made by `tx` for these parameters, on this
+    ValueError: If `state` was not created by `tx` for these parameters, on this
       mesh with these `in_specs`; if `in_specs` shards parameters whose state is
       sharded further; or if a state declares a rule for a missing field.
 
@@ -75,10 +75,10 @@ def unshard_state(
     >>> print(state.inner_state[0].mu.shape, full.inner_state[0].mu.shape)
     (1, 16) (3, 5)
   """
-  one_shard = one_shard_lib.OneShard(
+  types = unsharded_types.unsharded_types(
       tx, params, mesh, in_specs, 'unshard_state'
   )
-  return _join_fields(state, state, one_shard, one_shard)
+  return _unshard(state, state, types, types)
 
 
 def shard_state(
@@ -88,7 +88,7 @@ def shard_state(
     mesh: jax.sharding.Mesh,
     *,
     in_specs: partition_specs.SpecTree = P(),
-    reduction: states.Reduction | None = None,
+    reduction: states.ResizeReduction | None = None,
 ) -> optax.OptState:
   """Places the state of a checkpoint on a mesh with any number of shards.
 
@@ -113,7 +113,7 @@ def shard_state(
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If a leaf does not have the dtype that the transformation uses,
       or a state declares a rule that is not a `Rule`.
-    ValueError: If `state` was not made by `tx` for these parameters, a leaf
+    ValueError: If `state` was not created by `tx` for these parameters, a leaf
       cannot be converted or is not on this process, `in_specs` shards
       parameters whose state is sharded further, `reduction` is missing or
       unknown, or a state declares a rule for a missing field.
@@ -133,8 +133,10 @@ def shard_state(
     (1, 16)
   """
   _check_reduction(reduction)
-  one_shard = one_shard_lib.OneShard(tx, params, mesh, in_specs, 'shard_state')
-  return _place_fields(state, one_shard, reduction)
+  types = unsharded_types.unsharded_types(
+      tx, params, mesh, in_specs, 'shard_state'
+  )
+  return _shard(state, types, reduction)
 
 
 def resize_state(
@@ -144,7 +146,7 @@ def resize_state(
     mesh: jax.sharding.Mesh,
     *,
     in_specs: partition_specs.SpecTree = P(),
-    reduction: states.Reduction | None = None,
+    reduction: states.ResizeReduction | None = None,
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 
@@ -193,7 +195,7 @@ def resize_state(
     NameError: If the transformation names an axis that the mesh lacks.
     TypeError: If a leaf does not have the dtype that the transformation uses,
       or a state declares a rule that is not a `Rule`.
-    ValueError: If `state` was not made by `tx` for these parameters, a leaf
+    ValueError: If `state` was not created by `tx` for these parameters, a leaf
       cannot be converted or is not on this process, `reduction` is missing or
       unknown, or a state declares a rule for a missing field.
 
@@ -211,89 +213,46 @@ def resize_state(
     (1, 16)
   """
   _check_reduction(reduction)
-  after = one_shard_lib.OneShard(tx, params, mesh, in_specs, 'resize_state')
-  made = _made_on(_mesh_of(state), after)
-  here = jax.tree.map_with_path(_on_this_process, state)
-  full = _join_fields(here, state, after, made)
-  return _place_fields(full, after, reduction)
+  trace = functools.partial(
+      unsharded_types.unsharded_types,
+      tx,
+      params,
+      in_specs=in_specs,
+      caller='resize_state',
+  )
+  types = trace(mesh=mesh)
+  old_types = _types_on_old_mesh(state, trace, in_specs)
+  local_state = jax.tree.map_with_path(_to_numpy_or_raise, state)
+  full_state = _unshard(local_state, state, types, old_types)
+  return _shard(full_state, types, reduction)
 
 
-def _join_fields(
-    state: optax.OptState,
-    placed: optax.OptState,
-    one_shard: one_shard_lib.OneShard,
-    made: one_shard_lib.OneShard | None,
-) -> optax.OptState:
-  """Returns a state in its full form.
-
-  Args:
-    state: The state.
-    placed: The same state, with its original placement.
-    one_shard: The state on one shard, and the target mesh.
-    made: The same for the mesh on which the state was made, if it is known.
-
-  Raises:
-    ValueError: As in `unshard_state`.
-  """
-
-  def convert(path, rule, field, placed):
-    if rule.full is None:
-      return jax.tree.map(_copied, field)
-    full = _joined(one_shard.joining(path, rule), field, one_shard.mesh)
-    if made is not None:
-      made.check_made_on_mesh(path, placed)
-    elif rule is fields.DIVIDED:
-      pairs = zip(*map(fields.types_of, (field, full)), strict=True)
-      divided.extend((found[0], shape[0]) for found, shape in pairs)
-    return full
-
-  divided = []
-  if made is not None:
-    made.check_tree(state)
-  full = fields.map_fields(convert, fields.full_rules_of, state, placed)
-  if not divisions.is_of_one_mesh(divided):
-    raise ValueError(
-        f'{fields.made_for_others("slices", "several leaves")} that no'
-        ' number of shards gives.'
-    )
-  return full
+def _types_on_old_mesh(state, trace, in_specs):
+  """Returns the types on the mesh of a state; `None` if it is not known."""
+  mesh = _mesh_of(state)
+  specs = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
+  axes = set().union(*map(partition_specs.axes_of, specs))
+  if mesh is None or not axes <= set(mesh.axis_names):
+    return None
+  # The axes of the old mesh may have other names, and `on_mesh` only supports
+  # its own mesh.
+  with contextlib.suppress(NameError, ValueError):
+    types = trace(mesh=mesh)
+    return types if types.sharded_fields else None
+  return None
 
 
-def _place_fields(
-    state: optax.OptState,
-    one_shard: one_shard_lib.OneShard,
-    reduction: states.Reduction | None,
-) -> optax.OptState:
-  """Places a state in its full form on the mesh.
-
-  Args:
-    state: The state.
-    one_shard: The state on one shard, and the target mesh.
-    reduction: As for `resize_state`.
-
-  Raises:
-    ValueError: As in `shard_state`.
-  """
-
-  def rules_of(node, like):
-    return {
-        **resizing.resize_rules_of(node, like, reduction),
-        **fields.full_rules_of(node, like),
-    }
-
-  def convert(path, rule, field, like):
-    if rule.full is not None:
-      one_shard.check(path, field, like)
-      return _sharded(rule, field, like, one_shard.mesh)
-    fields.check_same_trees(path, field, like)
-    carry_over = functools.partial(_carried_over, path, rule)
-    return jax.tree.map_with_path(carry_over, field, like)
-
-  state = jax.tree.map(_on_host, state)
-  return fields.map_fields(convert, rules_of, state, one_shard.state)
+def _mesh_of(state):
+  """Returns the mesh over which a state is sharded, or `None`."""
+  for leaf in jax.tree.leaves(state):
+    sharding = getattr(leaf, 'sharding', None)
+    is_on_mesh = isinstance(sharding, NamedSharding)
+    if is_on_mesh and partition_specs.axes_of(sharding.spec):
+      return sharding.mesh
+  return None
 
 
-def _check_reduction(reduction: Any) -> None:
+def _check_reduction(reduction):
   """Checks the argument `reduction`.
 
   Raises:
@@ -306,150 +265,187 @@ def _check_reduction(reduction: Any) -> None:
     )
 
 
+def _unshard(state, placed_state, types, old_types):
+  """Returns a state in its full form.
+
+  Args:
+    state: The state.
+    placed_state: The same state, with its original placement.
+    types: The types on the target mesh.
+    old_types: The types on the mesh of the state, or `None` if it is not known.
+
+  Raises:
+    ValueError: As in `unshard_state`.
+  """
+  padded_shapes = []
+
+  def convert(path, rule, field, placed_field):
+    if rule.full is None:
+      return jax.tree.map(_copied, field)
+    full = _joined(types.joining(path, rule.full), field, types.mesh)
+    if old_types is not None:
+      old_types.check_created_on_mesh(path, placed_field)
+    elif rule is fields.DIVIDED:
+      pairs = zip(*map(jax.tree.leaves, (field, full)), strict=True)
+      padded_shapes.extend((jnp.shape(x), jnp.shape(y)) for x, y in pairs)
+    return full
+
+  if old_types is not None:
+    old_types.check_tree(state)
+  full = fields.map_fields(convert, fields.full_rules_of, state, placed_state)
+  if not divisions.fit_one_mesh(padded_shapes):
+    raise ValueError(
+        '`state` was not created by this transformation for these parameters:'
+        ' no number of shards pads all of its leaves to their shapes. Pass the'
+        ' `tx` and the `params` with which the state was created.'
+    )
+  return full
+
+
 def _joined(join, field, mesh):
   """Returns the full form of a field; JAX arrays are sharded over the mesh."""
   is_abstract = state_types.is_abstract(field)
   if not is_abstract and not _is_on_devices(field):
     return jax.tree.map(_copied, join(field))
   types = jax.eval_shape(join, fields.without_shardings(field))
-  spread = jax.tree.map(lambda x: shardings.spread(x.shape, mesh), types)
+  specs = jax.tree.map(lambda x: _spread_spec(x.shape, mesh), types)
   if is_abstract:
-    return state_types.abstract(types, spread, mesh)
-  compiled = _automatic(mesh)
-  placed = jax.device_put(
-      field, _shardings(jax.tree.map(_spec_of, field), compiled)
-  )
+    return state_types.abstract(types, specs, mesh)
+  auto_mesh = _with_auto_axes(mesh)
+  field_specs = jax.tree.map(placement.spec_of, field)
+  field = jax.device_put(field, state_types.shardings(field_specs, auto_mesh))
+  shardings = state_types.shardings(specs, auto_mesh)
   with state_types.without_mesh():
-    made = jax.jit(join, out_shardings=_shardings(spread, compiled))(placed)
-  return jax.device_put(made, _shardings(spread, mesh))
+    full = jax.jit(join, out_shardings=shardings)(field)
+  return jax.device_put(full, state_types.shardings(specs, mesh))
+
+
+def _shard(state, types, reduction):
+  """Places a state in its full form on a mesh.
+
+  Args:
+    state: The state.
+    types: The types on the mesh.
+    reduction: As for `resize_state`.
+
+  Raises:
+    TypeError: As in `shard_state`.
+    ValueError: As in `shard_state`.
+  """
+
+  def rules_of(node, like):
+    return {
+        **resizing.resize_rules_of(node, like, reduction),
+        **fields.full_rules_of(node, like),
+    }
+
+  def convert(path, rule, field, like):
+    if rule.full is not None:
+      types.check_full(path, field, like)
+      return _sharded(rule, field, like, types.mesh)
+    fields.check_same_structure(leaves_lib.name_of(path), field, like)
+
+    def convert_leaf(subpath, leaf, like):
+      name = leaves_lib.name_of((*path, *subpath))
+      return _put(resizing.resized(rule, name, leaf, like), like.sharding)
+
+    return jax.tree.map_with_path(convert_leaf, field, like)
+
+  state = jax.tree.map(_to_numpy, state)
+  return fields.map_fields(convert, rules_of, state, types.state)
 
 
 def _sharded(rule, full, target, mesh):
   """Shards a full field like `target`."""
-  compiled = _automatic(mesh)
+  auto_mesh = _with_auto_axes(mesh)
+
   # Spread first, so that no device needs memory for the whole field.
-  spread = jax.tree.map(
-      lambda x: NamedSharding(compiled, shardings.spread(jnp.shape(x), mesh)),
-      full,
-  )
-  placed = jax.tree.map(_put, full, spread)
-  kept = jax.tree.map(lambda x: x.sharding.spec, target)
+  def spread(leaf):
+    spec = _spread_spec(jnp.shape(leaf), mesh)
+    return _put(leaf, NamedSharding(auto_mesh, spec))
+
+  specs = state_types.spec_tree(target)
   place = jax.jit(
       lambda full: rule.place(full, target),
-      out_shardings=_shardings(kept, compiled),
+      out_shardings=state_types.shardings(specs, auto_mesh),
   )
+  full = jax.tree.map(spread, full)
   with state_types.without_mesh():
-    made = place(placed)
-  return jax.device_put(made, _shardings(kept, mesh))
+    sharded = place(full)
+  return jax.device_put(sharded, state_types.shardings(specs, mesh))
 
 
-def _automatic(mesh):
+def _with_auto_axes(mesh):
   """Returns the mesh with `Auto` axes, which allow reshaping sharded arrays."""
   return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _shardings(specs, mesh):
-  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+def _spread_spec(shape, mesh):
+  """Returns the spec of an array, sharded over every axis that divides it.
+
+  The dimensions and the order of axes are those of `shard_update`, but nothing
+  is padded. With another order of axes, XLA would gather the array.
+  """
+  if not math.prod(shape) or not shape:
+    return P(*(None,) * len(shape))
+  axes, sizes = mesh.axis_names[::-1], list(shape)
+  division = divisions.along_dimensions(shape, [mesh.shape[a] for a in axes])
+  entries: list[tuple[Any, ...]] = [()] * len(shape)
+  for axis, dim in zip(axes, division.dims, strict=True):
+    if sizes[dim] % mesh.shape[axis] == 0:
+      sizes[dim] //= mesh.shape[axis]
+      entries[dim] += (axis,)
+  return partition_specs.from_entries(entries)
 
 
-def _spec_of(leaf):
-  sharding = getattr(leaf, 'sharding', None)
-  return sharding.spec if isinstance(sharding, NamedSharding) else P()
-
-
-def _carried_over(path, rule, sub, leaf, like):
-  """Resizes a leaf by its rule, and places it."""
-  name = leaves_lib.name_of((*path, *sub))
-  fields.check_dtype(name, leaf, like)
-  if rule.resize == 'reset' or jnp.shape(leaf) != like.shape:
-    if not resizing.is_here(leaf):
-      resizing.refuse_elsewhere(name)
-    leaf = resizing.apply_rule(rule, name, leaf, like)
-  return _put(leaf, like.sharding)
-
-
-def _made_on(mesh, after):
-  """Returns a `OneShard` for the original mesh of a state, or `None`."""
-  told = jax.tree.leaves(after.in_specs, is_leaf=partition_specs.is_spec)
-  axes = set().union(*map(partition_specs.axes_of, told))
-  if mesh is None or not axes <= set(mesh.axis_names):
-    return None
-  made = dataclasses.replace(after, mesh=mesh)
-  # The axes of the original mesh may have other names, and `on_mesh` only
-  # supports its own mesh.
-  with contextlib.suppress(NameError, ValueError):
-    return made if made.parts else None
-  return None
-
-
-def _mesh_of(state):
-  """Returns the mesh over which a state is sharded, or `None`."""
-  for leaf in jax.tree.leaves(state):
-    sharding = getattr(leaf, 'sharding', None)
-    is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
-    if is_on_mesh and partition_specs.axes_of(sharding.spec):
-      return sharding.mesh
-  return None
-
-
-def _on_this_process(path, leaf):
+def _to_numpy_or_raise(path, leaf):
   """Returns a leaf as a NumPy array; a random key is returned unchanged.
 
   Raises:
     ValueError: If part of the leaf is on another process.
   """
-  leaf = _on_host(leaf)
-  if not resizing.is_here(leaf):
+  leaf = _to_numpy(leaf)
+  if not resizing.is_addressable(leaf):
     raise ValueError(
-        '`state` of `resize_state` must be on this process, got a part of'
-        f' {leaves_lib.name_of(path)}. Save `unshard_state` of it, restore'
-        ' that, and place it with `shard_state`.'
+        '`resize_state` got a state that is partly on other processes, at'
+        f' {leaves_lib.name_of(path)}. Save the result of `unshard_state`,'
+        ' restore it, and place it with `shard_state`.'
     )
   return leaf
 
 
-def _on_host(leaf: Any) -> Any:
+def _to_numpy(leaf):
   """Returns a leaf as a NumPy array if this process can read the whole leaf."""
   is_array = isinstance(leaf, jax.Array)
-  if is_array and (resizing.is_key(leaf) or not resizing.is_here(leaf)):
+  if is_array and (resizing.is_key(leaf) or not resizing.is_addressable(leaf)):
     return leaf
-  return np.asarray(leaf, fields.dtype_of(leaf))
+  return np.asarray(leaf, leaves_lib.dtype_of(leaf))
 
 
-def _is_on_devices(field: Any) -> bool:
+def _is_on_devices(field):
   """Whether a field has JAX arrays other than random keys."""
-  leaves = jax.tree.leaves(field)
-  return any(
-      isinstance(x, jax.Array) and not resizing.is_key(x) for x in leaves
-  )
+  arrays = (x for x in jax.tree.leaves(field) if isinstance(x, jax.Array))
+  return not all(map(resizing.is_key, arrays))
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf):
   """Copies a leaf without moving it; returns a type unchanged."""
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return leaf
   if isinstance(leaf, jax.Array):
-    return _copy(leaf)
-  return np.array(leaf, fields.dtype_of(leaf))
+    return jnp.copy(leaf)
+  return np.array(leaf, leaves_lib.dtype_of(leaf))
 
 
-def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def _put(leaf, sharding):
   """Returns a copy of a leaf, placed with a sharding."""
-  if not resizing.is_here(leaf):
-    return jax.jit(_copy, out_shardings=sharding)(leaf)
+  if not resizing.is_addressable(leaf):
+    return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
   if isinstance(leaf, jax.Array) and resizing.is_key(leaf):
-    # `jax.device_put` of a random key could share its memory.
-    bits = _put(np.asarray(jax.random.key_data(leaf)), sharding)
-    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
+    # `jax.device_put` may share the memory of its argument.
+    return jax.device_put(jnp.copy(leaf), sharding)
   # JAX may alias the memory of a NumPy array.
   values = np.array(leaf)
   return jax.make_array_from_callback(
       values.shape, sharding, values.__getitem__, dtype=values.dtype
   )
-
-
-def _copy(leaf):
-  if not resizing.is_key(leaf):
-    return jnp.copy(leaf)
-  bits = jnp.copy(jax.random.key_data(leaf))
-  return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))

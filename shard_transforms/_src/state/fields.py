@@ -11,13 +11,17 @@ from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import states
 
+Path = tuple[Any, ...]
+# Takes a node of a state and the node at the same position in a similar state.
+RulesOf = Callable[[Any, Any], Mapping[str, states.Rule]]
+
 
 def map_fields(
     fn: Callable[..., Any],
-    rules_of: Callable[[Any, Any], Mapping[str, states.Rule]],
+    rules_of: RulesOf,
     state: Any,
     like: Any,
-    path: tuple[Any, ...] = (),
+    path: Path = (),
 ) -> Any:
   """Maps the fields with a rule, and all other leaves, of a state.
 
@@ -32,48 +36,44 @@ def map_fields(
     path: The path of the state.
   """
 
-  def of_node(sub, node, like):
-    here = (*path, *sub)
+  def map_node(subpath, node, like):
+    node_path = (*path, *subpath)
     if not states.declares(node):
-      return fn(here, states.Rule(), node, like)
+      return fn(node_path, states.Rule(), node, like)
 
-    def is_part(part):
-      return part is not node and part is not like
+    def is_child(x):
+      return x is not node and x is not like
 
-    check_same_trees(here, node, like, is_part)
+    check_same_structure(leaves_lib.name_of(node_path), node, like, is_child)
     rules = rules_of(node, like)
 
-    def of_field(key, field, like):
+    def map_field(key, field, like):
       # Only the fields of a class have names.
       rule = rules.get(getattr(key[0], 'name', ''))
+      field_path = (*node_path, *key)
       if rule is None:
-        return map_fields(fn, rules_of, field, like, (*here, *key))
-      return fn((*here, *key), rule, field, like)
+        return map_fields(fn, rules_of, field, like, field_path)
+      return fn(field_path, rule, field, like)
 
-    return jax.tree.map_with_path(of_field, node, like, is_leaf=is_part)
+    return jax.tree.map_with_path(map_field, node, like, is_leaf=is_child)
 
-  is_leaf = states.declares
-  check_same_trees(path, state, like, is_leaf)
-  return jax.tree.map_with_path(of_node, state, like, is_leaf=is_leaf)
+  name = leaves_lib.name_of(path)
+  check_same_structure(name, state, like, states.declares)
+  return jax.tree.map_with_path(map_node, state, like, is_leaf=states.declares)
 
 
-def parts_of(
-    rules_of: Callable[[Any, Any], Mapping[str, states.Rule]], state: Any
-) -> dict[tuple[Any, ...], tuple[states.Rule, Any]]:
-  """Returns the fields of a state that have a full form, by path.
+def sharded_fields(
+    rules_of: RulesOf, state: Any
+) -> dict[Path, tuple[states.Rule, Any]]:
+  """Returns the rules and values of the fields that have a full form."""
+  by_path = {}
 
-  Args:
-    rules_of: As for `map_fields`.
-    state: The state.
-  """
-  parts = {}
-
-  def note(path, rule, field, _):
+  def add(path, rule, field, _):
     if rule.full is not None:
-      parts[path] = rule, field
+      by_path[path] = rule, field
 
-  map_fields(note, rules_of, state, state)
-  return parts
+  map_fields(add, rules_of, state, state)
+  return by_path
 
 
 def full_rules_of(node: Any, _: Any) -> dict[str, states.Rule]:
@@ -82,8 +82,18 @@ def full_rules_of(node: Any, _: Any) -> dict[str, states.Rule]:
   return {name: rule for name, rule in rules.items() if rule.full is not None}
 
 
-def check_same_trees(
-    path: tuple[Any, ...],
+def mismatch(name: str, got: Any, expected: Any) -> str:
+  """Returns the error message for a state of other parameters."""
+  return (
+      '`state` was not created by this transformation for these parameters: got'
+      f' {got} instead of {expected} at {name}. Pass the `tx` and the `params`'
+      ' with which the state was created, and pass the result of'
+      ' `unshard_state` to `shard_state`.'
+  )
+
+
+def check_same_structure(
+    name: str,
     state: Any,
     like: Any,
     is_leaf: Callable[[Any], bool] | None = None,
@@ -93,14 +103,27 @@ def check_same_trees(
   Raises:
     ValueError: If the trees differ.
   """
-  found = jax.tree.structure(state, is_leaf=is_leaf)
-  expected = jax.tree.structure(like, is_leaf=is_leaf)
-  if found != expected:
-    got = f'the tree {jax.tree.structure(state)}'
-    raise ValueError(
-        f'{made_for_others(got, leaves_lib.name_of(path))} instead'
-        f' of {jax.tree.structure(like)}.'
-    )
+  trees = [jax.tree.structure(x, is_leaf=is_leaf) for x in (state, like)]
+  if trees[0] != trees[1]:
+    got, expected = map(jax.tree.structure, (state, like))
+    raise ValueError(mismatch(name, f'the tree {got}', expected))
+
+
+def check_same_shapes(name: str, state: Any, like: Any) -> None:
+  """Checks that a state has the expected tree, with leaves of these shapes.
+
+  Raises:
+    ValueError: If the trees or the shapes differ.
+  """
+  check_same_structure(name, state, like)
+
+  def check(path, leaf, like):
+    if jnp.shape(leaf) != like.shape:
+      leaf_name = name + jax.tree_util.keystr(path)
+      got = f'the shape {jnp.shape(leaf)}'
+      raise ValueError(mismatch(leaf_name, got, like.shape))
+
+  jax.tree.map_with_path(check, state, like)
 
 
 def check_dtype(name: str, leaf: Any, like: Any) -> None:
@@ -109,33 +132,19 @@ def check_dtype(name: str, leaf: Any, like: Any) -> None:
   Raises:
     TypeError: If the dtypes differ.
   """
-  dtype = dtype_of(leaf)
+  dtype = leaves_lib.dtype_of(leaf)
   if dtype != like.dtype:
-    got = f'{dtype.name} instead of {like.dtype.name}'
-    raise TypeError(f'{made_for_others(got, name)}.')
+    raise TypeError(mismatch(name, dtype.name, like.dtype.name))
 
 
 def types_of(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
   """Returns the shapes and dtypes of the leaves of a tree."""
-  return [(jnp.shape(x), dtype_of(x)) for x in jax.tree.leaves(tree)]
+  return [(jnp.shape(x), leaves_lib.dtype_of(x)) for x in jax.tree.leaves(tree)]
 
 
 def without_shardings(tree: Any) -> Any:
   """Returns the types of a tree of arrays, without their shardings."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def dtype_of(leaf: Any) -> Any:
-  """Returns the dtype of a leaf, which may be a random key."""
-  return getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
-
-
-def made_for_others(got: str, name: str) -> str:
-  """Returns the error message for state that was made for other parameters."""
-  return (
-      '`state` must be made by this transformation for these parameters, got'
-      f' {got} at {name}'
-  )
 
 
 def full_rule(
@@ -155,29 +164,26 @@ def full_rule(
   """
 
   def full(slices, one_shard, name):
-    found = jax.tree.structure(slices), jax.tree.structure(one_shard)
-    if found[0] != found[1]:
-      raise ValueError(
-          f'{made_for_others(f"the tree {found[0]}", name)}, instead of'
-          f' {found[1]}.'
-      )
+    check_same_structure(name, slices, one_shard)
 
     def full_leaf(path, leaf, like):
-      whole = leaf if jnp.shape(leaf) == like.shape else join(leaf, like)
-      if whole is None:
+      is_full = jnp.shape(leaf) == like.shape
+      full_leaf = leaf if is_full else join(leaf, like)
+      if full_leaf is None:
+        leaf_name = name + jax.tree_util.keystr(path)
         got = f'the shape {jnp.shape(leaf)}'
-        at = name + jax.tree_util.keystr(path)
         raise ValueError(
-            f'{made_for_others(got, at)}, which does not go into {like.shape}.'
-            ' State that `groups` divide has no full form.'
+            f'{mismatch(leaf_name, got, like.shape)} A state that is divided by'
+            ' `groups` does not have a full form.'
         )
-      return whole
+      return full_leaf
 
     return jax.tree.map_with_path(full_leaf, slices, one_shard)
 
-  return states.Rule(
-      full=full, place=lambda part, target: jax.tree.map(place, part, target)
-  )
+  def place_field(full, target):
+    return jax.tree.map(place, full, target)
+
+  return states.Rule(full=full, place=place_field)
 
 
 def _crop(leaf, like):

@@ -23,7 +23,7 @@ from shard_transforms._src.state import state_types
 def init_state(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     *,
     in_specs: specs_lib.SpecTree = P(),
     stacked: bool = False,
@@ -79,7 +79,7 @@ def init_state(
 def make_state(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     axes: Sequence[Hashable],
     *,
     in_specs: specs_lib.SpecTree = P(),
@@ -93,30 +93,39 @@ def make_state(
   param_specs = specs.checked_specs(tx, params, in_specs, 'init_state')
   specs.check_mesh(mesh)
   arguments.check_bool('stacked', stacked)
-  lead = specs.free_axes(mesh, in_specs) if stacked else ()
-  types = state_types.state_types(tx, params, mesh, param_specs, lead)
+  stacked_axes = specs.free_axes(mesh, in_specs) if stacked else ()
+  types = state_types.state_types(tx, params, mesh, param_specs, stacked_axes)
   out_specs = state_types.spec_tree(types)
 
   def init(params):
     state = tx.init(params)
-    if not lead:
+    if not stacked_axes:
       return state
-    return jax.tree.map(lambda x: axes_lib.to_varying(x[None], lead), state)
+    return jax.tree.map(
+        lambda x: axes_lib.to_varying(x[None], stacked_axes), state
+    )
 
   mapped: Any = jax.shard_map(
       init, mesh=mesh, in_specs=(param_specs,), out_specs=out_specs
   )
-  others = [axis for axis in mesh.axis_names if axis not in axes]
-  beside = jax.tree.map(
-      lambda x: specs_lib.restricted(spec_of(x), others), params
+  unmapped_axes = [axis for axis in mesh.axis_names if axis not in axes]
+  unmapped_specs = jax.tree.map(
+      lambda x: specs_lib.restricted(spec_of(x), unmapped_axes), params
   )
-  if specs_lib.axes_of(beside):
-    types = state_types.beside(tx, params, mesh, param_specs, types, beside)
-    mapped = functools.partial(
-        *(_partly_mapped, init, mesh, axes, param_specs, out_specs),
-        state_types.spec_tree(types),
+  if specs_lib.axes_of(unmapped_specs):
+    types = state_types.types_over_unmapped_axes(
+        tx, params, mesh, param_specs, types, unmapped_specs
     )
-    param_specs = jax.tree.map(specs_lib.joined, param_specs, beside)
+    mapped = functools.partial(
+        _call_partly_mapped,
+        init,
+        in_specs=(param_specs,),
+        out_specs=out_specs,
+        mesh=mesh,
+        axes=axes,
+        out_types=state_types.spec_tree(types),
+    )
+    param_specs = jax.tree.map(specs_lib.joined, param_specs, unmapped_specs)
   # Parameters without leaves are neither abstract nor concrete.
   is_nowhere = isinstance(mesh, jax.sharding.AbstractMesh)
   if state_types.is_abstract(params) or (
@@ -128,17 +137,9 @@ def make_state(
   return jax.jit(mapped, out_shardings=shardings)(params)
 
 
-def _partly_mapped(init, mesh, axes, param_specs, out_specs, placed, params):
-  """Returns the state, with the other axes of the mesh left to the compiler."""
-  return mapping.call(
-      init,
-      (params,),
-      in_specs=(param_specs,),
-      out_specs=out_specs,
-      mesh=mesh,
-      axes=axes,
-      out_types=placed,
-  )
+def _call_partly_mapped(init, params, **options):
+  """Calls `init` with the other axes of the mesh left to the compiler."""
+  return mapping.call(init, (params,), **options)
 
 
 def spec_of(x: Any) -> P:
@@ -150,11 +151,17 @@ def spec_of(x: Any) -> P:
 
 
 def _placed(params, param_specs, mesh):
+  """Places parameters on a mesh.
+
+  Raises:
+    JaxRuntimeError: If JAX cannot place them.
+    ValueError: If the devices of the mesh are not available.
+  """
   # Traced parameters can be on an abstract mesh.
   is_traced = any(isinstance(x, core.Tracer) for x in jax.tree.leaves(params))
   try:
     if is_traced or isinstance(mesh, jax.sharding.Mesh):
-      return jax.device_put(params, _shardings(param_specs, mesh))
+      return jax.device_put(params, state_types.shardings(param_specs, mesh))
     problem = None
   except jax.errors.JaxRuntimeError as error:
     # The devices of a topology can only be compiled for.
@@ -162,10 +169,7 @@ def _placed(params, param_specs, mesh):
       raise
     problem = error
   raise ValueError(
-      '`params` must be shapes where the devices of `mesh` are not here, got'
-      f' arrays for {mesh}. Give `jax.eval_shape(lambda: params)`.'
+      'The devices of `mesh` are not available, so the state cannot be created'
+      f' from arrays: got {mesh}. Pass the shapes of the parameters,'
+      ' `jax.eval_shape(lambda: params)`.'
   ) from problem
-
-
-def _shardings(tree, mesh):
-  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree)

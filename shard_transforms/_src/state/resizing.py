@@ -13,18 +13,19 @@ _COMBINE = {'sum': np.sum, 'mean': np.sum, 'minimum': np.min, 'maximum': np.max}
 
 
 def resize_rules_of(
-    node: Any, like: Any, reduction: states.Reduction | None
+    node: Any, like: Any, reduction: states.ResizeReduction | None
 ) -> dict[str, states.Rule]:
   """Returns the rules of the fields of a node that are resized.
 
   Raises:
-    TypeError: If the `resize` function of a rule does not return a `Rule`.
+    TypeError: If the `resize` function of a rule does not return a `Rule` or a
+      function.
     ValueError: If part of the state is on other processes.
   """
   rules = {
       name: rule
       for name, rule in states.rules_of(node).items()
-      if rule.resize != 'keep'
+      if rule.resize != 'keep' or rule.reason
   }
   changed = {
       name
@@ -35,142 +36,125 @@ def resize_rules_of(
   if not changed:
     return {}
   # Rules may depend on values.
-  if not all(map(is_here, jax.tree.leaves(node))):
-    refuse_elsewhere(type(node).__name__)
+  for leaf in jax.tree.leaves(node):
+    _check_addressable(leaf, type(node).__name__)
   for name, rule in rules.items():
     if callable(rule.resize):
-      rules[name] = rule.resize(node, reduction)
-      states.check_rule(node, name, rules[name])
-  begun = {name for name, rule in rules.items() if rule.resize == 'reset'}
-  # If only fields that begin anew have changed, the parameters differ, and not
+      result = rule.resize(node, reduction)
+      result = states.Rule(resize=result) if callable(result) else result
+      states.check_rule(node, name, result)
+      rules[name] = result
+  reset = {name for name, rule in rules.items() if rule.resize == 'reset'}
+  # If only fields that are reset have changed, the parameters differ, and not
   # the number of shards. Such fields are not initialized again.
-  return rules if changed - begun else {}
+  return rules if changed - reset else {}
 
 
-def apply_rule(
-    rule: states.Rule, name: str, old: np.ndarray | jax.Array, target: Any
+def resized(
+    rule: states.Rule, name: str, leaf: np.ndarray | jax.Array, like: Any
 ) -> np.ndarray | jax.Array:
   """Converts a leaf to another number of shards.
 
   Args:
     rule: The rule that is declared for the leaf.
     name: The name of the leaf, for error messages.
-    old: The values of the leaf.
-    target: The new shape and sharding of the leaf.
+    leaf: The values of the leaf.
+    like: The type of the leaf on the new shards, with its sharding.
 
   Raises:
-    ValueError: If the leaf cannot be converted, or was made for other
-      parameters.
+    TypeError: If the leaf has another dtype.
+    ValueError: If the leaf cannot be converted, is on other processes, or was
+      created for other parameters.
   """
+  fields.check_dtype(name, leaf, like)
+  if jnp.shape(leaf) == like.shape and rule.resize != 'reset':
+    return leaf
+  _check_addressable(leaf, name)
   if rule.resize == 'reset':
     empty = 0 if rule.empty is None else rule.empty
-    return np.full(target.shape, empty, old.dtype)
-  if rule.resize != 'error' and not _are_rows(old, target):
-    got = f'the shape {old.shape}'
+    return np.full(like.shape, empty, leaf.dtype)
+  if rule.reason:
+    raise ValueError(rule.reason.replace('{name}', name))
+  if not _are_rows(leaf, like):
+    got = f'the shape {leaf.shape}'
+    raise ValueError(fields.mismatch(name, got, like.shape))
+  if rule.resize == 'keep':
     raise ValueError(
-        f'{fields.made_for_others(got, name)}, which does not go into'
-        f' {target.shape}.'
+        f'{name} has the shape {leaf.shape} instead of {like.shape}: it depends'
+        ' on the number of shards, but its state does not declare a rule for'
+        ' it. Declare a `state_rules.Rule`, continue with as many shards as'
+        ' before, or create this part of the state again with `init_state`.'
     )
-  if rule.resize in ('keep', 'error'):
-    raise ValueError(_reason(rule, name, old, target))
-  if isinstance(old, jax.Array) and is_key(old):
-    return _keys(old, target.shape[0])
-  if rule.resize == 'average':
-    resized = _average(rule, old)
-  elif rule.resize == 'split':
-    resized = _share(rule, old, target.shape[0])
+  num_shards = like.shape[0]
+  if isinstance(leaf, jax.Array) and is_key(leaf):
+    return _resized_keys(leaf, num_shards)
+  if callable(rule.resize):
+    rows = rule.resize(leaf, num_shards)
   else:
-    resized = _merge(rule, old, target.shape[0])
-  if resized.dtype.kind == 'f' and not jnp.issubdtype(old.dtype, jnp.inexact):
-    resized = np.rint(resized)
-  return np.broadcast_to(resized, target.shape).astype(old.dtype)
+    rows = _merged_or_extended(rule, leaf, num_shards)
+  if rows.dtype.kind == 'f' and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    rows = np.rint(rows)
+  return np.broadcast_to(rows, like.shape).astype(leaf.dtype)
 
 
-def _keys(old, num_shards):
+def _resized_keys(keys, num_shards):
   """Returns a random key for each shard.
 
   If the keys of the shards differ, every added shard gets a new key. If all
   shards have the same key, added shards get this key, too.
   """
-  data = np.asarray(jax.random.key_data(old))
-  turn, row = np.divmod(np.arange(num_shards), len(data))
-  bits = jnp.asarray(data[row])
-  keys = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(old))
-  is_new = (turn > 0) & np.any(data != data[:1])
-  return jnp.where(is_new, jax.vmap(jax.random.fold_in)(keys, turn), keys)
-
-
-def _reason(rule, name, old, target):
-  """Returns the reason why a leaf cannot be converted, for the error."""
-  if rule.reason:
-    return rule.reason.replace('{name}', name)
-  return (
-      'A leaf that depends on the number of shards must have a rule, got none'
-      f' and the shape {old.shape} instead of {target.shape} at {name}. Go on'
-      ' with as many shards as before, or start this part again with'
-      ' `init_state`.'
+  data = np.asarray(jax.random.key_data(keys))
+  repetition, row = np.divmod(np.arange(num_shards), len(data))
+  repeated = jax.random.wrap_key_data(
+      jnp.asarray(data[row]), impl=jax.random.key_impl(keys)
   )
+  is_new = (repetition > 0) & np.any(data != data[:1])
+  new_keys = jax.vmap(jax.random.fold_in)(repeated, repetition)
+  return jnp.where(is_new, new_keys, repeated)
 
 
-def _merge(rule, old, num_shards):
+def _merged_or_extended(rule, rows, num_shards):
   """Combines the rows of neighbouring shards, or adds empty rows."""
   combine = _COMBINE[rule.resize]
-  if num_shards > len(old):
+  if num_shards > len(rows):
     empty = rule.empty
     if empty is None:
-      empty = 0 if combine is np.sum else combine(old, axis=0)
-    rows = np.broadcast_to(empty, (num_shards - len(old), *old.shape[1:]))
-    merged = np.concatenate([old, rows.astype(old.dtype)])
+      empty = 0 if combine is np.sum else combine(rows, axis=0)
+    shape = num_shards - len(rows), *rows.shape[1:]
+    added = np.broadcast_to(empty, shape).astype(rows.dtype)
+    new_rows = np.concatenate([rows, added])
   else:
-    parts = np.array_split(old, num_shards)
-    merged = np.stack([combine(part, axis=0) for part in parts])
+    parts = np.array_split(rows, num_shards)
+    new_rows = np.stack([combine(part, axis=0) for part in parts])
   # The mean over the new shards divides by another number of shards.
-  return merged * (num_shards / len(old)) if rule.resize == 'mean' else merged
+  is_mean = rule.resize == 'mean'
+  return new_rows * (num_shards / len(rows)) if is_mean else new_rows
 
 
-def _share(rule, old, num_shards):
-  """Returns an equal part of the weighted sum of all rows."""
-  weights = np.ones(len(old)) if rule.row_weights is None else rule.row_weights
-  return np.tensordot(weights, old.astype(np.float64), 1) / num_shards
-
-
-def _average(rule, old):
-  """Returns the weighted mean of all finite rows."""
-  # The mean of equal rows must be bitwise equal to them.
-  if np.all(old == old[:1]):
-    return old[0]
-  is_finite = np.isfinite(old.reshape(len(old), -1)).all(axis=-1)
-  counts = is_finite if is_finite.any() else np.ones(len(old), bool)
-  weights = rule.row_weights
-  if weights is None or not np.any(weights[counts]):
-    weights = np.ones(len(old))
-  return np.average(old[counts], axis=0, weights=weights[counts])
-
-
-def _are_rows(old, target):
-  """Whether `old` and `target` have a leading axis of shards and equal rows."""
-  is_same = old.ndim == target.ndim and old.shape[1:] == target.shape[1:]
-  is_sharded = any(target.sharding.spec[:1])
+def _are_rows(leaf, like):
+  """Whether two leaves have equal rows along a leading axis of shards."""
+  same_rows = leaf.ndim == like.ndim and leaf.shape[1:] == like.shape[1:]
+  is_sharded = any(like.sharding.spec[:1])
   return (
-      is_same
-      and is_sharded
-      and target.sharding.shard_shape(target.shape)[0] == 1
+      same_rows and is_sharded and like.sharding.shard_shape(like.shape)[0] == 1
   )
 
 
-def refuse_elsewhere(name: str) -> None:
-  """Raises because part of a state to be resized is on other processes.
+def _check_addressable(leaf, name):
+  """Checks that this process can read the whole leaf.
 
   Raises:
-    ValueError: Always.
+    ValueError: If part of the leaf is on other processes.
   """
-  raise ValueError(
-      '`state` must be on this process where the number of shards changes, got'
-      f' a part of {name}. Restore it as arrays of NumPy.'
-  )
+  if not is_addressable(leaf):
+    raise ValueError(
+        f'{name} is partly on other processes, but the number of shards'
+        ' changes, so its values must be read. Restore the checkpoint as NumPy'
+        ' arrays.'
+    )
 
 
-def is_here(leaf: Any) -> bool:
+def is_addressable(leaf: Any) -> bool:
   """Whether this process can read the whole leaf."""
   if not isinstance(leaf, jax.Array):
     return True

@@ -17,6 +17,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.state import fields
 from shard_transforms._src.state import state_types
 
 _CALLER = 'state_shardings'
@@ -109,35 +110,34 @@ def state_shardings(
     Xu et al., Automatic Cross-Replica Sharding of Weight Update in
     Data-Parallel Training, 2020, https://arxiv.org/abs/2004.13336.
   """
-  arguments.as_inner(tx, 'state_shardings', 'tx')
-  _check(mesh, axis_name, on_replicated)
+  arguments.as_inner(tx, _CALLER, 'tx')
+  _check_arguments(mesh, axis_name, on_replicated)
   arguments.as_at_least('whole_dims', whole_dims, 0)
-  shapes = jax.eval_shape(tx.init, jax.tree.map(_shape, params))
+  state = jax.eval_shape(tx.init, jax.tree.map(_shape, params))
 
-  def divide(leaf, param):
+  def shard(leaf, param):
     if leaf.shape != jnp.shape(param):
       return leaf
-    spec = _spec_of(param, mesh)
+    spec = _spec_of_param(param, mesh)
     spec = _divided(leaf.shape, spec, mesh, axis_name, whole_dims)
     return leaf.update(sharding=NamedSharding(mesh, spec))
 
-  # Only leaves with the shape of their parameter get a sharding below.
-  whole = jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes
-  )
-  leaves = state_types.map_with_params(tx, divide, whole, params)
+  # Only leaves with the shape of their parameter get a sharding.
+  leaves = fields.without_shardings(state)
+  leaves = state_types.map_with_params(tx, shard, leaves, params)
   if on_replicated != 'ignore':
-    _tell_whole(leaves, axis_name, on_replicated)
-    _tell_gathered(tx, leaves, params, shapes, axis_name)
+    _warn_replicated(leaves, axis_name, on_replicated)
+    _warn_gathered(tx, leaves, params, state, axis_name)
   return jax.tree.map(
       lambda leaf: leaf.sharding or NamedSharding(mesh, P()), leaves
   )
 
 
-def _check(mesh, axis_name, on_replicated):
+def _check_arguments(mesh, axis_name, on_replicated):
   if not isinstance(mesh, jax.sharding.Mesh):
     raise TypeError(
         f'`mesh` of `{_CALLER}` must be a `jax.sharding.Mesh`, got {mesh!r}.'
+        " Create one with `jax.make_mesh((8,), ('data',))`."
     )
   if axis_name not in mesh.shape:
     raise ValueError(
@@ -155,22 +155,21 @@ def _shape(x):
   return jax.ShapeDtypeStruct(jnp.shape(x), leaves_lib.dtype_of(x))
 
 
-def _spec_of(param, mesh):
-  """Returns the spec of a parameter, with an entry for each dimension.
+def _spec_of_param(param, mesh):
+  """Returns the spec of a parameter.
 
   Raises:
     ValueError: If the parameter is on another mesh.
   """
   sharding = getattr(param, 'sharding', None)
   if not isinstance(sharding, NamedSharding):
-    return (None,) * jnp.ndim(param)
+    return P()
   if dict(sharding.mesh.shape) != dict(mesh.shape):
     raise ValueError(
-        f'`params` of `{_CALLER}` must be on the mesh {dict(mesh.shape)}, got'
-        f' one on {dict(sharding.mesh.shape)}.'
+        f'`params` of `{_CALLER}` are on the mesh {dict(sharding.mesh.shape)},'
+        f' but `mesh` is {dict(mesh.shape)}. Pass the mesh of the parameters.'
     )
-  spec = tuple(sharding.spec)
-  return spec + (None,) * (jnp.ndim(param) - len(spec))
+  return sharding.spec
 
 
 def _divided(shape, spec, mesh, axis, whole_dims):
@@ -178,79 +177,61 @@ def _divided(shape, spec, mesh, axis, whole_dims):
 
   Args:
     shape: The shape of the leaf.
-    spec: The spec of its parameter, with an entry for each dimension.
+    spec: The spec of its parameter.
     mesh: The mesh.
     axis: The additional axis.
     whole_dims: The number of trailing dimensions that are not divided.
   """
-  if axis in specs_lib.axes_of(P(*spec)):
-    return P(*spec)
-  entries = specs_lib.entries(P(*spec))
+  spec = P(*spec, *(None,) * (len(shape) - len(spec)))
+  entries = specs_lib.entries(spec)
   sizes = [
       size // math.prod(map(mesh.shape.get, entry))
       for size, entry in zip(shape, entries, strict=True)
   ]
-  sizes = sizes[: len(shape) - (whole_dims <= len(shape)) * whole_dims]
-  if not math.prod(shape) or not sizes:
-    return P(*spec)
+  if whole_dims <= len(shape):
+    sizes = sizes[: len(shape) - whole_dims]
+  if axis in specs_lib.axes_of(spec) or not math.prod(shape) or not sizes:
+    return spec
   dim = divisions.dimension(sizes, mesh.shape[axis], list(map(bool, entries)))
   if sizes[dim] % mesh.shape[axis]:
-    return P(*spec)
+    return spec
   divided = (*entries[dim], axis) if entries[dim] else axis
   return P(*spec[:dim], divided, *spec[dim + 1 :])
 
 
-def spread(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
-  """Returns the spec of an array, sharded over every axis that divides it.
-
-  The dimensions and the order of axes are those of `shard_update`, but nothing
-  is padded. With another order of axes, XLA would gather the array.
-  """
-  spec = (None,) * len(shape)
-  if not spec or not math.prod(shape):
-    return P(*spec)
-  entries, left = specs_lib.entries(P(*spec)), list(shape)
-  axes = mesh.axis_names[::-1]
-  sizes = [mesh.shape[axis] for axis in axes]
-  division = divisions.along_dimensions(shape, sizes)
-  for axis, dim in zip(axes, division.dims, strict=True):
-    if left[dim] % mesh.shape[axis] == 0:
-      left[dim] //= mesh.shape[axis]
-      entries[dim] += (axis,)
-  return P(*((e[0] if len(e) == 1 else e) or None for e in entries))
-
-
-def _tell_whole(leaves, axis, on_replicated):
-  """Warns about leaves that every device keeps whole, or raises.
+def _warn_replicated(leaves, axis, on_replicated):
+  """Warns about leaves that are not divided over the axis, or raises.
 
   Raises:
     ValueError: If there are such leaves and `on_replicated` is `'raise'`, or if
       no leaf with the shape of a parameter is divided.
   """
-  whole = {
+  undivided = {
       leaves_lib.name_of(path): leaf
       for path, leaf in jax.tree.leaves_with_path(leaves)
       if axis not in specs_lib.axes_of(_spec(leaf))
   }
-  found = {n: leaf for n, leaf in whole.items() if math.prod(leaf.shape) > 1}
-  if not found:
+  large = {
+      k: leaf for k, leaf in undivided.items() if math.prod(leaf.shape) > 1
+  }
+  if not large:
     return
-  sizes = {name: _num_bytes(leaf) for name, leaf in found.items()}
+  sizes = {name: _num_bytes(leaf) for name, leaf in large.items()}
   all_bytes = sum(map(_num_bytes, jax.tree.leaves(leaves)))
-  listed = ', '.join(
-      f'{name} {found[name].dtype.name}{list(found[name].shape)}'
+  names = ', '.join(
+      f'{name} {undivided[name].dtype.name}{list(undivided[name].shape)}'
       for name in sorted(sizes, key=sizes.__getitem__, reverse=True)
   )
   message = (
-      f'The state must have dimensions that can be divided over {axis!r}, got'
-      f' {len(found)} leaves, {sum(sizes.values()):,} of {all_bytes:,} bytes,'
-      f' that each device keeps whole: {listed}.'
+      f'{len(sizes)} leaves of the state, {sum(sizes.values()):,} of'
+      f' {all_bytes:,} bytes, have no dimension that can be divided over'
+      f' {axis!r}, so each device keeps them whole: {names}.'
   )
-  divides_none = len(whole) == len(jax.tree.leaves(leaves))
-  like_param = any(leaf.sharding for leaf in found.values())
-  if on_replicated == 'raise' or (divides_none and like_param):
+  divides_none = len(undivided) == len(jax.tree.leaves(leaves))
+  has_like_param = any(undivided[name].sharding for name in sizes)
+  if on_replicated == 'raise' or (divides_none and has_like_param):
     raise ValueError(
-        f'{message} Choose another `axis_name`, or keep them whole by'
+        f'{message} Choose another `axis_name`, or keep them whole with'
         " `on_replicated='ignore'`."
     )
   warnings.warn(message, UserWarning, stacklevel=3)
@@ -264,7 +245,7 @@ def _num_bytes(leaf):
   return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _tell_gathered(tx, leaves, params, state, axis):
+def _warn_gathered(tx, leaves, params, state, axis):
   """Warns about divided matrices that the optimizer multiplies."""
   divided = {
       leaves_lib.name_of(path): leaf
@@ -274,18 +255,18 @@ def _tell_gathered(tx, leaves, params, state, axis):
   }
   products = _products(tx, params, state) if divided else ()
   multiplied = {frozenset(shape[-2:]) for shape in products}
-  found = {
+  gathered = {
       name: leaf
       for name, leaf in divided.items()
       if frozenset(leaf.shape[-2:]) in multiplied
   }
-  if found:
+  if gathered:
     warnings.warn(
         f'The optimizer multiplies matrices that are divided over {axis!r},'
-        f' {", ".join(found)}: the compiler gathers them,'
-        f' {sum(map(_num_bytes, found.values())):,} bytes, for each product or'
-        ' two. Keep matrices whole by `whole_dims=2`, with stacked layers'
-        ' [layers, m, n]; or use `contrib.owned_update` in `jax.shard_map`.',
+        f' {", ".join(gathered)}. For each product or two, the compiler gathers'
+        f' them, {sum(map(_num_bytes, gathered.values())):,} bytes. Keep'
+        ' matrices whole with `whole_dims=2`, where layers are stacked as'
+        ' [layers, m, n], or use `contrib.owned_update` in `jax.shard_map`.',
         UserWarning,
         stacklevel=3,
     )

@@ -9,6 +9,7 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.state import state_types
 
@@ -16,7 +17,7 @@ from shard_transforms._src.state import state_types
 def state_specs(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     *,
     in_specs: specs_lib.SpecTree = P(),
     stacked: bool = False,
@@ -137,7 +138,7 @@ def check_mesh(mesh: Any) -> None:
   Raises:
     TypeError: If it is not a mesh.
   """
-  if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+  if not isinstance(mesh, mapping.AnyMesh):
     raise TypeError(
         f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}. Make one with'
         " `jax.make_mesh((8,), ('data',))`."
@@ -145,7 +146,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def free_axes(
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     in_specs: specs_lib.SpecTree,
 ) -> tuple[Hashable, ...]:
   """Returns the axes of a mesh that do not shard any parameter.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Hashable
-from collections.abc import Iterator
 from collections.abc import Mapping
 import contextlib
 import contextvars
@@ -13,7 +12,6 @@ import math
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
@@ -21,6 +19,7 @@ import optax
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.state import fields
@@ -34,9 +33,9 @@ _SPECS_IN_USE: contextvars.ContextVar[Mapping[str, tuple[Any, P]]] = (
 def state_types(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     param_specs: Any,
-    lead: tuple[Hashable, ...] = (),
+    stacked_axes: tuple[Hashable, ...] = (),
     on_one_shard: Callable[[], Any] | None = None,
 ) -> Any:
   """Returns the types of the global state, with shardings.
@@ -49,7 +48,8 @@ def state_types(
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The mesh of the step.
     param_specs: The spec of each parameter.
-    lead: Axes over which every leaf gets an additional leading dimension.
+    stacked_axes: Axes over which every leaf gets an additional leading
+      dimension.
     on_one_shard: Returns the result of `types_on_one_shard` for each shard's
       part of the parameters; only called if the state contains slices.
   """
@@ -66,35 +66,34 @@ def state_types(
     leaves = _with_divisions(state, on_one_shard(), mesh)
   else:
     leaves = jax.tree.map(_Leaf, state)
-  likes = leaves
   if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
     # The trace binds the axes that `tx.init` may need.
-    likes = _traced(
+    leaves = _traced(
         lambda params: map_with_params(
-            tx, _spec_like, leaves, params, param_specs
+            tx, _shard_like_param, leaves, params, param_specs
         ),
         params,
         mesh,
         param_specs,
     )
 
-  def global_type(path, leaf, like):
-    spec = _spec(path, leaf, _spec_anywhere(like), mesh, lead)
-    shape = (*(1,) * bool(lead), *leaf.kind.shape)
+  def global_type(path, leaf):
+    spec = _global_spec(path, leaf, mesh, stacked_axes)
+    shape = (*(1,) * bool(stacked_axes), *leaf.type.shape)
     sizes = _num_parts(spec, mesh)
     return jax.ShapeDtypeStruct(
         tuple(map(math.prod, itertools.zip_longest(shape, sizes, fillvalue=1))),
-        leaf.kind.dtype,
+        leaf.type.dtype,
         sharding=jax.sharding.NamedSharding(mesh, spec),
     )
 
-  return jax.tree.map_with_path(global_type, leaves, likes)
+  return jax.tree.map_with_path(global_type, leaves)
 
 
 def types_on_one_shard(
     tx: optax.GradientTransformation,
     params: Any,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     param_specs: Any,
 ) -> Any:
   """Returns the types that the state has if each mesh axis has one shard.
@@ -115,9 +114,9 @@ def types_on_one_shard(
   # shard.
   except Exception as error:
     raise ValueError(
-        '`tx` needs a state on one shard, because slices get their shardings,'
-        ' and a checkpoint its shapes, from that state. There, `tx.init`'
-        f' raised: {error}'
+        '`tx.init` raised an error on a mesh with one shard. The shardings of'
+        ' slices and the shapes of a checkpoint are those of the state on one'
+        f' shard, so `tx` must support it. The error was: {error}'
     ) from error
 
 
@@ -129,6 +128,13 @@ def without_mesh() -> contextlib.AbstractContextManager[None]:
 def spec_tree(types: Any) -> Any:
   """Returns the specs of a tree of types with shardings."""
   return jax.tree.map(lambda leaf: leaf.sharding.spec, types)
+
+
+def shardings(specs: Any, mesh: mapping.AnyMesh) -> Any:
+  """Returns the shardings over a mesh for a tree of specs."""
+  return jax.tree.map(
+      lambda spec: jax.sharding.NamedSharding(mesh, spec), specs
+  )
 
 
 def _slice_rules_of(node, _=None):
@@ -148,20 +154,21 @@ def _with_divisions(state, on_one_shard, mesh):
     ValueError: If a sliced field is missing, or has a different tree, on one
       shard.
   """
-  unsharded = fields.parts_of(_slice_rules_of, on_one_shard)
+  unsharded = fields.sharded_fields(_slice_rules_of, on_one_shard)
 
-  def describe(path, rule, part, _):
+  def describe(path, rule, field, _):
     if rule is not fields.DIVIDED:
-      return jax.tree.map(_Leaf, part)
+      return jax.tree.map(_Leaf, field)
     _, like = unsharded.get(path, (None, None))
-    found, expected = map(jax.tree.structure, (part, like))
-    if found != expected:
+    got, expected = map(jax.tree.structure, (field, like))
+    if got != expected:
       raise ValueError(
-          '`tx` must slice state whose tree does not depend on the number of'
-          f' shards, got the tree {found} at {leaves_lib.name_of(path)}, but'
-          f' {expected} on one shard.'
+          'The tree of a sliced state depends on the number of shards:'
+          f' {leaves_lib.name_of(path)} has the tree {got}, but {expected} on'
+          ' one shard. Use an `inner` whose state has the same tree for slices'
+          ' and for whole parameters.'
       )
-    return jax.tree.map(functools.partial(_slice, mesh), part, like)
+    return jax.tree.map(functools.partial(_slice, mesh), field, like)
 
   return fields.map_fields(describe, _slice_rules_of, state, state)
 
@@ -175,8 +182,15 @@ def _traced(fn, params, mesh, param_specs):
   results = []
 
   def trace(params):
-    with _specs_in_use(params, param_specs):
+    names = map(leaves_lib.name_of, dict(jax.tree.leaves_with_path(params)))
+    shapes = map(jnp.shape, jax.tree.leaves(params))
+    specs = jax.tree.leaves(param_specs, is_leaf=specs_lib.is_spec)
+    pairs = zip(shapes, specs, strict=True)
+    token = _SPECS_IN_USE.set(dict(zip(names, pairs, strict=True)))
+    try:
       results.append(fn(params))
+    finally:
+      _SPECS_IN_USE.reset(token)
     return ()
 
   mapped = jax.shard_map(
@@ -186,63 +200,13 @@ def _traced(fn, params, mesh, param_specs):
   return results[0]
 
 
-@contextlib.contextmanager
-def _specs_in_use(params: Any, specs: specs_lib.SpecTree) -> Iterator[None]:
-  """Makes the specs of parameters known to the `init` that is traced.
+def specs_in_use() -> Mapping[str, tuple[tuple[int, ...], P]]:
+  """Returns the local shape and the spec of each parameter, by its name.
 
-  Args:
-    params: The parameters as a shard holds them.
-    specs: The `PartitionSpec` of each parameter.
+  Types do not show which dimension of a parameter an axis slices. The mapping
+  is empty unless `init` is traced for `init_state` or `state_specs`.
   """
-  leaves = jax.tree.leaves_with_path(params)
-  pairs = zip(
-      leaves, jax.tree.leaves(specs, is_leaf=specs_lib.is_spec), strict=True
-  )
-  specs_of_names = {
-      leaves_lib.name_of(path): (jnp.shape(x), spec)
-      for (path, x), spec in pairs
-  }
-  token = _SPECS_IN_USE.set(specs_of_names)
-  try:
-    yield
-  finally:
-    _SPECS_IN_USE.reset(token)
-
-
-def check_specs_in_use(
-    name: str, shape: tuple[int, ...], spec: P, caller: str
-) -> None:
-  """Checks that a spec slices a parameter as the specs in use do.
-
-  Types do not tell which dimension an axis slices. A parameter without a spec
-  in use, such as that of another tree, is not checked.
-
-  Args:
-    name: The path of the parameter.
-    shape: The shape of the slice that a shard holds.
-    spec: The spec to check.
-    caller: The public name that errors show.
-
-  Raises:
-    ValueError: If the specs differ.
-  """
-  shape_in_use, in_use = _SPECS_IN_USE.get({}).get(name, (None, None))
-  if shape_in_use != shape or in_use is None:
-    return
-
-  def slicing(spec):
-    parts = [
-        [a for a in e if lax.axis_size(a) > 1] for e in specs_lib.entries(spec)
-    ]
-    return parts + [[]] * (len(shape) - len(parts))
-
-  if slicing(spec) != slicing(in_use):
-    raise ValueError(
-        f'`param_specs` of `{caller}` must be the `in_specs` of the step, got'
-        f' {spec!r} for {name}, which `in_specs` shards by {in_use!r}. Give'
-        ' the same specs to `param_specs`, `init_state`, `state_specs`,'
-        ' `on_mesh` and `jax.shard_map`.'
-    )
+  return _SPECS_IN_USE.get({})
 
 
 def _num_parts(spec, mesh):
@@ -253,13 +217,13 @@ def _num_parts(spec, mesh):
   ]
 
 
-def beside(
+def types_over_unmapped_axes(
     tx: optax.GradientTransformation,
     params: leaves_lib.ParamTree,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
     in_specs: Any,
     state: Any,
-    others: Any,
+    unmapped_specs: Any,
 ) -> Any:
   """Returns the types of a state, also sharded over axes that are not mapped.
 
@@ -269,16 +233,17 @@ def beside(
     mesh: The mesh of the step.
     in_specs: The spec of each parameter over the mapped axes.
     state: The types of the state, sharded over the mapped axes.
-    others: The spec of each parameter over the axes that are not mapped; leaves
-      of the state with the shape of a parameter get this spec, too.
+    unmapped_specs: The spec of each parameter over the axes that are not
+      mapped; leaves of the state with the shape of a parameter get this spec,
+      too.
   """
 
-  def join(leaf, param, other):
+  def join(leaf, param, unmapped_spec):
     spec, shape = leaf.sharding.spec, jnp.shape(param)
-    rank = len(leaf.shape) - len(shape)
-    if rank < 0 or leaf.shape[rank:] != shape:
+    num_leading = len(leaf.shape) - len(shape)
+    if num_leading < 0 or leaf.shape[num_leading:] != shape:
       return leaf
-    spec = specs_lib.joined(spec, P(*(None,) * rank, *other))
+    spec = specs_lib.joined(spec, P(*(None,) * num_leading, *unmapped_spec))
     sizes = _num_parts(spec, mesh)
     if any(n % size for n, size in zip(leaf.shape, sizes, strict=False)):
       return leaf
@@ -286,7 +251,7 @@ def beside(
 
   # The trace binds the axes that `tx.init` may need.
   return _traced(
-      lambda _: map_with_params(tx, join, state, params, others),
+      lambda _: map_with_params(tx, join, state, params, unmapped_specs),
       params,
       mesh,
       in_specs,
@@ -298,98 +263,86 @@ class _Leaf:
   """A leaf of the state on each shard.
 
   Attributes:
-    kind: The type of the leaf.
+    type: The type of the leaf.
+    spec: The spec of the leaf, without the leading axis of a per-shard leaf.
     division: If the leaf is a slice, the division of the whole leaf; otherwise
       `None`.
     axes: The axes of the division.
   """
 
-  kind: Any
+  type: Any
+  spec: P = P()
   division: divisions.Division | None = None
   axes: tuple[Hashable, ...] = ()
 
   @property
   def varying(self) -> frozenset[Hashable]:
     """The axes over which the leaf differs between shards."""
-    return axes_lib.varying_axes(self.kind)
+    return axes_lib.varying_axes(self.type)
 
 
-def _slice(mesh, kind, unsharded):
+def _slice(mesh, type_, unsharded):
   """Returns a leaf with its division, or without one if it is not a slice."""
-  varying, of_unsharded = map(axes_lib.varying_axes, (kind, unsharded))
-  axes = tuple(
-      axis
-      for axis in reversed(mesh.axis_names)
-      if axis in varying - of_unsharded
-  )
+  varying = axes_lib.varying_axes(type_) - axes_lib.varying_axes(unsharded)
+  axes = tuple(axis for axis in reversed(mesh.axis_names) if axis in varying)
   shape = unsharded.shape
-  if not axes or len(kind.shape) != len(shape) or not all((shape, *shape)):
-    return _Leaf(kind)
+  if not axes or len(type_.shape) != len(shape) or not all((shape, *shape)):
+    return _Leaf(type_)
   division = divisions.divide(shape, [mesh.shape[axis] for axis in axes])
-  is_slice = division.of_slice == kind.shape
-  return _Leaf(kind, division, axes) if is_slice else _Leaf(kind)
+  if division.slice_shape != type_.shape:
+    return _Leaf(type_)
+  return _Leaf(type_, division.spec(axes), division, axes)
 
 
-def _spec_anywhere(leaf):
-  """Returns the spec of a leaf that belongs to no sharded parameter.
+def _shard_like_param(leaf, param, param_spec):
+  """Returns a leaf that belongs to a parameter, with its spec.
 
-  Args:
-    leaf: The leaf, or its spec if it belongs to a parameter.
-  """
-  if specs_lib.is_spec(leaf):
-    return leaf
-  division = leaf.division
-  return P() if division is None else division.spec(leaf.axes)
-
-
-def _spec_like(leaf, param, spec):
-  """Returns the spec of a leaf that belongs to a parameter.
-
-  The leaf may have the shape of the parameter, of a slice or of a stack. The
-  spec has no entry for the leading axis of a per-shard leaf.
+  The leaf may have the shape of the parameter, of a slice or of a stack.
 
   Args:
     leaf: The leaf.
     param: The parameter on one shard.
-    spec: The spec of the parameter.
+    param_spec: The spec of the parameter.
   """
-  shape, of_leaf = jnp.shape(param), leaf.kind.shape
-  axes, division = specs_lib.axes_of(spec), leaf.division
-  if division is not None:
-    is_like = division.shape == shape and axes <= leaf.varying
-    return division.spec(leaf.axes, spec) if is_like else P()
-  rank = len(of_leaf) - len(shape)
-  if rank < 0 or of_leaf[rank:] != shape or not axes:
-    return P()
-  # A leaf that is the same on all shards may have the shape of a stack by
-  # coincidence.
-  is_row = of_leaf[:rank] in ((), (1,))
-  if not is_row and not axes <= leaf.varying:
-    return P()
-  return P(*(None,) * (rank - bool(leaf.varying - axes)), *spec)
+  shape, leaf_shape = jnp.shape(param), leaf.type.shape
+  axes, spec = specs_lib.axes_of(param_spec), P()
+  num_leading = len(leaf_shape) - len(shape)
+  is_varying = axes <= leaf.varying
+  if leaf.division is not None:
+    if leaf.division.shape == shape and is_varying:
+      spec = leaf.division.spec(leaf.axes, param_spec)
+  elif (
+      axes
+      and num_leading >= 0
+      and leaf_shape[num_leading:] == shape
+      # A leaf that is the same on all shards may have the shape of a stack by
+      # coincidence.
+      and (leaf_shape[:num_leading] in ((), (1,)) or is_varying)
+  ):
+    is_per_shard = bool(leaf.varying - axes)
+    spec = P(*(None,) * (num_leading - is_per_shard), *param_spec)
+  return dataclasses.replace(leaf, spec=spec)
 
 
-def _spec(path, leaf, like, mesh, lead):
-  """Returns the spec of a leaf of the state, with an entry for `lead` first."""
-  own = leaf.varying - specs_lib.axes_of(like)
-  shape = leaf.kind.shape
-  if own and (leaf.division is not None or shape[:1] != (1,)):
+def _global_spec(path, leaf, mesh, stacked_axes):
+  """Returns the spec of a leaf of the state, first over `stacked_axes`."""
+  per_shard_axes = leaf.varying - specs_lib.axes_of(leaf.spec)
+  shape = leaf.type.shape
+  if per_shard_axes and (leaf.division is not None or shape[:1] != (1,)):
     raise ValueError(
-        'Each leaf of the state that differs between shards must have a leading'
+        f'The state at {leaves_lib.name_of(path)} has the shape {shape} and'
+        f' differs between the shards of {sorted(per_shard_axes, key=str)}. A'
+        ' leaf of the state that differs between shards must have a leading'
         ' dimension of length 1, or the shape of a parameter that `in_specs`'
-        f' shards the same way, got the shape {shape} at'
-        f' {leaves_lib.name_of(path)}, which varies over'
-        f' {sorted(own, key=str)}.'
+        ' shards the same way.'
     )
-  split = tuple(a for a in mesh.axis_names if a in own and a not in lead)
-  entries = [_entry(lead)] if lead else []
-  entries += [_entry(split)] if own else []
-  like = specs_lib.restricted(like, set(mesh.axis_names).difference(lead))
-  return P(*entries, *like)
-
-
-def _entry(axes):
-  return (axes[0] if len(axes) == 1 else axes) or None
+  row_axes = per_shard_axes.difference(stacked_axes)
+  rows = tuple(axis for axis in mesh.axis_names if axis in row_axes)
+  leading = [stacked_axes] * bool(stacked_axes) + [rows] * bool(per_shard_axes)
+  spec = specs_lib.restricted(
+      leaf.spec, set(mesh.axis_names).difference(stacked_axes)
+  )
+  return P(*specs_lib.from_entries(leading), *spec)
 
 
 def is_abstract(params: leaves_lib.ParamTree) -> bool:
@@ -401,7 +354,7 @@ def is_abstract(params: leaves_lib.ParamTree) -> bool:
 def abstract(
     tree: Any,
     specs: Any,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: mapping.AnyMesh,
 ) -> Any:
   """Returns the shapes, dtypes and shardings of a tree of arrays."""
   return jax.tree.map(
@@ -438,15 +391,18 @@ def map_with_params(
   """
   treedef = jax.tree.structure(params)
   args = list(zip(*map(treedef.flatten_up_to, (params, *rest)), strict=True))
-  made = tx.init(treedef.unflatten(map(_StandIn, range(len(args)))))
+  stand_ins = treedef.unflatten(map(_StandIn, range(len(args))))
 
-  def map_one(stand_in, kept):
+  def map_part(stand_in, part):
     if not isinstance(stand_in, _StandIn):
-      return kept
-    return jax.tree.map(lambda leaf: fn(leaf, *args[stand_in.number]), kept)
+      return part
+    return jax.tree.map(lambda leaf: fn(leaf, *args[stand_in.number]), part)
 
   return jax.tree.map(
-      map_one, made, state, is_leaf=lambda x: isinstance(x, _StandIn)
+      map_part,
+      tx.init(stand_ins),
+      state,
+      is_leaf=lambda x: isinstance(x, _StandIn),
   )
 
 

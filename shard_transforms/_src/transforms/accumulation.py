@@ -272,7 +272,7 @@ def _accumulate(loss_fn, weight_fn, params, batch):
     weight = None
     if weight_fn is not None:
       weight = weights.as_weight(weight_fn(*batch), (), _CALLER)
-    weigh = weights.weighing(weight)
+    weigh = weights.scale_by_weight(weight)
 
     def add(total, x):
       return lax.add(total, weigh(leaves_lib.as_accumulator(x)))

@@ -185,16 +185,18 @@ def drop_stale(
     updates, inner_state = gate.update_or_skip(
         checked,
         accept,
-        leaves.zero_unless(counts, updates),
+        leaves.where_or_zeros(counts, updates),
         state.inner_state,
         params,
         weight,
         extra_args,
     )
     return updates, DropStaleState(
-        global_step=states.count(state.global_step, accept),
-        stale_count=states.count(state.stale_count, ~accept & (num_stale > 0)),
-        stale_shard_count=states.count(state.stale_shard_count, num_stale),
+        global_step=states.safe_add(state.global_step, accept),
+        stale_count=states.safe_add(
+            state.stale_count, ~accept & (num_stale > 0)
+        ),
+        stale_shard_count=states.safe_add(state.stale_shard_count, num_stale),
         inner_state=inner_state,
     )
 

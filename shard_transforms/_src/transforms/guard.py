@@ -23,10 +23,10 @@ _CALLER = 'guard'
 
 def _stalled(state: Any) -> str | None:
   """Returns the error message of `check_health`; `None` if training is fine."""
-  num_skipped = states.largest_here(state.consecutive_skipped)
-  if num_skipped < states.largest_here(state.max_consecutive):
+  num_skipped = states.local_max(state.consecutive_skipped)
+  if num_skipped < states.local_max(state.max_consecutive):
     return None
-  num_updates = states.largest_here(state.num_updates)
+  num_updates = states.local_max(state.num_updates)
   first = num_updates - num_skipped
   why = 'non-finite' if state.spikes == () else 'non-finite or spiking'
   bad = _bad_shards(state.last_bad_step, first, why)
@@ -279,7 +279,7 @@ def _start(inner_state, spikes, max_consecutive, axes):
       skipped_count=states.counter(),
       consecutive_skipped=states.counter(),
       bad_shard_count=states.counter(),
-      last_bad_step=states.store(never, axes),
+      last_bad_step=states.with_shard_axis(never, axes),
       max_consecutive=jnp.asarray(max_consecutive, jnp.int32),
       spikes=spikes,
       inner_state=inner_state,
@@ -379,7 +379,7 @@ def _decide(judgement, given, axes, num_enough):
   counts, is_healthy = given > 0, judgement.is_healthy
   good, bad = counts & is_healthy, counts & ~is_healthy
   own_weight = jnp.where(good, given, 0)
-  is_spike, of_spikes = leaves.zero_unless(
+  is_spike, of_spikes = leaves.where_or_zeros(
       counts, (judgement.is_spike, judgement.tally)
   )
   as_float = functools.partial(jnp.asarray, dtype=jnp.float32)
@@ -426,7 +426,7 @@ def _counted(updates, weight, accept):
   that computation may be NaN.
   """
   if weight is not None:
-    updates = leaves.zero_unless(weight > 0, updates)
+    updates = leaves.where_or_zeros(weight > 0, updates)
   return _without_derivative_unless(accept, updates)
 
 
@@ -439,14 +439,14 @@ def _without_derivative_unless(accept, updates):
 @_without_derivative_unless.defjvp
 def _derivative_unless(primals, tangents):
   accept, updates = primals
-  return updates, leaves.zero_unless(accept, tangents[1])
+  return updates, leaves.where_or_zeros(accept, tangents[1])
 
 
 def _repaired(updates, is_healthy, factor):
   """Scales down updates that are spikes, and zeros updates that are bad."""
   if factor is not None:
     updates = jax.tree.map(functools.partial(_scale, factor), updates)
-  return leaves.zero_unless(is_healthy, updates)
+  return leaves.where_or_zeros(is_healthy, updates)
 
 
 def _scale(factor, leaf):
@@ -461,16 +461,16 @@ def _scale(factor, leaf):
 def _count(state, decision, spikes, axes, inner_state):
   """Returns the state after an update."""
   accept, num_updates = decision.accept, state.num_updates
-  last_bad_step = states.own(state.last_bad_step, axes, _CALLER)
+  last_bad_step = states.without_shard_axis(state.last_bad_step, axes, _CALLER)
   last_bad_step = jnp.where(decision.is_bad, num_updates, last_bad_step)
-  skipped_in_a_row = states.count(state.consecutive_skipped, 1)
+  skipped_in_a_row = states.safe_add(state.consecutive_skipped, 1)
   found = decision.is_spike, decision.of_spikes, accept, num_updates
   return GuardState(
-      num_updates=states.count(num_updates, 1),
-      skipped_count=states.count(state.skipped_count, ~accept),
+      num_updates=states.safe_add(num_updates, 1),
+      skipped_count=states.safe_add(state.skipped_count, ~accept),
       consecutive_skipped=jnp.where(accept, 0, skipped_in_a_row),
-      bad_shard_count=states.count(state.bad_shard_count, decision.num_bad),
-      last_bad_step=states.store(last_bad_step, axes),
+      bad_shard_count=states.safe_add(state.bad_shard_count, decision.num_bad),
+      last_bad_step=states.with_shard_axis(last_bad_step, axes),
       max_consecutive=state.max_consecutive,
       spikes=(
           ()
@@ -483,7 +483,7 @@ def _count(state, decision, spikes, axes, inner_state):
 
 def _bad_shards(last_bad_step, first, why):
   """Returns a clause that lists the shards that were bad since an update."""
-  parts = states.parts_here(last_bad_step)
+  parts = states.addressable_parts(last_bad_step)
   found = sorted(
       {start + int(i) for start, x in parts for i in np.flatnonzero(x >= first)}
   )

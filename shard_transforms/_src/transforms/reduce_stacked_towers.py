@@ -93,7 +93,7 @@ def reduce_stacked_towers(
       leaves.check_per_shard(updates, differs, _CALLER)
       total_weight = _sum(weight, None)
       divisor = weights.safe_divisor(total_weight)
-      extra_args['weight'] = weights.passed_on(total_weight, reduction)
+      extra_args['weight'] = weights.outgoing_weight(total_weight, reduction)
     if local_step is not None:
       step = arguments.as_local_step(local_step, _CALLER, (num_towers,))
       extra_args['local_step'] = jnp.min(step)
@@ -119,7 +119,7 @@ def _sum(towers, weight):
     return towers[0]
   if weight is not None:
     weight = weight.reshape((-1,) + (1,) * (towers.ndim - 1))
-  towers = weights.weighing(weight)(towers)
+  towers = weights.scale_by_weight(weight)(towers)
   return jnp.sum(towers, axis=0)
 
 

@@ -172,9 +172,9 @@ def scale_by_staleness(
     factor = factor_of(_age(step, state.global_step), dtype)
     if axes:
       given = gate.as_weight(checked, weight)
-      weight = weights.usable(weights.weighing(given)(factor))
+      weight = weights.sanitized(weights.scale_by_weight(given)(factor))
       accept = collectives.total(weight, axes) > 0
-      updates = leaves_lib.zero_unless(weight > 0, updates)
+      updates = leaves_lib.where_or_zeros(weight > 0, updates)
     else:
       accept, weight = None, None
       updates = _scale(updates, factor)
@@ -183,7 +183,7 @@ def scale_by_staleness(
     )
     is_step = True if accept is None else accept
     return updates, ScaleByStalenessState(
-        states.count(state.global_step, is_step), inner_state
+        states.safe_add(state.global_step, is_step), inner_state
     )
 
   return gating.transformation(init_fn, step)
@@ -264,7 +264,7 @@ def _scale(updates, factor):
   arguments.check_varies_with(
       updates, jax.tree.map(lambda _: factor, updates), _CALLER
   )
-  weigh = weights.weighing(weights.usable(factor))
+  weigh = weights.scale_by_weight(weights.sanitized(factor))
 
   def scale(update):
     if leaves_lib.is_float0(update):

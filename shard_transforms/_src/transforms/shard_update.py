@@ -50,7 +50,7 @@ def shard_update(
     inner: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
     *,
-    reduction: weights.Kind = 'mean',
+    reduction: weights.MeanOrSum = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     if_reduced: leaf_sums.IfReduced = 'error',
     assume_elementwise: bool = False,

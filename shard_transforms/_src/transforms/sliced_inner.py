@@ -19,6 +19,7 @@ import optax
 from shard_transforms._src.analysis import elementwise
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import states
 from shard_transforms._src.reduction import sharded_reduction
 
 
@@ -198,8 +199,6 @@ class SlicedInner:
     """Returns the error of a state that does not fit the parameters."""
     return ValueError(
         f'`{self._reduction.caller}` got a state that was made for other'
-        f' parameters or another number of shards: {problem}. Make it with'
-        ' `shard_transforms.init_state` and map it with'
-        ' `shard_transforms.state_specs`; under `jax.pmap`, make it with'
-        ' `jax.pmap(tx.init, axis_name=...)(replicated_params)`.'
+        f' parameters or another number of shards: {problem}.'
+        f' {states.HOW_TO_CREATE}'
     )

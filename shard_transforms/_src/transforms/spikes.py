@@ -220,7 +220,7 @@ class Statistics(NamedTuple):
     return Statistics(
         mean=self.mean.at[row].set(self.last_mean + deviation),
         variance=self.variance.at[row].set(variance),
-        num_recorded=states.count(self.num_recorded, 1),
+        num_recorded=states.safe_add(self.num_recorded, 1),
     )
 
 
@@ -287,7 +287,7 @@ def start(rule: SpikeRule, axes: tuple[Hashable, ...]) -> SpikeState:
       statistics=statistics,
       spike_count=states.counter(),
       consecutive_spikes=states.counter(),
-      last_spike=states.store(never, axes),
+      last_spike=states.with_shard_axis(never, axes),
   )
 
 
@@ -459,7 +459,7 @@ def after(
   if rule is None or not isinstance(state, SpikeState):
     return ()
   num_spikes, num_recorded = totals[0], totals[1]
-  consecutive = states.count(state.consecutive_spikes, 1)
+  consecutive = states.safe_add(state.consecutive_spikes, 1)
   consecutive = jnp.where(num_spikes > 0, consecutive, 0)
   statistics = state.statistics
   if isinstance(statistics, Statistics):
@@ -472,13 +472,13 @@ def after(
       zeros = optax.tree.zeros_like(statistics)
       statistics = optax.tree.where(is_over, zeros, statistics)
       consecutive = jnp.where(is_over, 0, consecutive)
-  last_spike = states.own(state.last_spike, axes, _CALLER)
+  last_spike = states.without_shard_axis(state.last_spike, axes, _CALLER)
   last_spike = jnp.where(is_spike, step, last_spike)
   return SpikeState(
       statistics=statistics,
-      spike_count=states.count(state.spike_count, num_spikes),
+      spike_count=states.safe_add(state.spike_count, num_spikes),
       consecutive_spikes=consecutive,
-      last_spike=states.store(last_spike, axes),
+      last_spike=states.with_shard_axis(last_spike, axes),
   )
 
 
@@ -494,7 +494,7 @@ def spikes_since(state: SpikeState | tuple[()], step: int) -> list[str]:
   width = state.last_spike.shape[-1]
   found = {
       int(i)
-      for _, steps in states.parts_here(state.last_spike)
+      for _, steps in states.addressable_parts(state.last_spike)
       for i in np.flatnonzero(steps.reshape(-1, width).max(axis=0) >= step)
   }
   return [_NAMES[i] for i in sorted(found)]

@@ -96,6 +96,6 @@ def _mean_loss(losses, weight=None):
   """Returns the (weighted) mean of the losses [shards]."""
   if weight is None:
     return jnp.mean(losses)
-  weighed = jax.vmap(lambda w, x: weights.weighing(w)(x))(weight, losses)
+  weighed = jax.vmap(lambda w, x: weights.scale_by_weight(w)(x))(weight, losses)
   divisor = weights.safe_divisor(jnp.sum(weight))
   return jnp.sum(weighed) / divisor.astype(losses.dtype)

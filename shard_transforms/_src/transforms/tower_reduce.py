@@ -43,7 +43,12 @@ def _total_weight_rule(state, reduction):
   # For a sum, `inner` counts each shard with a positive weight once, so every
   # new shard needs a share of the weight.
   is_sum = isinstance(state.summed, SummedTowers)
-  return states.Rule(resize='split' if is_sum else 'sum')
+  return _equal_parts if is_sum else states.Rule(resize='sum')
+
+
+def _equal_parts(rows, num_shards):
+  """Returns the row of each of the new shards, an equal part of the sum."""
+  return np.sum(rows, axis=0, dtype=np.float64) / num_shards
 
 
 def _is_unweighted(state, reduction):
@@ -55,7 +60,6 @@ def _rule_of_unweighted(reduction):
   """Returns the rule of the totals of a window without weights."""
   if reduction is None:
     return states.Rule(
-        resize='error',
         reason=(
             "`reduction` must be 'mean', 'sum' or 'weighted', got None: the"
             ' result of the window that was begun without weights, or is'
@@ -212,7 +216,7 @@ def tower_reduce(
     )
     return TowerReduceState(
         tower=states.counter(),
-        **states.store(sums, axes)._asdict(),
+        **states.with_shard_axis(sums, axes)._asdict(),
         inner_state=gate.inner.init(params),
         summed=() if divides else SummedTowers(),
     )
@@ -226,12 +230,12 @@ def tower_reduce(
     local_step = extra_args.pop('local_step', None)
     if num_towers == 1:
       _check_single(state)
-      extra_args |= weights.given(local_step=local_step)
+      extra_args |= weights.drop_none(local_step=local_step)
       accept = None
       if weight is not None:
         accept = collectives.total(weight, axes) > 0
         updates = _weighted(weight, updates, divides)
-        weight = weights.passed_on(weight, reduction)
+        weight = weights.outgoing_weight(weight, reduction)
       given = updates, state.inner_state, params, weight, extra_args
       updates, inner_state = gate.update_or_skip(checked, accept, *given)
       return updates, state._replace(inner_state=inner_state)
@@ -248,8 +252,8 @@ def tower_reduce(
       accept, total_weight = None, None
       if is_weighted:
         accept = collectives.total(sums.total_weight, axes) > 0
-        total_weight = weights.usable(
-            weights.passed_on(sums.total_weight, reduction)
+        total_weight = weights.sanitized(
+            weights.outgoing_weight(sums.total_weight, reduction)
         )
       reduced = _reduced(sums, updates, params, divides)
       given = reduced, window.inner_state, params, total_weight, extra_args
@@ -275,7 +279,7 @@ class _Sums(NamedTuple):
 def _own_sums(window, axes):
   """Returns the sums of this shard, without the leading axis of shards."""
   sums = _Sums(*(getattr(window, name) for name in _Sums._fields))
-  return states.own(sums, axes, _CALLER)
+  return states.without_shard_axis(sums, axes, _CALLER)
 
 
 def _collect(state, updates, weight, local_step, axes):
@@ -293,9 +297,9 @@ def _collect(state, updates, weight, local_step, axes):
     step = arguments.as_local_step(local_step, _CALLER)
     if weight is not None:
       # A tower of weight zero adds no gradient to the window.
-      step = jnp.where(weights.usable(weight) > 0, step, _NO_STEP)
+      step = jnp.where(weights.sanitized(weight) > 0, step, _NO_STEP)
     oldest = jnp.minimum(oldest, step)
-  add = functools.partial(_add, weights.weighing(weight))
+  add = functools.partial(_add, weights.scale_by_weight(weight))
   sums = _Sums(
       leaves_lib.tree_map(add, total, updates),
       # `+=` would modify a state of NumPy arrays in place.
@@ -303,10 +307,10 @@ def _collect(state, updates, weight, local_step, axes):
       oldest,
   )
   window = state._replace(
-      tower=states.count(state.tower, 1),
-      **states.store(sums, axes)._asdict(),
+      tower=states.safe_add(state.tower, 1),
+      **states.with_shard_axis(sums, axes)._asdict(),
   )
-  states.check_kept(state, window, _CALLER)
+  states.check_stays_replicated(state, window, _CALLER)
   return window
 
 
@@ -354,8 +358,8 @@ def _reduced(sums, updates, params, divides):
 
 def _weighted(weight, updates, divides):
   """Returns the mean or sum of a single tower; zero if its weight is zero."""
-  zero_unless_counted = leaves_lib.zeroing_unless(weight > 0)
-  weigh = zero_unless_counted if divides else weights.weighing(weight)
+  zero_unless_counted = leaves_lib.where_or_zeros_fn(weight > 0)
+  weigh = zero_unless_counted if divides else weights.scale_by_weight(weight)
 
   def apply(update):
     if update is None or leaves_lib.is_float0(update) or not jnp.size(update):

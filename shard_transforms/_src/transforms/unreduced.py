@@ -52,7 +52,7 @@ def to_stacked(
   # the gradients.
   @jax.jit
   def stack_all(terms, weight):
-    weight = jnp.broadcast_to(weights.usable(weight), (num_shards,))
+    weight = jnp.broadcast_to(weights.sanitized(weight), (num_shards,))
     factors = jnp.where(weight > 0, jnp.sum(weight) / weight, 0)
     factors = mapping.reshard(axes, factors, is_split=True)
 

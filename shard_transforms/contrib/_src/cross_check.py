@@ -23,7 +23,7 @@ _MAX_EVALUATIONS = 3
 
 def _problem(state: Any) -> str | None:
   """Returns the message of `check_health` if results differed."""
-  num_checks = states.largest_here(state.num_checks)
+  num_checks = states.local_max(state.num_checks)
   # Under `jax.pmap`, each shard has a copy along a leading axis.
   suspected = _one_copy(state.num_suspected)
   if suspected.any():
@@ -34,7 +34,7 @@ def _problem(state: Any) -> str | None:
         f' `{_CALLER}`. Its device may be faulty: restore an earlier'
         ' checkpoint, and train without this device.'
     )
-  if unexplained := states.largest_here(state.num_unexplained):
+  if unexplained := states.local_max(state.num_unexplained):
     return (
         f'Shards computed different results from the same batch in'
         f' {unexplained} of {num_checks} checks of `{_CALLER}`, without a'
@@ -220,7 +220,7 @@ def cross_check(
 
     is_due = collectives.agreed(state.num_steps % every == 0)
     result, state = lax.cond(is_due, check, lambda: (call(batch), state))
-    return result, state._replace(num_steps=states.count(state.num_steps, 1))
+    return result, state._replace(num_steps=states.safe_add(state.num_steps, 1))
 
   def weight(state):
     _check_state(state, axes)
@@ -397,9 +397,9 @@ def _update_counts(state, carry, distances):
   has_culprit = jnp.all(~differs | jnp.any(outvoted, axis=0))
   unexplained = jnp.any(differs) & ~(has_culprit & jnp.any(suspected))
   return state._replace(
-      num_checks=states.count(state.num_checks, 1),
-      num_unexplained=states.count(state.num_unexplained, unexplained),
-      num_differing=states.count(state.num_differing, differs),
-      num_suspected=states.count(state.num_suspected, suspected),
+      num_checks=states.safe_add(state.num_checks, 1),
+      num_unexplained=states.safe_add(state.num_unexplained, unexplained),
+      num_differing=states.safe_add(state.num_differing, differs),
+      num_suspected=states.safe_add(state.num_suspected, suspected),
       trusted=~suspected,
   )

@@ -137,7 +137,7 @@ def track_noise_scale(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, NoiseScaleState, axes, _CALLER)
-    extra_args |= weights.given(weight=weight)
+    extra_args |= weights.drop_none(weight=weight)
     reduced, inner_state = inner.update(
         updates, state.inner_state, params, **extra_args
     )
@@ -151,7 +151,7 @@ def track_noise_scale(
       return jnp.where(is_known, decay * old + (1 - decay) * new, old)
 
     return reduced, NoiseScaleState(
-        num_measured=states.count(state.num_measured, is_known),
+        num_measured=states.safe_add(state.num_measured, is_known),
         gradient_square=average(state.gradient_square, gradient_square),
         noise=average(state.noise, noise),
         inner_state=inner_state,

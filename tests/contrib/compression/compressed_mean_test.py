@@ -251,8 +251,8 @@ WRONG_UPDATES = (
         ValueError,
         'lacks a residual.* `min_elements`',
     ),
-    ({}, lambda x: x[:7], ValueError, r"shapes .* at \['w'\]"),
-    ({}, lambda x: x + 0j, TypeError, r"complex leaf at \['w'\]"),
+    ({}, lambda x: x[:7], ValueError, r"shape \(7,\) .* at \['w'\]"),
+    ({}, lambda x: x + 0j, TypeError, r"complex at \['w'\]"),
 )
 
 

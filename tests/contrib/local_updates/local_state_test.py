@@ -1,5 +1,7 @@
 """Tests of the state of `local_updates`: local parameters, health, resizing."""
 
+import functools
+
 from absl.testing import parameterized
 import chex
 import jax
@@ -13,8 +15,11 @@ import modes
 import shard_transforms as st
 from shard_transforms import cross_shard_mean
 from shard_transforms import monitoring
+from shard_transforms._src.state import resizing
 from shard_transforms.contrib import local_params
 from shard_transforms.contrib import local_updates
+from shard_transforms.contrib._src.local_updates import local_state
+from shard_transforms.state_rules import Rule
 
 AXIS = modes.AXIS
 
@@ -216,3 +221,38 @@ def _step(tx, mesh, like):
   return lambda params, state, grads, weight=None: mapped(
       params, state, grads, weight
   )
+
+
+ROWS = np.arange(0, 840, 210)
+
+
+class RowsTest(parameterized.TestCase):
+
+  @cases.parameters(
+      ('average_rows', [1, 1, 1, 1], ROWS, [315] * 3),
+      ('average_rows', [0, 0, 0, 0], ROWS, [315] * 3),
+      ('average_rows', [0, 1, 0, 2], ROWS, [490] * 6),
+      ('split_rows', [1, 1, 1, 1], ROWS, [420] * 3),
+      ('split_rows', [1, 0, 0, 1], ROWS, [210] * 3),
+      ('split_rows', [1, 1, 1], [1, 2, 4], [1.75] * 4),
+      # Equal rows keep their bits; otherwise, the mean is of finite rows.
+      ('average_rows', [1, 1, 1], np.full((3, 2), 0.1), np.full((4, 2), 0.1)),
+      ('average_rows', [1] * 3, [[1, np.nan], [2, 4], [4, 8]], [[3, 6]] * 4),
+      ('average_rows', [1, 1], [[np.nan], [np.nan]], [[np.nan]] * 4),
+  )
+  def test_rows_are_resized(self, name, weights, rows, want):
+    sharding = jax.NamedSharding(modes.mesh(len(want)), P(AXIS))
+    resize = functools.partial(
+        getattr(local_state, name), weights=np.array(weights)
+    )
+    for dtype in (np.float32, np.int32):
+      if not np.isfinite(rows).all() and dtype is np.int32:
+        continue
+      rows = np.asarray(rows, dtype)
+      like = jax.ShapeDtypeStruct(np.shape(want), dtype, sharding=sharding)
+
+      resized = resizing.resized(Rule(resize=resize), 'leaf', rows, like)
+
+      self.assertEqual(resized.dtype, dtype)
+      want = np.rint(want) if dtype is np.int32 else np.asarray(want, dtype)
+      np.testing.assert_array_equal(resized, want)

@@ -383,7 +383,7 @@ class RefusalTest(parameterized.TestCase):
           P(None, AXIS),
           ROWS,
           {'if_sliced': 'sum'},
-          r"got .*None, 'data'.* `in_specs` shards by .*Give the same specs",
+          r"got .*None, 'data'.* `in_specs` shards by .*Pass the same specs",
       ),
       (P(None, None, AXIS), P(), {}, 'at most an entry for each dimension'),
       (ROWS, ROWS, {}, "say what the gradients .*Say 'sum' .*'mean'"),
@@ -396,7 +396,7 @@ class RefusalTest(parameterized.TestCase):
     case = Case(matrices(8, P(None, AXIS)), muon(), (8,))
     tx = st.on_mesh(case.tx(), case.mesh, in_specs=ROWS)
 
-    with self.assertRaisesRegex(ValueError, 'Give the same specs'):
+    with self.assertRaisesRegex(ValueError, 'Pass the same specs'):
       tx.init(case.params())
 
   @cases.parameters('sum', 'mean')

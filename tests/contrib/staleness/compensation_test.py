@@ -249,7 +249,7 @@ class RefusalTest(parameterized.TestCase):
           r"`read_params` .*no leaf instead of .*\(2,\) .* at \['b'\]",
       ),
       ({'state': optax.EmptyState()}, TypeError, '`CompensateDelayState`'),
-      ({'updates': {'a': jnp.ones(2)}}, ValueError, 'must have the tree'),
+      ({'updates': {'a': jnp.ones(2)}}, ValueError, 'do not have the tree'),
   )
   def test_refuses_mismatched_trees(self, wrong, error, message):
     tx = _compensate(True)

@@ -196,7 +196,7 @@ class RefusalTest(parameterized.TestCase):
     state = delay_updates(before).init(jnp.ones(3))
 
     with self.assertRaisesRegex(
-        ValueError, 'got a state for' if before else 'must have the tree'
+        ValueError, 'got a state for' if before else 'do not have the tree'
     ):
       delay_updates(after).update(jnp.ones(3), state)
 

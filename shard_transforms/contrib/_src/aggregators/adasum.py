@@ -84,7 +84,7 @@ def adasum(
     if not leaves or axes_lib.size(axes, _CALLER) == 1:
       return aggregator.only_shard_values(leaves, counts, axes)
     if counts is not None:
-      leaves = list(map(leaves_lib.zeroing_unless(counts), leaves))
+      leaves = list(map(leaves_lib.where_or_zeros_fn(counts), leaves))
     is_sliced = aggregator.is_sliced(axes)
     sizes = _sizes(leaves, over)
     scaled = [x * (1 / s) for x, s in zip(leaves, sizes, strict=True)]
@@ -258,4 +258,6 @@ def _whole(nodes, leaves, axes, is_sliced):
         growth=axes_lib.size(axes, _CALLER),
     )
   parts = [x for row in rows for x in jnp.unstack(row, axis=1)]
-  return [leaves_lib.join(x, y) for x, y in zip(parts, leaves, strict=True)]
+  return [
+      leaves_lib.join_slices(x, y) for x, y in zip(parts, leaves, strict=True)
+  ]

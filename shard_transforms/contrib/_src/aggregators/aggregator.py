@@ -47,7 +47,7 @@ def transformation(
     del params, extra_args
     counts = _check(updates, weight, axes, caller)
     leaves, treedef = jax.tree.flatten(updates)
-    results = [leaves_lib.without_numbers(leaf, axes) for leaf in leaves]
+    results = [leaves_lib.sum_of_empty(leaf, axes) for leaf in leaves]
     pending = [i for i, result in enumerate(results) if result is None]
     with jax.named_scope(caller):
       aggregated = aggregate(
@@ -65,7 +65,7 @@ def only_shard_values(
 ) -> list[jax.Array]:
   """Returns the values of the only shard, or zeros if it does not count."""
   if counts is not None:
-    leaves = list(map(leaves_lib.zeroing_unless(counts), leaves))
+    leaves = list(map(leaves_lib.where_or_zeros_fn(counts), leaves))
   return [collectives.total(leaf, axes) for leaf in leaves]
 
 
@@ -83,7 +83,7 @@ def map_elements(
   def send(buffer):
     rows = exchanges.exchange(rows_of(buffer, axes), axes)
     gathered = collectives.gather(combine(rows), axes)
-    return leaves_lib.join(gathered, buffer)
+    return leaves_lib.join_slices(gathered, buffer)
 
   if not is_sliced(axes):
     return [combine(collectives.gather(leaf, axes)) for leaf in leaves]
@@ -100,7 +100,7 @@ def is_sliced(axes: collectives.Axes) -> bool:
 def rows_of(x: jax.Array, axes: collectives.Axes) -> jax.Array:
   """Returns the slices of an array, [number of shards, elements]."""
   num_shards = axes_lib.size(axes, '')
-  return leaves_lib.cut(x, num_shards).reshape(num_shards, -1)
+  return leaves_lib.slice_evenly(x, num_shards).reshape(num_shards, -1)
 
 
 def are_few_rows(num_rows: int) -> bool:

@@ -92,7 +92,9 @@ def _vote_in_bytes(leaf, counts, axes):
 def _vote_in_bits(leaf, counts, axes):
   """Exchanges votes of one bit each; each shard counts those on its slice."""
   num_shards = axes_lib.size(axes, _CALLER)
-  rows = leaves_lib.cut(leaf, _BITS * num_shards).reshape(num_shards, -1)
+  rows = leaves_lib.slice_evenly(leaf, _BITS * num_shards).reshape(
+      num_shards, -1
+  )
   ballots = exchanges.pack_integers(rows < 0, _BITS)
   if counts is not None:
     has_vote = jnp.full((num_shards, 1), counts, jnp.uint8)
@@ -114,4 +116,4 @@ def _vote_in_bits(leaf, counts, axes):
     winners, has_votes = winners[:, :-1], winners[:, -1:] > 0
   signs = 1 - 2 * exchanges.unpack_integers(winners, _BITS).astype(jnp.int8)
   signs = jnp.where(has_votes, signs, 0)
-  return leaves_lib.join(signs, leaf).astype(leaf.dtype)
+  return leaves_lib.join_slices(signs, leaf).astype(leaf.dtype)

@@ -81,7 +81,7 @@ class ShardWeight(NamedTuple):
 
   def scale(self, leaf: jax.Array) -> jax.Array:
     """Scales a leaf for an unweighted mean, in at least 32 bits."""
-    return weights.weighing(self.factor)(leaves_lib.as_accumulator(leaf))
+    return weights.scale_by_weight(self.factor)(leaves_lib.as_accumulator(leaf))
 
   def select(self, before: chex.Numeric, after: jax.Array) -> jax.Array:
     """Returns `after`, or `before` on a shard of weight zero."""
@@ -224,7 +224,7 @@ class CompressedReduction(abc.ABC):
             local_state[1:], leaf_states[1:], strict=True
         )
     ]
-    next_state = self.state_type(states.count(local_state.step, 1), *trees)
+    next_state = self.state_type(states.safe_add(local_state.step, 1), *trees)
     means = split.replace(updates, compressed, plain)
     return means, self._global_state(next_state)
 
@@ -262,7 +262,9 @@ class CompressedReduction(abc.ABC):
 
   def _local_state(self, state, updates, split):
     """Checks the state, and returns the part of this shard."""
-    trees = states.own(self._per_shard_fields(state), self.axes, self.caller)
+    trees = states.without_shard_axis(
+        self._per_shard_fields(state), self.axes, self.caller
+    )
     local_state = state._replace(**trees)
     arguments.check_like(updates, local_state[1], self.caller)
     for leaf, *leaf_state in zip(
@@ -274,7 +276,7 @@ class CompressedReduction(abc.ABC):
 
   def _global_state(self, state):
     trees = self._per_shard_fields(state)
-    return state._replace(**states.store(trees, self.axes))
+    return state._replace(**states.with_shard_axis(trees, self.axes))
 
   def _per_shard_fields(self, state):
     """Returns the fields of a state that differ between shards, by name."""

@@ -53,7 +53,7 @@ def _problem(state: Any) -> str | None:
   non_finite = {
       start + i
       for leaf in jax.tree.leaves(residuals)
-      for start, piece in states.parts_here(leaf)
+      for start, piece in states.addressable_parts(leaf)
       for i, row in enumerate(piece)
       if not np.all(np.isfinite(row))
   }

@@ -143,7 +143,7 @@ def slice_length(shape: Shape, num_shards: int) -> int:
 def cut(leaves: Sequence[jax.Array], num_shards: int, block: int) -> jax.Array:
   """Returns the rows of leaves, float32 [num_shards, rows, block]."""
   slices = [
-      leaves_lib.cut(leaf.astype(jnp.float32), num_shards).reshape(
+      leaves_lib.slice_evenly(leaf.astype(jnp.float32), num_shards).reshape(
           num_shards, -1
       )
       for leaf in leaves
@@ -155,7 +155,7 @@ def join(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
   """Returns the leaves of rows; the inverse of `cut`."""
   lengths = [slice_length(shape, len(rows)) for shape in shapes]
   return [
-      leaves_lib.join(part, jax.ShapeDtypeStruct(shape, rows.dtype))
+      leaves_lib.join_slices(part, jax.ShapeDtypeStruct(shape, rows.dtype))
       for part, shape in zip(_join_slices(rows, lengths), shapes, strict=True)
   ]
 

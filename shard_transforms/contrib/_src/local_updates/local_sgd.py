@@ -167,7 +167,7 @@ def local_updates(
     updates, own_params, anchor = local_gradient_check.mark(
         updates, state.own_params, anchor
     )
-    own_params, inner_state, total_weight = states.own(
+    own_params, inner_state, total_weight = states.without_shard_axis(
         (own_params, state.inner_state, state.total_weight), axes, _CALLER
     )
     own_params, inner_state = _local_step(
@@ -198,18 +198,18 @@ def _after(
 ):
   """Returns the state after a step."""
   total_weight = jnp.where(jnp.stack(actions.sends), 0, total_weight)
-  own_params, inner_state, total_weight = states.store(
+  own_params, inner_state, total_weight = states.with_shard_axis(
       (own_params, inner_state, total_weight), axes
   )
   after = local_state.LocalUpdatesState(
       step=jnp.where(actions.is_last, 0, state.step + 1),
-      num_rounds=states.count(state.num_rounds, actions.is_last),
+      num_rounds=states.safe_add(state.num_rounds, actions.is_last),
       own_params=own_params,
       inner_state=inner_state,
       total_weight=total_weight,
       outer_state=outer_state,
   )
-  states.check_kept(state, after, _CALLER)
+  states.check_stays_replicated(state, after, _CALLER)
   return after
 
 

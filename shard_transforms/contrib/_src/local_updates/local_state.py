@@ -1,6 +1,7 @@
 """The state of `local_updates`, with the local parameters of each shard."""
 
 from collections.abc import Hashable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +28,40 @@ def _per_shard_rule(state, _):
   not finite is left out together with its weight.
   """
   weights = np.asarray(state.total_weight).mean(axis=-1) * _are_finite(state)
-  return states.Rule(resize='average', row_weights=weights)
+  return functools.partial(average_rows, weights=weights)
 
 
 def _weight_rule(state, _):
-  return states.Rule(resize='split', row_weights=_are_finite(state))
+  return functools.partial(split_rows, weights=_are_finite(state))
+
+
+def average_rows(
+    rows: np.ndarray, num_shards: int, weights: np.ndarray
+) -> np.ndarray:
+  """Returns the weighted mean of all finite rows.
+
+  Args:
+    rows: The rows of the old shards, [rows, ...].
+    num_shards: The new number of shards; all of them get this mean.
+    weights: The weight of each row, [rows]. If the weights of all finite rows
+      are 0, all finite rows have the same weight.
+  """
+  del num_shards
+  # The mean of equal rows must be bitwise equal to them.
+  if np.all(rows == rows[:1]):
+    return rows[0]
+  is_finite = np.isfinite(rows.reshape(len(rows), -1)).all(axis=-1)
+  counts = is_finite if is_finite.any() else np.ones(len(rows), bool)
+  if not np.any(weights[counts]):
+    weights = np.ones(len(rows))
+  return np.average(rows[counts], axis=0, weights=weights[counts])
+
+
+def split_rows(
+    rows: np.ndarray, num_shards: int, weights: np.ndarray
+) -> np.ndarray:
+  """Returns an equal part, for each new shard, of the weighted sum of rows."""
+  return np.tensordot(weights, rows.astype(np.float64), 1) / num_shards
 
 
 def _are_finite(state):
@@ -48,7 +78,7 @@ def _problem(state: Any) -> str | None:
   leaves = jax.tree.leaves(state.own_params)
   finite: dict[int, bool] = {}
   for leaf in leaves:
-    for first, rows in states.parts_here(leaf):
+    for first, rows in states.addressable_parts(leaf):
       for i, row in enumerate(rows, first):
         finite[i] = finite.get(i, True) and bool(jnp.all(jnp.isfinite(row)))
   if not finite or any(finite.values()):
@@ -56,7 +86,7 @@ def _problem(state: Any) -> str | None:
   return (
       'The local parameters in `local_updates` are not finite on any shard of'
       f' this process, {sorted(finite)}, in round'
-      f' {states.largest_here(state.num_rounds)}. Restore an earlier'
+      f' {states.local_max(state.num_rounds)}. Restore an earlier'
       ' checkpoint, and put `guard` into `outer`, which leaves out such'
       ' shards.'
   )
@@ -207,9 +237,9 @@ def init_state(
   return LocalUpdatesState(
       step=states.counter(),
       num_rounds=states.counter(),
-      own_params=states.store(trainable_params(params), axes),
-      inner_state=states.store(inner_state, axes),
-      total_weight=states.store(total_weight, axes),
+      own_params=states.with_shard_axis(trainable_params(params), axes),
+      inner_state=states.with_shard_axis(inner_state, axes),
+      total_weight=states.with_shard_axis(total_weight, axes),
       outer_state=outer_state,
   )
 
@@ -235,10 +265,10 @@ def _replace_by_local(state, params, is_stacked):
   Raises:
     ValueError: If the trees differ, or the state is not that of one shard.
   """
-  # `states.own` removes the leading axis, whatever the name of the axis.
+  # `states.without_shard_axis` removes the leading axis for any axis name.
   own_params = state.own_params
   if not is_stacked:
-    own_params = states.own(own_params, ('',), CALLER)
+    own_params = states.without_shard_axis(own_params, ('',), CALLER)
   try:
     return replace_params(params, own_params)
   except ValueError as error:

@@ -137,7 +137,7 @@ class Exchange:
       x = x.reshape(-1, *layout.local_shape)
     else:
       x = self._sent(self._cut(rows), layout.owned_over)
-      x = x.reshape(-1, *self._division.of_slice)[:number]
+      x = x.reshape(-1, *self._division.slice_shape)[:number]
       order = list(zip(layout.reduced[::-1], self._division.dims, strict=True))
       for axis, dim in reversed(order):
         x = collectives.join_along(x, axis, 1 + dim)
@@ -191,7 +191,7 @@ class Exchange:
     number, last = len(self._layout.reduced), len(self._layout.owned_over) + 1
     x = jnp.moveaxis(x, range(number), range(last - number, last))
     lead, parts = x.shape[: last - number], x.shape[last - number : last]
-    of_slice = self._division.of_slice
+    of_slice = self._division.slice_shape
     x = x.reshape(-1, math.prod(parts), *of_slice)
     x = jax.vmap(self._division.join)(x)
     return self._whole(x.reshape(*lead, *self._layout.local_shape))
@@ -223,7 +223,7 @@ class Exchange:
     lead = x.shape[: len(layout.sliced) + 1]
     parts = jax.vmap(self._division.rows)(x.reshape(-1, *layout.local_shape))
     sizes = map(lax.axis_size, layout.reduced)
-    x = parts.reshape(*lead, *sizes, *self._division.of_slice)
+    x = parts.reshape(*lead, *sizes, *self._division.slice_shape)
     number = len(layout.reduced)
     return jnp.moveaxis(x, range(len(lead), len(lead) + number), range(number))
 

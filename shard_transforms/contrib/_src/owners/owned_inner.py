@@ -309,10 +309,10 @@ class OwnedInner:
     stored = jax.tree.leaves(state.leaves, is_leaf=owned_leaves.is_place)
     for i, leaf in enumerate(stored):
       if of[i] == dependence.MIXED:
-        leaf = states.own(leaf, axes, caller)
+        leaf = states.without_shard_axis(leaf, axes, caller)
       if not owned_leaves.is_place(leaf):
         shared[first + i] = leaf
-    own = states.own(state.stacks, axes, caller)
+    own = states.without_shard_axis(state.stacks, axes, caller)
     for i, key in layout.keys.items():
       for s in {s for s, _ in stacks.places[of[i]]}:
         rows[s][first + i] = own[layout.names[s, key]]
@@ -349,7 +349,7 @@ def _state(kinds, layout, rows, whole, stacks):
         for key, x in rows[s].items()
         if (s, key) in layout.names
     }
-    kept |= states.store(own, stack.layout.axes)
+    kept |= states.with_shard_axis(own, stack.layout.axes)
   return owned_leaves.OwnedLeaves(
       treedef.unflatten(leaves[i] for i in range(treedef.num_leaves)), kept
   )

@@ -95,10 +95,11 @@ def _full(kept, one_shard, name):
       is_there = shape[:1] > (shard,) and shape[1:2] > (row,)
       if not is_there or math.prod(shape[2:]) != size:
         got = f'the shape {shape} of the stack {stack!r}'
-        raise ValueError(
-            f'{fields.made_for_others(got, name)}, whose owners keep row'
-            f' {row} of shard {shard}, {size} elements of {place.shape}.'
+        expected = (
+            f'one with row {row} of shard {shard}, {size} elements of'
+            f' {place.shape},'
         )
+        raise ValueError(fields.mismatch(name, got, expected))
 
   def read(leaf):
     if not is_place(leaf):

@@ -96,7 +96,7 @@ class OwnedRun:
       own = self._on_own_shard(
           lambda given: self.program.run(mixed, {**shared, **given}), rows
       )
-      whole |= states.store(own, self.stacks.axes)
+      whole |= states.with_shard_axis(own, self.stacks.axes)
     return made, whole
 
   @functools.cached_property

@@ -50,7 +50,7 @@ def owned_update(
     *,
     param_specs: specs_lib.SpecTree = P(),
     whole_dims: int | None = None,
-    reduction: weights.Kind = 'mean',
+    reduction: weights.MeanOrSum = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     if_reduced: leaf_sums.IfReduced = 'error',
     if_sliced: owned_inner.IfSliced = 'error',

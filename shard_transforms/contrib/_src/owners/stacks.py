@@ -422,13 +422,13 @@ def _leaf(path, x, spec, reduction, whole_dims, are_params):
   axes_lib.size(tuple(axes), reduction.caller)
   if are_params:
     _check_types(name, x, axes, reduction)
-    state_types.check_specs_in_use(name, shape, spec, reduction.caller)
+    _check_specs_in_use(name, shape, spec, reduction.caller)
   sizes = [math.prod(map(lax.axis_size, e)) for e in entries]
   whole = tuple(n * size for n, size in zip(shape, sizes, strict=True))
   lead = 0 if whole_dims is None else max(0, len(shape) - whole_dims)
   apart = axes_lib.in_mesh_order(tuple(itertools.chain(*entries[:lead])))
   layout = None
-  if leaves_lib.is_cut(x, 2):
+  if leaves_lib.is_sliced(x, 2):
     reduced = (axis for axis in reduction.axes if axis not in axes)
     layout = Layout(
         (1,) * lead + whole[lead:],
@@ -438,6 +438,33 @@ def _leaf(path, x, spec, reduction, whole_dims, are_params):
         apart,
     )
   return Leaf(whole, shape[:lead], layout, tuple(entries))
+
+
+def _check_specs_in_use(name, shape, spec, caller):
+  """Checks that a spec slices a parameter like `in_specs`.
+
+  Parameters of which no specs are in use, such as those of another tree, are
+  not checked.
+
+  Raises:
+    ValueError: If the specs differ.
+  """
+  traced_shape, in_spec = state_types.specs_in_use().get(name, (None, None))
+  if in_spec is None or traced_shape != shape:
+    return
+
+  def axes_of_dims(spec):
+    entries = specs_lib.entries(spec)
+    entries += [()] * (len(shape) - len(entries))
+    return [[a for a in entry if lax.axis_size(a) > 1] for entry in entries]
+
+  if axes_of_dims(spec) != axes_of_dims(in_spec):
+    raise ValueError(
+        f'`param_specs` of `{caller}` must be the `in_specs` of the step, got'
+        f' {spec!r} for {name}, which `in_specs` shards by {in_spec!r}. Pass'
+        ' the same specs to `param_specs`, `init_state`, `state_specs`,'
+        ' `on_mesh` and `jax.shard_map`.'
+    )
 
 
 def _check_types(name, x, axes, reduction):

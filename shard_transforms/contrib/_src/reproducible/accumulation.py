@@ -38,7 +38,6 @@ def _unfinished_window_rule(state):
   if not np.any(state.tower):
     return None
   return states.Rule(
-      resize='error',
       reason=(
           f'`state` has {state.tower} towers in an unfinished window at'
           ' {name}, whose partial sums fit only the old number of shards.'
@@ -123,7 +122,9 @@ def transformation(
   def init_fn(params):
     total = partial_sums.empty(params, num_towers)
     total_weight = jnp.zeros(num_levels(), weights.dtype_for(params))
-    total, total_weight = states.store((total, total_weight), reduction.axes)
+    total, total_weight = states.with_shard_axis(
+        (total, total_weight), reduction.axes
+    )
     return ReproducibleState(
         states.counter(), total, total_weight, init(params)
     )
@@ -136,7 +137,7 @@ def transformation(
 
     # `end` must not close over arrays: `jax.checking_leaks` would report them.
     def end(window, updates, params, /, **extra_args):
-      total, total_weight = states.own(
+      total, total_weight = states.without_shard_axis(
           (window.total, window.total_weight), reduction.axes, reduction.caller
       )
       sums = jax.tree.map(row, total)
@@ -195,7 +196,7 @@ def _collect(updates, state, weight, reduction):
       or updates differ between shards where the window does not.
   """
   axes, caller = reduction.axes, reduction.caller
-  total, total_weight = states.own(
+  total, total_weight = states.without_shard_axis(
       (state.total, state.total_weight), axes, caller
   )
   zeros = jax.tree.map(partial_sums.zero, total)
@@ -205,7 +206,7 @@ def _collect(updates, state, weight, reduction):
   if weight is not None:
     weight = weights.as_weight(weight, (), caller)
     tower_weight = weight.astype(total_weight.dtype)
-  weigh = weights.weighing(weight)
+  weigh = weights.scale_by_weight(weight)
 
   def add(rows, zero, update):
     if rows is None:
@@ -217,10 +218,10 @@ def _collect(updates, state, weight, reduction):
 
   total = leaves_lib.tree_map(add, total, zeros, updates)
   total_weight = partial_sums.add(total_weight, tower_weight, state.tower)
-  total, total_weight = states.store((total, total_weight), axes)
-  tower = states.count(state.tower, 1)
+  total, total_weight = states.with_shard_axis((total, total_weight), axes)
+  tower = states.safe_add(state.tower, 1)
   window = ReproducibleState(tower, total, total_weight, state.inner_state)
-  states.check_kept(state, window, caller)
+  states.check_stays_replicated(state, window, caller)
   return window
 
 

@@ -147,7 +147,7 @@ def _sum_of_towers(
   x = leaves_lib.as_accumulator(leaf)
   if weight is not None and leading_shape:
     weight = weight.reshape(leading_shape + (1,) * (x.ndim - 1))
-  x = tree_sums.rounded(weights.weighing(weight)(x))
+  x = tree_sums.rounded(weights.scale_by_weight(weight)(x))
   return tree_sums.sum_rows(x) if leading_shape else x
 
 

@@ -16,7 +16,7 @@ def tower_reduce(
     inner: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
     *,
-    reduction: weights.Kind = 'mean',
+    reduction: weights.MeanOrSum = 'mean',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation with the same bits on any number of shards.
 
@@ -97,7 +97,7 @@ def sharded_tower_reduce(
     inner: optax.GradientTransformation,
     axis_name: axes_lib.AxisName,
     *,
-    reduction: weights.Kind = 'mean',
+    reduction: weights.MeanOrSum = 'mean',
     assume_elementwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Shards the optimizer (ZeRO-1), with the same bits on any number of shards.

@@ -72,10 +72,10 @@ def psum(x: jax.Array, axes: collectives.Axes) -> jax.Array:
     # One collective instead of two or more.
     return sum_rows(collectives.gather(x, axes))
   if x.ndim == 0 or len(x) % num_shards:
-    rows = leaves_lib.cut(x.ravel(), num_shards)
+    rows = leaves_lib.slice_evenly(x.ravel(), num_shards)
   else:
     # The same slices. With flat rows, XLA for TPUs generates six times the
     # code.
     rows = lax.reshape(x, (num_shards, len(x) // num_shards, *x.shape[1:]))
   part = scatter(rows, axes)
-  return leaves_lib.join(collectives.gather(part, axes), x)
+  return leaves_lib.join_slices(collectives.gather(part, axes), x)

@@ -123,7 +123,7 @@ def compensate_delay(
     if decay is None:
       return CompensateDelayState(())
     zeros = jax.tree.map(jnp.real, leaves_lib.accumulators(params))
-    return CompensateDelayState(states.store(zeros, axes))
+    return CompensateDelayState(states.with_shard_axis(zeros, axes))
 
   def update_fn(
       updates,
@@ -230,7 +230,7 @@ def _record(stored, squares, decay, counts, axes):
     after = decay * mean + (1 - decay) * square
     return jnp.where(counts, after.astype(mean.dtype), mean)
 
-  mean_square = states.own(stored, axes, _CALLER)
+  mean_square = states.without_shard_axis(stored, axes, _CALLER)
   arguments.check_like(squares, mean_square, _CALLER)
   arguments.check_varies_with(squares, mean_square, _CALLER)
   return leaves_lib.tree_map(record, mean_square, squares)
@@ -242,8 +242,8 @@ def _next_state(state, mean_square, axes):
   Raises:
     ValueError: If the mean differs between shards, but the state has one copy.
   """
-  after = CompensateDelayState(states.store(mean_square, axes))
-  states.check_kept(state, after, _CALLER)
+  after = CompensateDelayState(states.with_shard_axis(mean_square, axes))
+  states.check_stays_replicated(state, after, _CALLER)
   return after
 
 

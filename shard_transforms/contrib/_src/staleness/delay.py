@@ -27,7 +27,7 @@ def _pending_rule(_, reduction):
       ' how shards are reduced. Pass `reduction` to `shard_state` or'
       ' `resize_state`.'
   )
-  return states.Rule(resize='error', reason=reason)
+  return states.Rule(reason=reason)
 
 
 class DelayUpdatesState(NamedTuple):
@@ -126,7 +126,7 @@ def delay_updates(
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
     arguments.check_update(updates, state, DelayUpdatesState, axes, _CALLER)
-    pending = states.own(state.pending, axes, _CALLER)
+    pending = states.without_shard_axis(state.pending, axes, _CALLER)
     _check_steps(pending, steps)
     if not steps:
       return updates, state
@@ -137,8 +137,8 @@ def delay_updates(
     pending = leaves_lib.tree_map(write, pending, updates)
     slot = (state.slot + 1) % (steps + 1)
     oldest = jax.tree.map(functools.partial(_read, slot), pending)
-    after = DelayUpdatesState(slot, states.store(pending, axes))
-    states.check_kept(state, after, _CALLER)
+    after = DelayUpdatesState(slot, states.with_shard_axis(pending, axes))
+    states.check_stays_replicated(state, after, _CALLER)
     return leaves_lib.tree_map(_like, updates, oldest), after
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -153,7 +153,7 @@ def _init_pending(param, steps, axes):
   zeros = jnp.zeros_like(param, dtype=dtype)
   # With one more slot than steps, XLA updates the buffer in place, because the
   # slot that is read is not the slot that is written before.
-  return states.store(lax.broadcast(zeros, (steps + 1,)), axes)
+  return states.with_shard_axis(lax.broadcast(zeros, (steps + 1,)), axes)
 
 
 def _read(slot, pending):
