@@ -7,6 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import numpy as np
 import optax
 
 import cases
@@ -193,6 +194,9 @@ FINE = {
         lambda x: lax.pmin(jnp.isfinite(x).all().astype(int), AXIS) > 0, first
     ),
     'gathered': decided(lambda x: jnp.sum(gather(x)) > 0, first),
+    'broadcast': decided(
+        lambda x: jnp.sum(lax.pbroadcast(x, (AXIS,), np.int32(0))) > 0, first
+    ),
     'sends_nothing': if_positive(jnp.sin),
     'loop_sends_nothing': lambda x: until_small(x, jnp.sin) + psum(x),
     # The collectives match, with mixed operands.
