@@ -79,7 +79,7 @@ def _flatten(jaxpr, inputs, context):
       inner_context = context._replace(name_stacks=stacks)
     operands = _read(eqn.invars, values)
     bodies = interpreter.sub_jaxprs(eqn.params) if eqn.params else ()
-    inlined = _called(eqn, bodies, operands, inner_context) if bodies else None
+    inlined = _inlined(eqn, bodies, operands, inner_context) if bodies else None
     if inlined is not None:
       outputs = inlined.outputs
       equations += inlined.equations
@@ -169,16 +169,16 @@ def _read(atoms, values):
   )
 
 
-def _called(eqn, bodies, inputs, context):
+def _inlined(eqn, bodies, inputs, context):
   """Inlines the call or map of an equation; `None` for other equations."""
   if eqn.primitive.name == 'shard_map':
-    return _program_of_map(eqn, bodies[0], inputs, context)
+    return _inlined_map(eqn, bodies[0], inputs, context)
   if interpreter.is_call(eqn, bodies):
     return _flatten(bodies[0], inputs, context)
   return None
 
 
-def _program_of_map(eqn, body, inputs, outer_context):
+def _inlined_map(eqn, body, inputs, outer_context):
   # The compiler handles the other axes of the mesh.
   mapped = eqn.params['newly_manual_axes']
   shape = eqn.params['mesh'].shape

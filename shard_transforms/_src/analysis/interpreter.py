@@ -195,21 +195,21 @@ def _run_loop(equation, facts, analysis):
     # A scan without iterations, whose body does not run.
     return [*carried_facts[: parts.num_carry], *map(analysis.constant, results)]
   rows = list(map(analysis.scan_slice, carried_facts[parts.num_carry :]))
-  before, ends = None, []
+  previous_carry, results_of_body = None, []
   carry = list(map(analysis.loop_carry, carried_facts[: parts.num_carry]))
   # An iteration reads the carry of the previous one.
-  while carry != before:
-    before = carry
-    ends = interpret(parts.body, [*read, *carry, *rows], analysis)
-    carried = zip(carry, ends[: parts.num_carry], strict=True)
-    carry = list(map(analysis.join, carried))
+  while carry != previous_carry:
+    previous_carry = carry
+    results_of_body = interpret(parts.body, [*read, *carry, *rows], analysis)
+    next_carry = results_of_body[: parts.num_carry]
+    carry = list(map(analysis.join, zip(carry, next_carry, strict=True)))
   if parts.condition is not None:
     condition_reads = facts[: parts.num_condition]
     (predicate,) = interpret(parts.condition, condition_reads + carry, analysis)
     return analysis.select(equation, predicate, carry)
-  stacks = map(analysis.scan_slice, ends[parts.num_carry :])
+  stacks = map(analysis.scan_slice, results_of_body[parts.num_carry :])
   # The carry of the last iteration.
-  return [*ends[: parts.num_carry], *stacks]
+  return [*results_of_body[: parts.num_carry], *stacks]
 
 
 class Loop(NamedTuple):

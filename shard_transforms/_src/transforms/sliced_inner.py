@@ -57,7 +57,7 @@ class SlicedInner:
     own_state = self._inner.init(reduction.own(params))
     unsharded = jax.eval_shape(self._inner.init, params)
     if jax.tree.structure(own_state) != jax.tree.structure(unsharded):
-      self._refuse('its state depends on their shapes')
+      self._refuse('its state depends on the shapes of the parameters')
     return self._stored(own_state, unsharded, params)
 
   def update(
