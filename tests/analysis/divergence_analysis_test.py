@@ -7,6 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import numpy as np
 import optax
 
 import cases
@@ -27,7 +28,7 @@ PAIRS = [[i, i + 4] for i in range(4)]
 QUARTERS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 RING = [(i, (i + 1) % 8) for i in range(8)]
 # Eight shards with five examples of three features each.
-OWN = jax.ShapeDtypeStruct((8, 5, 3), jnp.float32)
+EXAMPLES = jax.ShapeDtypeStruct((8, 5, 3), jnp.float32)
 PARAMS = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 psum = functools.partial(lax.psum, axis_name=AXIS)
@@ -45,7 +46,7 @@ def mean_of(inner, **kwargs):
 def warnings(fn, *shared, mode=UNCHECKED):
   """Returns the warnings for `fn(*shared, x)` of a shard with examples `x`."""
   mapped = modes.map_shards(mode, lambda shared, x: fn(*shared, x))
-  return st.monitoring.communication_report(mapped, shared, OWN).warnings
+  return st.monitoring.communication_report(mapped, shared, EXAMPLES).warnings
 
 
 def step(tx, **extra_args):
@@ -67,7 +68,7 @@ def report_on_step(mode, tx, **extra_args):
   if mode.startswith('pmap'):
     copies = jax.ShapeDtypeStruct((8, *PARAMS.shape), PARAMS.dtype)
     state = jax.eval_shape(jax.pmap(tx.init, AXIS), copies)
-    mapped, params, x = jax.pmap(fn, AXIS), copies, OWN
+    mapped, params, x = jax.pmap(fn, AXIS), copies, EXAMPLES
     if mode == 'pmap':
       mapped, params = jax.pmap(fn, AXIS, in_axes=(None, 0, 0)), PARAMS
   else:
@@ -107,12 +108,12 @@ def permute(x):
   return lax.ppermute(x, AXIS, RING)
 
 
-def own_part(x):
+def received_part(x):
   parts = st.per_shard(jnp.stack([x] * 8), AXIS)
   return lax.all_to_all(parts, AXIS, 0, 0)[0]
 
 
-def send_in_turns(x):
+def send_in_loop(x):
   return lax.scan(lambda c, _: (permute(c), None), x, length=3)[0]
 
 
@@ -121,31 +122,33 @@ def until_small(x, send):
   return lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: send(x) / 2, x)
 
 
-def second_turn(x):
+def second_iteration(x):
   """Decides in the second iteration by a per-shard value of the first."""
 
-  def turn(carry, x):
-    kept, _ = carry
-    return (x, if_positive(permute)(kept)), None
+  def body(carry, x):
+    previous_x, _ = carry
+    return (x, if_positive(permute)(previous_x)), None
 
   ones = st.per_shard(jnp.ones(3, jnp.float32), AXIS)
-  return lax.scan(turn, (ones, ones), x)[0]
+  return lax.scan(body, (ones, ones), x)[0]
 
 
 # Deadlocks that tracked types do not prevent.
 HANGS = {
     'cond': if_positive(first),
-    'both_send_but_one': lambda x: lax.switch(
+    'all_send_but_one': lambda x: lax.switch(
         jnp.argmax(x[0]), [permute, lambda x: x, first], x
     ),
     'scatter': if_positive(
         lambda x: lax.psum_scatter(jnp.tile(x, (8, 1)), AXIS, tiled=True)
     ),
-    'all_to_all': if_positive(own_part),
-    'part_of_what_is_alike': lambda x: if_positive(first)(own_part(psum(x))),
+    'all_to_all': if_positive(received_part),
+    'part_of_an_equal_array': lambda x: if_positive(first)(
+        received_part(psum(x))
+    ),
     'in_scan': lambda x: lax.map(if_positive(permute), x),
-    'of_scan': if_positive(send_in_turns),
-    'second_turn': second_turn,
+    'of_scan': if_positive(send_in_loop),
+    'second_iteration': second_iteration,
     'scanned_result': lambda x: if_positive(permute)(
         lax.scan(lambda c, y: (c, y), x, x)[1]
     ),
@@ -154,7 +157,7 @@ HANGS = {
     'condition_of_while': lambda x: lax.while_loop(
         lambda x: jnp.sum(x + first(x)) > 1, lambda x: x / 2, x
     ),
-    'turns_of_while': lambda x: lax.cond(
+    'iterations_of_while': lambda x: lax.cond(
         lax.while_loop(lambda n: n < x[0, 0], lambda n: n + 1, 0.0) > 3,
         first,
         lambda x: x,
@@ -163,7 +166,7 @@ HANGS = {
     'bound_of_loop': lambda x: lax.fori_loop(
         0, jnp.argmax(x[0]), lambda _, x: permute(x), x
     ),
-    'chosen_by_own_choice': lambda x: lax.cond(
+    'nested_choices': lambda x: lax.cond(
         lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0) > 1,
         first,
         lambda x: x,
@@ -171,7 +174,7 @@ HANGS = {
     ),
     'index': decided(lambda x: index() < 4, first),
     'moved': decided(lambda x: jnp.sum(permute(x)) > 0, first),
-    'mixed_with_what_is_alike': decided(
+    'added_to_an_equal_array': decided(
         lambda x: jnp.sum(psum(x) + x) > 0, first
     ),
     'groups': if_positive(lambda x: gather(x, axis_index_groups=HALVES)[0]),
@@ -193,6 +196,9 @@ FINE = {
         lambda x: lax.pmin(jnp.isfinite(x).all().astype(int), AXIS) > 0, first
     ),
     'gathered': decided(lambda x: jnp.sum(gather(x)) > 0, first),
+    'broadcast': decided(
+        lambda x: jnp.sum(lax.pbroadcast(x, (AXIS,), np.int32(0))) > 0, first
+    ),
     'sends_nothing': if_positive(jnp.sin),
     'loop_sends_nothing': lambda x: until_small(x, jnp.sin) + psum(x),
     # The collectives match, with mixed operands.
@@ -200,13 +206,13 @@ FINE = {
     'condition_reduces': lambda x: lax.while_loop(
         lambda x: psum(jnp.sum(x)) > 1, permute, x
     ),
-    'beside_its_own': lambda x: lax.cond(
+    'beside_a_local_array': lambda x: lax.cond(
         lax.optimization_barrier((jnp.sum(psum(x)), x))[0] > 0,
         first,
         lambda x: x,
         x,
     ),
-    'no_numbers_of_its_own': decided(
+    'no_local_numbers': decided(
         lambda x: jnp.sum(jnp.zeros_like(x)) > 0, first
     ),
     # Each half decides separately.
@@ -239,10 +245,10 @@ class ProgramTest(parameterized.TestCase):
 
   @cases.parameters(*HANGS)
   def test_warns(self, name):
-    found = warnings(HANGS[name], mode='shard_map')
+    texts = warnings(HANGS[name], mode='shard_map')
 
-    self.assertNotEmpty(found)
-    for warning in found:
+    self.assertNotEmpty(texts)
+    for warning in texts:
       self.assertIn("over 'data' under a predicate", warning)
       self.assertIn('deadlocks', warning)
 
@@ -274,14 +280,17 @@ class ProgramTest(parameterized.TestCase):
       self.assertEmpty(warnings(fn, PARAMS, mode=mode))
 
   def test_a_scalar_per_shard_may_be_a_copy(self):
-    def fn(_, own):
-      return lax.cond(own[0] > 0, psum, lambda x: x, own[1])
+    def fn(_, counter_and_x):
+      counter, x = counter_and_x
+      return lax.cond(counter > 0, psum, lambda x: x, x)
 
     for mode in 'pmap', UNCHECKED:
       counters = jax.ShapeDtypeStruct((8,), jnp.int32)
       mapped = modes.map_shards(mode, fn)
 
-      report = st.monitoring.communication_report(mapped, 0.0, (counters, OWN))
+      report = st.monitoring.communication_report(
+          mapped, 0.0, (counters, EXAMPLES)
+      )
 
       self.assertNotEmpty(report.collectives)
       self.assertEmpty(report.warnings)
@@ -306,7 +315,7 @@ def _on_mesh(fn, *specs, out_specs=P()):
 
 class AxesTest(parameterized.TestCase):
 
-  def found(self, fn):
+  def warnings(self, fn):
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
     return st.monitoring.communication_report(fn, x).warnings
 
@@ -321,12 +330,12 @@ class AxesTest(parameterized.TestCase):
   def test_reports_the_axes_of_the_decision(self, spec, axes, named):
     fn = if_positive(lambda x: lax.psum(x, axes))
 
-    found = self.found(_on_mesh(fn, spec, out_specs=spec))
+    texts = self.warnings(_on_mesh(fn, spec, out_specs=spec))
 
     if named is None:
-      self.assertEmpty(found)
+      self.assertEmpty(texts)
     else:
-      (warning,) = found
+      (warning,) = texts
       self.assertIn(f'runs `psum` over {named} under', warning)
 
   def test_a_sum_over_one_axis_does_not_affect_the_other(self):
@@ -336,7 +345,7 @@ class AxesTest(parameterized.TestCase):
           decision, lambda x: lax.psum(x, ('host', 'core')), lambda x: x, x
       )
 
-    (warning,) = self.found(_on_mesh(fn, P('host', 'core')))
+    (warning,) = self.warnings(_on_mesh(fn, P('host', 'core')))
 
     self.assertIn("over 'host' under", warning)
 
@@ -349,11 +358,11 @@ class AxesTest(parameterized.TestCase):
     )
     double = _on_mesh(lambda x: 2 * x, P('host'), out_specs=P('host'))
 
-    self.assertEmpty(self.found(lambda x: choose(x, x)))
-    self.assertEmpty(self.found(lambda x: choose(double(x), x)))
-    self.assertEmpty(self.found(lambda x: choose(-double(x), x)))
+    self.assertEmpty(self.warnings(lambda x: choose(x, x)))
+    self.assertEmpty(self.warnings(lambda x: choose(double(x), x)))
+    self.assertEmpty(self.warnings(lambda x: choose(-double(x), x)))
     self.assertEmpty(
-        self.found(
+        self.warnings(
             lambda x: lax.cond(
                 jnp.sum(double(x)) > 0, lambda: choose(x, x), lambda: x[:2]
             )
@@ -364,7 +373,7 @@ class AxesTest(parameterized.TestCase):
     mean = _on_mesh(lambda x: lax.pmean(x, 'host'), P('host'))
     choose = _on_mesh(if_positive(lambda x: lax.psum(x, 'host')), P('host'))
 
-    self.assertLen(self.found(lambda x: choose(mean(x))), 1)
+    self.assertLen(self.warnings(lambda x: choose(mean(x))), 1)
 
 
 AROUND = {
@@ -388,7 +397,7 @@ REDUCTIONS = {
 }
 
 
-ALIKE = (
+EQUAL_DECISIONS = (
     (mean_of(optax.apply_if_finite(sgd, 5)), {}),
     (mean_of(optax.MultiSteps(sgd, 3).gradient_transformation()), {}),
     (tower_reduce(3, mean_of(sgd), axis_name=AXIS), {}),
@@ -419,10 +428,10 @@ class TransformationTest(parameterized.TestCase):
 
     # Under `jax.pmap`, parameters may be replicated or copies.
     for mode in UNCHECKED, 'pmap', 'pmap_of_copies':
-      found = report_on_step(mode, tx, **extra_args).warnings
+      texts = report_on_step(mode, tx, **extra_args).warnings
 
-      self.assertNotEmpty(found)
-      for warning in found:
+      self.assertNotEmpty(texts)
+      for warning in texts:
         self.assertRegex(warning, "^`cond` .*runs `.*` over 'data' under a")
 
   def line_search_warnings(self, mode):
@@ -434,8 +443,8 @@ class TransformationTest(parameterized.TestCase):
 
       value, grad = jax.value_and_grad(loss)(params)
       grad = pmean(grad) if mode == UNCHECKED else grad
-      given = {'value': value, 'grad': grad, 'value_fn': loss}
-      return tx.update(grad, tx.init(params), params, **given)[0]
+      extra_args = {'value': value, 'grad': grad, 'value_fn': loss}
+      return tx.update(grad, tx.init(params), params, **extra_args)[0]
 
     return warnings(fn, PARAMS, mode=mode)
 
@@ -447,7 +456,7 @@ class TransformationTest(parameterized.TestCase):
     self.assertStartsWith(warning, '`while` ')
     self.assertEmpty(self.line_search_warnings('shard_map'))
 
-  @cases.parameters(*ALIKE)
+  @cases.parameters(*EQUAL_DECISIONS)
   def test_equal_decisions_are_correct(self, tx, extra_args):
     for mode in UNCHECKED, 'pmap_of_copies':
       report = report_on_step(mode, tx, **extra_args)
@@ -457,15 +466,15 @@ class TransformationTest(parameterized.TestCase):
 
   def test_gradient_through_a_mapped_branch_is_correct(self):
     def loss(params, x):
-      own = jnp.mean((x @ params) ** 2)
-      return lax.cond(pmean(own) > 1, pmean, lambda x: x, own)
+      local_loss = jnp.mean((x @ params) ** 2)
+      return lax.cond(pmean(local_loss) > 1, pmean, lambda x: x, local_loss)
 
     mapped = modes.map_shards('shard_map_unchecked', loss)
 
     def fn(params, x):
       return jax.grad(lambda params: jnp.sum(mapped(params, x)))(params)
 
-    report = st.monitoring.communication_report(fn, PARAMS, OWN)
+    report = st.monitoring.communication_report(fn, PARAMS, EXAMPLES)
 
     self.assertNotEmpty(report.collectives)
     self.assertEmpty(report.warnings)

@@ -33,15 +33,15 @@ def problem_of(inner, params=PARAMS, num_slices=4, **extra_args):
 def problem_with_sums(fn, shape=(3, 8)):
   """Returns the problem of a function of a leaf that may use collectives."""
   inner = optax.with_extra_args_support(optax.stateless(lambda u, p: fn(u)))
-  found = []
+  problems = []
 
   # The axes are bound only while it is traced.
   def check(x):
-    found.append(elementwise.find_problem(inner, x, x, (8,), (AXIS,)))
+    problems.append(elementwise.find_problem(inner, x, x, (8,), (AXIS,)))
 
   axes = [(AXIS, 8), ('model', 2)]
   jax.make_jaxpr(check, axis_env=axes)(jnp.ones(shape, jnp.float32))
-  return found[0]
+  return problems[0]
 
 
 def leafwise(fn):
@@ -109,22 +109,25 @@ SUMS = (
     lambda x: x * lax.pmax(jnp.float32(1), AXIS),
     lambda x: x * lax.psum(jnp.sum(jnp.ones(3)), 'model'),
 )
-PAD = 'the padding after the last one may not be zero'
+PAD = 'the padding of the last slice may not be zero'
 LOCAL = 'a sum over the slice of one shard is used like a sum over all slices'
 TWICE = '`psum` sums values that are the same on all shards'
-OWN = 'different values'
+PER_SHARD = 'different values'
 WRONG_SUMS = (
-    # These functions have a different result if all shards hold the whole leaf.
+    # These functions have a different result if all shards hold the same leaf.
     (lambda x: x * lax.pmean(jnp.sum(x), AXIS), '`pmean` divides'),
     (lambda x: x * (total(x) * (1 / 8)), '`pmean` divides'),
     (lambda x: x * (0.125 * total(x)), '`pmean` divides'),
     (lambda x: x * lax.psum(jnp.sqrt(total(x)), AXIS), TWICE),
     (lambda x: lax.psum(x, AXIS), '`psum` .* several elements'),
-    (lambda x: x * lax.psum_scatter(jnp.arange(8.0), AXIS), OWN),
-    (lambda x: x * lax.all_to_all(jnp.arange(8.0), AXIS, 0, 0)[0], OWN),
-    (lambda x: x * lax.ppermute(jnp.float32(1), AXIS, RING), OWN),
-    (lambda x: x * axis_index(), OWN),
-    (lambda x: x * lax.fori_loop(0, 2, lambda _, y: y + axis_index(), 1), OWN),
+    (lambda x: x * lax.psum_scatter(jnp.arange(8.0), AXIS), PER_SHARD),
+    (lambda x: x * lax.all_to_all(jnp.arange(8.0), AXIS, 0, 0)[0], PER_SHARD),
+    (lambda x: x * lax.ppermute(jnp.float32(1), AXIS, RING), PER_SHARD),
+    (lambda x: x * axis_index(), PER_SHARD),
+    (
+        lambda x: x * lax.fori_loop(0, 2, lambda _, y: y + axis_index(), 1),
+        PER_SHARD,
+    ),
     (lambda x: x * (2 * jnp.sum(x)), LOCAL),
     (lambda x: x * lax.psum(jnp.sqrt(jnp.sum(x)), AXIS), LOCAL),
     (lambda x: x * lax.psum(1 + jnp.sum(x), AXIS), LOCAL),
@@ -150,7 +153,7 @@ WRONG_SUMS = (
     (lambda x: x * total(x / (x + 1)), PAD),
     (lambda x: x * total(lax.cond(total(x) > 0, halved, jnp.cos, x)), PAD),
     (lambda x: x * total(lax.fori_loop(0, 3, lambda _, c: c + 1, 0 * x)), PAD),
-    (ones_of_a_row, 'what it does depends on their shapes'),
+    (ones_of_a_row, 'its computation depends on the shapes'),
 )
 
 
@@ -167,23 +170,25 @@ class SumTest(parameterized.TestCase):
     shards = jax.jit(jax.vmap(shard, axis_name=AXIS))
     x = np.random.default_rng(0).uniform(1, 2, (2, 3, 8)).astype(np.float32)
 
-    whole = shards(x[None])
+    unsliced = shards(x[None])
     slices = shards(np.stack(np.split(x, 8, -1)))
 
-    for row, own in zip(whole, slices, strict=True):
-      joined = np.concatenate(own, -1)
-      np.testing.assert_allclose(joined, row[0], rtol=1e-2)
+    for expected, slices_of_x in zip(unsliced, slices, strict=True):
+      joined = np.concatenate(slices_of_x, -1)
+      np.testing.assert_allclose(joined, expected[0], rtol=1e-2)
 
   @cases.parameters(*WRONG_SUMS)
   def test_refuses(self, fn, problem):
     self.assertRegex(problem_with_sums(fn), problem)
 
   def test_refuses_a_broadcast_vector(self):
-    self.assertRegex(problem_with_sums(ones_of_a_row, (8,)), 'on their shapes')
+    self.assertRegex(
+        problem_with_sums(ones_of_a_row, (8,)), 'on the shapes of the'
+    )
 
 
 # Element-wise functions of an update and a parameter.
-ALONE = (
+FUNCTIONS_OF_ELEMENTS = (
     lambda u, p: 2 * u + p**3 - u / (p + 1),
     lambda u, p: jnp.where(u > 0, jnp.clip(p, -1, 1), jnp.sign(u)),
     lambda u, p: u.astype(jnp.bfloat16).astype(jnp.float32) + p,
@@ -208,10 +213,10 @@ ALONE = (
     lambda u, p: jax.scipy.special.zeta(2 + u**2, 1.0),
 )
 PLACE = 'a different value for each position'
-SIZE = 'on their shapes'
+SIZE = 'on the shapes of the parameters'
 UNKNOWN = ' may combine several elements'
 # Other functions, and their problems.
-TOGETHER = (
+FUNCTIONS_OF_SEVERAL_ELEMENTS = (
     # Unknown primitives.
     (lambda u, p: jnp.stack([u, p]).max(0), 'moves elements'),
     (lambda u, p: jnp.concatenate([u[None], p[None]])[1], '`concatenate` move'),
@@ -243,7 +248,10 @@ TOGETHER = (
         ),
         '`reduce_max` .* several elements',
     ),
-    (of_matrix(lambda u, p: jnp.reshape(u, (1, 3, 5))[0]), 'on slices it rais'),
+    (
+        of_matrix(lambda u, p: jnp.reshape(u, (1, 3, 5))[0]),
+        'raises an error on slices: ',
+    ),
     # Slices along columns would be combined with other elements.
     (
         lambda u, p: (u.reshape(1, -1) * TABLE[1]).reshape(u.shape),
@@ -306,7 +314,7 @@ def times(name, table):
 
 # Functions of whole trees.
 ACCEPTED = {
-    'numbers of its own': scalar_of(lambda u: jnp.sum(jnp.arange(3.0))),
+    'a constant': scalar_of(lambda u: jnp.sum(jnp.arange(3.0))),
     'noise for all': scalar_of(lambda u: noise()),
     'a table like a leaf': scalar_of(lambda u: jnp.sum(np.arange(5.0))),
     'a small leaf': scalar_of(lambda u: jnp.sum(u['s'])),
@@ -316,20 +324,26 @@ REFUSED = (
     (starting_with(optax.tree_utils.tree_norm), '`reduce_sum` .* in its state'),
     (
         starting_with(lambda p: jax.tree.map(lambda x: noise(x.shape), p)),
-        'its state at .* each position has a different value',
+        'its state at .* has a different value for each position',
     ),
     (
         starting_with(lambda p: 1.0 * sum(x.size for x in jax.tree.leaves(p))),
-        'what it does depends on their shapes',
+        'its computation depends on the shapes',
     ),
     (times('w', np.arange(15.0, dtype='float32').reshape(3, 5)), PLACE),
     (optax.clip_by_global_norm(1.0), r"`reduce_sum`.* updates at \['b'\]"),
     (optax.zero_nans(), r"`reduce_or`.* state at .*found_nan\['b'\]"),
-    (optax.lbfgs(), r'its state at .* has a different shape, \(10'),
+    (optax.lbfgs(), r'its state at .* has the shape \(10.* no parameter has'),
     (optax.scale_by_factored_rms(min_dim_size_to_factor=2), 'state'),
-    (optax.masked(optax.trace(0.9), by_shape), 'its state depends on their sh'),
+    (
+        optax.masked(optax.trace(0.9), by_shape),
+        'its state depends on the shapes',
+    ),
     # On slices, the mask has a different tree.
-    (optax.masked(optax.trace(0.9), by_size), 'its state depends on their sha'),
+    (
+        optax.masked(optax.trace(0.9), by_size),
+        'its state depends on the shapes',
+    ),
     (
         optax.GradientTransformation(
             lambda _: jnp.zeros(()), norm_in_the_state
@@ -342,11 +356,11 @@ REFUSED = (
 
 class ElementwiseTest(parameterized.TestCase):
 
-  @cases.parameters(*ALONE)
+  @cases.parameters(*FUNCTIONS_OF_ELEMENTS)
   def test_accepts(self, fn):
     self.assertIsNone(problem_of(leafwise(fn)))
 
-  @cases.parameters(*TOGETHER)
+  @cases.parameters(*FUNCTIONS_OF_SEVERAL_ELEMENTS)
   def test_refuses(self, fn, problem):
     self.assertRegex(problem_of(leafwise(fn)), problem)
 
@@ -389,7 +403,7 @@ class ElementwiseTest(parameterized.TestCase):
       ((6, 4), (1, 4), lambda u: u['w'] * u['b'], 'different shapes,'),
       (
           *((1, 8), (8,), lambda u: u['b'].reshape(1, 8)),
-          r"at \['w'\] depends on elements .* \(8,\)",
+          r"at \['w'\] depends on a leaf of another shape, \(8,\)",
       ),
   )
   def test_refuses_elements_of_other_leaves(self, of_w, of_b, fn, words):

@@ -4,6 +4,7 @@ from absl.testing import parameterized
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 import cases
 from shard_transforms._src.analysis import weight_analysis
@@ -68,52 +69,80 @@ def total(x):
   return lax.psum(x, AXIS)
 
 
+# Updates of several shards are added, and only with their weights.
+WEIGHTED_SUMS = (
+    by_weight,
+    in_branch(by_weight),
+    in_gate(by_weight),
+    in_loop(by_weight),
+    carrying_the_weight(by_weight),
+    weighted_ring,
+    gathered,
+)
+# Updates are not added to those of other shards.
+LOCAL_PRODUCTS = (
+    lambda u, w: u * w,
+    in_loop(lambda u, w: u * w),
+    lambda u, w: jnp.zeros_like(u),
+    lambda u, w: lax.pmax(u, AXIS) * w,
+    lambda u, w: lax.psum(u, 'model') * w,
+    lambda u, w: lax.all_gather(u, AXIS)[0] + u * w,
+)
+LOCAL_UPDATES = (
+    lambda u, w: u,
+    # The body of this loop does not run.
+    lambda u, w: lax.scan(lambda c, _: (by_hand(c, w), None), u, length=0)[0],
+)
+UNWEIGHTED_SUMS = (
+    by_hand,
+    jax.jit(by_hand),
+    in_gate(by_hand),
+    carrying_the_weight(by_hand),
+    lambda u, w: lax.map(lambda x: by_hand(x, w), u),
+    lambda u, w: lax.psum_scatter(u, AXIS),
+    lambda u, w: lax.psum((u, w), AXIS)[0],
+    ring,
+    lambda u, w: lax.all_gather(u, AXIS).sum(0),
+)
+# Updates of other shards that are returned, so that they may be added later.
+UNWEIGHTED_COPIES = (
+    lambda u, w: lax.all_gather(u, AXIS),
+    lambda u, w: lax.all_to_all(u, AXIS, 0, 0),
+    lambda u, w: lax.pbroadcast(u, (AXIS,), np.int32(0)),
+)
+# Results that depend on the weight, and also on a sum that does not.
+SUMS_BESIDE_THE_WEIGHT = (
+    in_branch(by_hand),
+    lambda u, w: by_weight(u, w) + by_hand(u, w),
+    lambda u, w: total(u * w) + total(u),
+    lambda u, w: ring(u, w) * w,
+    lambda u, w: jnp.sort(lax.all_gather(u, AXIS), 0)[0] * w,
+)
+
+
 class WeightAnalysisTest(parameterized.TestCase):
 
-  @cases.parameters(
-      (by_weight, False, False),
-      (by_hand, True, True),
-      (jax.jit(by_hand), True, True),
-      (in_branch(by_weight), False, False),
-      (in_branch(by_hand), True, False),
-      (in_gate(by_weight), False, False),
-      (in_gate(by_hand), True, True),
-      (lambda u, w: by_weight(u, w) + by_hand(u, w), True, False),
-      (lambda u, w: total(u * w) + total(u), True, False),
-      (lambda u, w: u, False, True),
-      (lambda u, w: u * w, False, False),
-      (lambda u, w: jnp.zeros_like(u), False, False),
-      (lambda u, w: lax.pmax(u, AXIS) * w, False, False),
-      (lambda u, w: lax.psum(u, 'model') * w, False, False),
-      (lambda u, w: lax.psum_scatter(u, AXIS), True, True),
-      (lambda u, w: lax.all_gather(u, AXIS), True, True),
-      (in_loop(lambda u, w: u * w), False, False),
-      (in_loop(by_weight), False, False),
-      (carrying_the_weight(by_weight), False, False),
-      (carrying_the_weight(by_hand), True, True),
-      (lambda u, w: lax.map(lambda x: by_hand(x, w), u), True, True),
-      (
-          lambda u, w: lax.scan(
-              lambda c, _: (by_hand(c, w), None), u, length=0
-          )[0],
-          False,
-          True,
-      ),
-      (ring, True, True),
-      (lambda u, w: ring(u, w) * w, True, False),
-      (weighted_ring, False, False),
-      (gathered, False, False),
-      (lambda u, w: lax.all_gather(u, AXIS).sum(0), True, True),
-      (lambda u, w: lax.all_gather(u, AXIS)[0] + u * w, False, False),
-      (lambda u, w: jnp.sort(lax.all_gather(u, AXIS), 0)[0] * w, True, False),
-      (lambda u, w: lax.all_to_all(u, AXIS, 0, 0), True, True),
-      (lambda u, w: lax.psum((u, w), AXIS)[0], True, True),
-  )
-  def test_detects_unweighted_sums(self, fn, sums, unweighted):
+  def assert_detects(self, fn, has_unweighted_sum, returns_unweighted):
     axis_env = [(AXIS, 8), ('model', 2)]
     jaxpr = jax.make_jaxpr(fn, axis_env=axis_env)(jnp.ones(8), 1.0).jaxpr
-    given = [weight_analysis.UPDATES, weight_analysis.WEIGHT]
+    input_bits = [weight_analysis.UPDATES, weight_analysis.WEIGHT]
 
-    found = weight_analysis.unweighted_sums(jaxpr, given, (AXIS,))
+    result = weight_analysis.unweighted_sums(jaxpr, input_bits, (AXIS,))
 
-    self.assertEqual(found, (sums, [unweighted]))
+    self.assertEqual(result, (has_unweighted_sum, [returns_unweighted]))
+
+  @cases.parameters(*WEIGHTED_SUMS, *LOCAL_PRODUCTS)
+  def test_accepts_weighted_sums_and_local_products(self, fn):
+    self.assert_detects(fn, has_unweighted_sum=False, returns_unweighted=False)
+
+  @cases.parameters(*UNWEIGHTED_SUMS, *UNWEIGHTED_COPIES)
+  def test_detects_sums_that_ignore_the_weight(self, fn):
+    self.assert_detects(fn, has_unweighted_sum=True, returns_unweighted=True)
+
+  @cases.parameters(*SUMS_BESIDE_THE_WEIGHT)
+  def test_detects_unweighted_sums_beside_the_weight(self, fn):
+    self.assert_detects(fn, has_unweighted_sum=True, returns_unweighted=False)
+
+  @cases.parameters(*LOCAL_UPDATES)
+  def test_detects_results_that_ignore_the_weight(self, fn):
+    self.assert_detects(fn, has_unweighted_sum=False, returns_unweighted=True)

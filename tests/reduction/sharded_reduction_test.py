@@ -86,6 +86,34 @@ class ShardedReductionTest(parameterized.TestCase):
     # JAX has no groups of a `vmap`.
     self.assertEqual(scatter.called, mode != 'vmap')
 
+  @cases.parameters(*modes.MAPPED)
+  def test_columns_that_are_not_tiles_are_in_the_same_slices(self, mode):
+    # Large enough to be sent along its columns, 40 or 128 for each shard.
+    for num_columns in 320, 1024:
+      params = np.ones((129, num_columns), 'f')
+      # The order of a sum of small integers does not matter.
+      data = (np.arange(8 * params.size, dtype='f') % 7).reshape(8, 129, -1)
+
+      def slices(params=params, data=data):
+        _, sharded = whole_and_sharded()
+        return modes.map_shards(
+            mode, lambda params, own: sharded.scatter(grads_of(params, own))
+        )(params, data)
+
+      expected = slices()
+      with (
+          mock.patch.object(axes_lib, 'platform', lambda: 'tpu'),
+          mock.patch.object(
+              *(collectives, 'scatter_along'),
+              wraps=collectives.scatter_along,
+          ) as scatter,
+      ):
+        slices_on_tpus = slices()
+
+      chex.assert_trees_all_equal(slices_on_tpus, expected, strict=True)
+      (leaf, *_), _ = scatter.call_args
+      self.assertEqual(leaf.ndim, 3 if num_columns == 320 else 2)
+
   @cases.product(groups=(None, reductions.GROUPS))
   def test_each_shard_has_its_part_of_the_elements(self, groups):
     _, sharded = whole_and_sharded('sum', groups=groups)

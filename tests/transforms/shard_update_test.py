@@ -402,7 +402,7 @@ class RefusalTest(parameterized.TestCase):
     inner = optax.GradientTransformation(init, optax.identity().update)
     tx = shard_update(inner, AXIS)
 
-    with self.assertRaisesRegex(ValueError, 'its state depends on their shap'):
+    with self.assertRaisesRegex(ValueError, 'its state depends on the shapes'):
       st.init_state(tx, {'w': jnp.ones(16)}, modes.mesh())
 
   @cases.parameters('error', 'inner tree', 'no slices')

@@ -23,6 +23,7 @@ import jax.extend
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
+from shard_transforms._src.base import jaxprs
 
 AxisSet = frozenset[Hashable]
 
@@ -58,9 +59,10 @@ class DivergenceAnalysis(interpreter.Analysis[Differences]):
   def primitive(self, equation, facts):
     if equation.name == 'optimization_barrier':
       return facts
-    if equation.name in primitives.SENDING and len(facts) == len(
-        equation.outputs
-    ):
+    if equation.name in primitives.SENDING:
+      if len(facts) != len(equation.outputs):
+        # A broadcast also reads its source, and a ragged exchange its sizes.
+        facts = [self.join(facts)] * len(equation.outputs)
       return [_received(equation, fact) for fact in facts]
     differences = self.join(facts).union(*map(_by_place, equation.bodies))
     if equation.name == 'axis_index':
@@ -91,12 +93,8 @@ def _received(equation, fact):
 
 def _by_place(program):
   """Returns the differences that `axis_index` introduces in a jaxpr."""
-  differences = NONE
-  for equation in program.equations:
-    if equation.name == 'axis_index':
-      differences |= _over(equation.axes, by_index=True)
-    differences = differences.union(*map(_by_place, equation.bodies))
-  return differences
+  indices = [x for x in program.all_equations() if x.name == 'axis_index']
+  return NONE.union(*(_over(x.axes, by_index=True) for x in indices))
 
 
 def differing(
@@ -120,16 +118,12 @@ def first_collective(
 ) -> str | None:
   """Returns the name of the first collective over one of the axes, or any."""
   # Called in each trace; iterating over jaxprs directly is fast.
-  for eqn in jaxpr.eqns:
+  for eqn in jaxprs.all_equations(jaxpr):
     name = interpreter.common_name(eqn.primitive.name)
-    over = set(interpreter.mapped_axes(eqn.params))
-    if name in primitives.SENDING and over.intersection(
-        over if axes is None else axes
-    ):
-      return name
-    for body in interpreter.sub_jaxprs(eqn.params):
-      if collective := first_collective(body, axes):
-        return collective
+    if name in primitives.SENDING:
+      axes_of_eqn = interpreter.mapped_axes(eqn.params)
+      if axes_of_eqn if axes is None else {*axes}.intersection(axes_of_eqn):
+        return name
   return None
 
 
@@ -201,12 +195,9 @@ def _warning(equation, predicate):
 
 def _first_waiting(program, predicate):
   """Returns the first collective that waits for shards of another choice."""
-  for equation in program.equations:
+  for equation in program.all_equations():
     if _awaited(equation, predicate):
       return equation
-    for body in equation.bodies:
-      if collective := _first_waiting(body, predicate):
-        return collective
   return None
 
 

@@ -78,7 +78,7 @@ PER_SHARD = Mixed(
     'shards have different values, such as parameters of `per_shard`'
 )
 _NOT_PADDED = Mixed(
-    '`reduce_sum` adds up several elements, and the padding after the last one'
+    '`reduce_sum` adds up several elements, and the padding of the last slice'
     ' may not be zero'
 )
 _PARTIAL_USED = Mixed(

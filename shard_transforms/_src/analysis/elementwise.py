@@ -63,47 +63,53 @@ def find_problem(
   num_slices = tuple(num_slices) if math.prod(num_slices) > 1 else (2,)
   slicing = Slicing(num_slices, tuple(axes))
   unsliced = slicing.unsliced((updates, params))
-  slices, distinct = slicing.slices(unsliced), slicing.slices(
-      unsliced, distinct=True
-  )
-  state, sliced_state, other_state = (
+  slices = slicing.slices(unsliced)
+  distinct_slices = slicing.slices(unsliced, distinct=True)
+  states = [
       equivalence.closed(inner.init, _like(*arguments))[1]
-      for arguments in (unsliced, slices, distinct)
-  )
-  trees = set(map(jax.tree.structure, (state, sliced_state, other_state)))
-  if len(trees) > 1:
-    return 'its state depends on their shapes'
+      for arguments in (unsliced, slices, distinct_slices)
+  ]
+  if len(set(map(jax.tree.structure, states))) > 1:
+    return 'its state depends on the shapes of the parameters'
   # Leaves whose shapes change are shaped like the parameters.
-  is_sliced = jax.tree.map(lambda x, y: x.shape != y.shape, state, other_state)
+  state, sliced_state, distinct_state = states
+  is_sliced = jax.tree.map(
+      lambda x, y: x.shape != y.shape, state, distinct_state
+  )
   if problem := _problem_of_shapes(state, is_sliced, unsliced):
     return problem
 
   def trace(arguments, state):
-    before = arguments[0], slicing.varying(state, is_sliced)
-    init, _ = equivalence.trace(inner.init, _like(*arguments))
-    update, results = equivalence.trace(inner.update, *before, arguments[1])
-    return _joined(init, update), _shapes(results) == _shapes(before)
+    updates, params = arguments
+    state = slicing.varying(state, is_sliced)
+    init, _ = equivalence.trace(inner.init, _like(updates, params))
+    update, results = equivalence.trace(inner.update, updates, state, params)
+    keeps_shapes = _shapes(results) == _shapes((updates, state))
+    return _joined(init, update), keeps_shapes
 
   program, keeps_shapes = trace(unsliced, state)
   if not keeps_shapes:
     return 'it changes the trees or the shapes of the updates or of its state'
   analysis = element_analysis.ElementAnalysis(axes)
   of_state = jax.tree.map(_fact_of_state, is_sliced, state)
-  before, of_params = (_facts(updates), of_state), _facts(params, axes)
-  taken = _like(before[0], of_params), before, of_params
+  of_updates, of_params = _facts(updates), _facts(params, axes)
+  of_init = _like(of_updates, of_params)
   if problem := _problem_of_elements(
-      analysis, program, taken, (of_state, *before)
+      analysis,
+      program,
+      input_facts=(of_init, of_updates, of_state, of_params),
+      expected=(of_state, of_updates, of_state),
   ):
     return problem
   try:
     sliced, keeps_shapes = trace(slices, sliced_state)
   except (TypeError, ValueError) as error:
-    return f'on slices it raises: {error}'
+    return f'it raises an error on slices: {error}'
   pairs = zip(*map(jax.tree.leaves, (unsliced, slices)), strict=True)
   sizes = {(x.size, y.size) for x, y in pairs if x.size != y.size}
   comparison = equivalence.Comparison(sizes, analysis.sums)
   if not keeps_shapes or not comparison.of_programs(program, sliced):
-    return 'what it does depends on their shapes'
+    return 'its computation depends on the shapes of the parameters'
   return None
 
 
@@ -135,7 +141,10 @@ def _problem_of_shapes(state, is_sliced, arguments):
   ):
     if sliced_leaf and leaf.shape not in shapes:
       name = leaves_lib.name_of(path)
-      return f'its state at {name} has a different shape, {leaf.shape}'
+      return (
+          f'its state at {name} has the shape {leaf.shape}, which no parameter'
+          ' has'
+      )
   return None
 
 
@@ -182,14 +191,14 @@ def _problem_of_elements(analysis, program, input_facts, expected):
         return f'{name} depends on a sum over one slice'
       case element_analysis.Elements(of=shape):
         if isinstance(fact, element_analysis.Shared):
-          return f'{name}, which is not sliced, depends on elements'
+          return f'{name}, which is not sliced, depends on sliced leaves'
         if shape != fact.of:
-          return f'{name} depends on elements of another shape, {shape}'
+          return f'{name} depends on a leaf of another shape, {shape}'
       case _ if isinstance(fact, element_analysis.Elements):
         if not element_analysis.is_one(value, result):
           return (
-              f'{name} depends on their shapes: each position has a different'
-              ' value'
+              f'{name} has a different value for each position, which depends'
+              ' on the shapes of the parameters'
           )
   return None
 

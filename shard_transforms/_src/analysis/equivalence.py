@@ -64,7 +64,7 @@ class Comparison:
 
   sizes: Set[tuple[int, int]]
   sums: Set[interpreter.Equation] = frozenset()
-  partners: dict[inlining.Value, inlining.Value] = dataclasses.field(
+  partners: dict[interpreter.Value, interpreter.Value] = dataclasses.field(
       default_factory=dict
   )
 

@@ -8,29 +8,12 @@ because they do not run them exactly once.
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend
 
 from shard_transforms._src.analysis import interpreter
-
-
-# Not frozen, because frozen ones take longer to make.
-@dataclasses.dataclass(eq=False, slots=True)
-class Value:
-  """An input or output of an equation; equal only to itself.
-
-  Attributes:
-    aval: Its type.
-    is_literal: Whether it is a literal of the jaxpr.
-    constant: The literal, or the array of a constant, if it is known.
-  """
-
-  aval: Any
-  is_literal: bool = False
-  constant: Any = None
 
 
 class _Context(NamedTuple):
@@ -78,8 +61,8 @@ def _flatten_body(jaxpr, context):
   return _flatten(jaxpr, _new_values(jaxpr.invars), context)
 
 
-def _new_values(variables: Sequence[Any]) -> tuple[Value, ...]:
-  return tuple([Value(variable.aval) for variable in variables])
+def _new_values(variables: Sequence[Any]) -> tuple[interpreter.Value, ...]:
+  return tuple([interpreter.Value(variable.aval) for variable in variables])
 
 
 def _flatten(jaxpr, inputs, context):
@@ -96,17 +79,14 @@ def _flatten(jaxpr, inputs, context):
       inner_context = context._replace(name_stacks=stacks)
     operands = _read(eqn.invars, values)
     bodies = interpreter.sub_jaxprs(eqn.params) if eqn.params else ()
-    inlined = _called(eqn, bodies, operands, inner_context) if bodies else None
+    inlined = _inlined(eqn, bodies, operands, inner_context) if bodies else None
     if inlined is not None:
       outputs = inlined.outputs
       equations += inlined.equations
       constants += inlined.constants
     else:
       outputs = _new_values(eqn.outvars)
-      ends = operands, outputs, bodies
-      equations.append(
-          interpreter.as_equation(eqn, *ends, _flatten_body, inner_context)
-      )
+      equations.append(_equation(eqn, operands, outputs, bodies, inner_context))
     # A strict `zip` takes three times as long.
     for i, variable in enumerate(eqn.outvars):
       values[variable] = outputs[i]
@@ -114,19 +94,74 @@ def _flatten(jaxpr, inputs, context):
   return interpreter.Program(inputs, tuple(equations), outputs, constants)
 
 
+def _equation(eqn, inputs, outputs, bodies, context):
+  """Converts an equation, and its bodies.
+
+  A loop of at most one iteration becomes a `cond`, because it only decides
+  whether its body runs.
+  """
+  equation = interpreter.Equation(
+      name=interpreter.common_name(eqn.primitive.name),
+      params=eqn.params,
+      inputs=inputs,
+      outputs=outputs,
+      bodies=tuple([_flatten_body(body, context) for body in bodies]),
+      context=context,
+  )
+  predicate = _branch_predicate(eqn)
+  if predicate is None:
+    return equation
+  operands = inputs[eqn.params['cond_nconsts'] :]
+  body = interpreter.loop(equation).body
+  num_carry = len(outputs)
+  identity = interpreter.Program(body.inputs, (), body.inputs[-num_carry:])
+  return interpreter.Equation(
+      name='cond',
+      params={},
+      inputs=(operands[-num_carry:][predicate], *operands),
+      outputs=outputs,
+      bodies=(identity, body),
+      context=context,
+  )
+
+
+def _branch_predicate(eqn):
+  """Returns the index of the carry that makes a loop run at most once.
+
+  The condition of such a loop returns this value, and the body sets it to
+  false. `None` for all other equations.
+  """
+  if eqn.primitive.name != 'while':
+    return None
+  condition, body = (
+      eqn.params[name].jaxpr for name in ('cond_jaxpr', 'body_jaxpr')
+  )
+  carry = condition.invars[eqn.params['cond_nconsts'] :]
+  (is_due,) = condition.outvars
+  # A literal is not a variable, and is not hashable in JAX 0.10.
+  if isinstance(is_due, interpreter.LITERAL) or is_due not in carry:
+    return None
+  index = carry.index(is_due)
+  next_value = body.outvars[index]
+  is_false = isinstance(next_value, interpreter.LITERAL) and not next_value.val
+  return index if is_false else None
+
+
 def _constants(jaxpr):
   arrays = getattr(jaxpr, 'consts', ())
   if len(arrays) != len(jaxpr.constvars):
     return _new_values(jaxpr.constvars)
   pairs = zip(jaxpr.constvars, arrays, strict=True)
-  return tuple(Value(var.aval, constant=array) for var, array in pairs)
+  return tuple(
+      interpreter.Value(var.aval, constant=array) for var, array in pairs
+  )
 
 
 def _read(atoms, values):
   """Returns the values of variables; each literal becomes a new value."""
   return tuple(
       [
-          Value(atom.aval, True, atom.val)
+          interpreter.Value(atom.aval, True, atom.val)
           if type(atom) is interpreter.LITERAL
           else values[atom]
           for atom in atoms
@@ -134,16 +169,16 @@ def _read(atoms, values):
   )
 
 
-def _called(eqn, bodies, inputs, context):
+def _inlined(eqn, bodies, inputs, context):
   """Inlines the call or map of an equation; `None` for other equations."""
   if eqn.primitive.name == 'shard_map':
-    return _program_of_map(eqn, bodies[0], inputs, context)
+    return _inlined_map(eqn, bodies[0], inputs, context)
   if interpreter.is_call(eqn, bodies):
     return _flatten(bodies[0], inputs, context)
   return None
 
 
-def _program_of_map(eqn, body, inputs, outer_context):
+def _inlined_map(eqn, body, inputs, outer_context):
   # The compiler handles the other axes of the mesh.
   mapped = eqn.params['newly_manual_axes']
   shape = eqn.params['mesh'].shape
@@ -166,9 +201,14 @@ def _cross_boundary(values, variables, specs, context):
   for i, spec in enumerate(specs):
     axes = tuple(jax.tree.leaves(tuple(spec)))
     if axes:
-      results[i] = Value(variables[i].aval)
-      ends = (values[i],), (results[i],), ()
+      results[i] = interpreter.Value(variables[i].aval)
       equations.append(
-          interpreter.Equation('shard_map', {'axes': axes}, *ends, context)
+          interpreter.Equation(
+              name='shard_map',
+              params={'axes': axes},
+              inputs=(values[i],),
+              outputs=(results[i],),
+              context=context,
+          )
       )
   return tuple(results), equations

@@ -3,16 +3,11 @@
 A jaxpr is evaluated on *facts* instead of arrays: abstract values, such as the
 axes over which a value differs between shards. An analysis defines the transfer
 function of each primitive and the join of facts. This module contains the part
-that all analyses share: branches are joined, loops are iterated to a fixed
-point, and calls are entered.
-
-Jaxprs are nested: the function in `jax.jit`, `jax.checkpoint`, a custom
-derivative or `jax.shard_map` is a jaxpr with its own variables. `view` iterates
-over the nested jaxpr; `inlining.flatten` converts it to one sequence of
-equations.
+that all analyses share: branches are joined, and loops are iterated to a fixed
+point. `inlining.flatten` converts a jaxpr to the form that is interpreted, in
+which calls are inlined.
 """
 
-from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -29,16 +24,24 @@ Fact = TypeVar('Fact')
 LITERAL = jax.extend.core.Literal
 _JAXPRS = jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr
 
-# An input or output of an equation: in a `view`, a variable or literal of JAX
-# with an `aval`; after `inlining.flatten`, an `inlining.Value`.
-Value = Any
-
-# The name of an equation in a `view` that runs its body once, unchanged.
-CALL = 'call of a body'
-
 
 # Not frozen, because frozen instances take longer to create: a tree of 1,000
-# leaves has tens of thousands of equations.
+# leaves has tens of thousands of values and equations.
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+  """An input or output of an equation; equal only to itself.
+
+  Attributes:
+    aval: Its type.
+    is_literal: Whether it is a literal of the jaxpr.
+    constant: The literal, or the array of a constant, if it is known.
+  """
+
+  aval: Any
+  is_literal: bool = False
+  constant: Any = None
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Equation:
   """An operation, or a loop or branch with its bodies.
@@ -49,7 +52,7 @@ class Equation:
     inputs: Its inputs.
     outputs: Its outputs.
     bodies: The jaxprs in its parameters, in the order of the primitive.
-    context: The calls and maps around it, after `inlining.flatten`.
+    context: The calls and maps around it, for `inlining`.
   """
 
   name: str
@@ -80,6 +83,13 @@ class Program:
   equations: Sequence[Equation]
   outputs: Sequence[Value]
   constants: Sequence[Value] = ()
+
+  def all_equations(self) -> Iterator[Equation]:
+    """Yields the equations, each followed by those of its bodies."""
+    for equation in self.equations:
+      yield equation
+      for body in equation.bodies:
+        yield from body.all_equations()
 
 
 class Analysis(Generic[Fact]):
@@ -137,12 +147,11 @@ def interpret(
     program: Program, facts: Sequence[Fact], analysis: Analysis[Fact]
 ) -> list[Fact]:
   """Evaluates a jaxpr on facts of its inputs; returns facts of its results."""
-  # By identity, because literals are not hashable in JAX 0.10.
-  fact_of = dict(zip(map(id, program.inputs), facts, strict=True))
+  fact_of = dict(zip(program.inputs, facts, strict=True))
 
   def facts_of(values):
     return [
-        fact_of[id(value)] if id(value) in fact_of else analysis.constant(value)
+        fact_of[value] if value in fact_of else analysis.constant(value)
         for value in values
     ]
 
@@ -154,13 +163,11 @@ def interpret(
       results = analysis.primitive(equation, operands)
     # A strict `zip` takes three times as long.
     for i, value in enumerate(equation.outputs):
-      fact_of[id(value)] = results[i]
+      fact_of[value] = results[i]
   return facts_of(program.outputs)
 
 
 def _run_bodies(equation, facts, analysis):
-  if equation.name == CALL:
-    return interpret(equation.bodies[0], facts, analysis)
   if equation.name == 'cond':
     predicate, *operands = facts
     results_of_branches = [
@@ -188,21 +195,21 @@ def _run_loop(equation, facts, analysis):
     # A scan without iterations, whose body does not run.
     return [*carried_facts[: parts.num_carry], *map(analysis.constant, results)]
   rows = list(map(analysis.scan_slice, carried_facts[parts.num_carry :]))
-  before, ends = None, []
+  previous_carry, results_of_body = None, []
   carry = list(map(analysis.loop_carry, carried_facts[: parts.num_carry]))
   # An iteration reads the carry of the previous one.
-  while carry != before:
-    before = carry
-    ends = interpret(parts.body, [*read, *carry, *rows], analysis)
-    carried = zip(carry, ends[: parts.num_carry], strict=True)
-    carry = list(map(analysis.join, carried))
+  while carry != previous_carry:
+    previous_carry = carry
+    results_of_body = interpret(parts.body, [*read, *carry, *rows], analysis)
+    next_carry = results_of_body[: parts.num_carry]
+    carry = list(map(analysis.join, zip(carry, next_carry, strict=True)))
   if parts.condition is not None:
     condition_reads = facts[: parts.num_condition]
     (predicate,) = interpret(parts.condition, condition_reads + carry, analysis)
     return analysis.select(equation, predicate, carry)
-  stacks = map(analysis.scan_slice, ends[parts.num_carry :])
+  stacks = map(analysis.scan_slice, results_of_body[parts.num_carry :])
   # The carry of the last iteration.
-  return [*ends[: parts.num_carry], *stacks]
+  return [*results_of_body[: parts.num_carry], *stacks]
 
 
 class Loop(NamedTuple):
@@ -256,84 +263,6 @@ def _types(values):
   return [(value.aval.shape, value.aval.dtype) for value in values]
 
 
-def view(jaxpr: Any, context: None = None) -> Program:
-  """Returns a lazy `Program` of a jaxpr, for a single pass.
-
-  Its equations can only be iterated over. A call or a map is an equation `CALL`
-  with a body.
-  """
-  del context
-  equations: Any = _Equations(jaxpr)
-  return Program(jaxpr.invars, equations, jaxpr.outvars)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Equations:
-  """The equations of a jaxpr, converted lazily."""
-
-  jaxpr: Any
-
-  def __iter__(self) -> Iterator[Equation]:
-    for eqn in self.jaxpr.eqns:
-      name, ends = eqn.primitive.name, (eqn.invars, eqn.outvars)
-      bodies = sub_jaxprs(eqn.params) if eqn.params else ()
-      if not bodies:
-        yield Equation(common_name(name), eqn.params, *ends)
-      elif name == 'shard_map' or is_call(eqn, bodies):
-        yield Equation(CALL, {}, *ends, (view(bodies[0]),))
-      else:
-        yield as_equation(eqn, *ends, bodies, view)
-
-
-def as_equation(
-    eqn: jax.extend.core.JaxprEqn,
-    inputs: Sequence[Value],
-    outputs: Sequence[Value],
-    bodies: Sequence[Any],
-    convert: Callable[[Any, Any], Program],
-    context: Any = None,
-) -> Equation:
-  """Converts an equation, and its bodies by `convert`.
-
-  A loop of at most one iteration becomes a `cond`, because it only decides
-  whether its body runs.
-  """
-  name = common_name(eqn.primitive.name)
-  if not bodies:
-    return Equation(name, eqn.params, inputs, outputs, (), context)
-  programs = tuple([convert(body, context) for body in bodies])
-  predicate = _branch_predicate(eqn)
-  if predicate is None:
-    return Equation(name, eqn.params, inputs, outputs, programs, context)
-  operands = inputs[eqn.params['cond_nconsts'] :]
-  body = loop(Equation(name, eqn.params, inputs, outputs, programs)).body
-  identity = Program(body.inputs, (), body.inputs[-len(outputs) :])
-  ends = (operands[-len(outputs) :][predicate], *operands), outputs
-  return Equation('cond', {}, *ends, (identity, body), context)
-
-
-def _branch_predicate(eqn):
-  """Returns the index of the carry that makes a loop run at most once.
-
-  The condition of such a loop returns this value, and the body sets it to
-  false. `None` for all other equations.
-  """
-  if eqn.primitive.name != 'while':
-    return None
-  condition, body = (
-      eqn.params[name].jaxpr for name in ('cond_jaxpr', 'body_jaxpr')
-  )
-  carry = condition.invars[eqn.params['cond_nconsts'] :]
-  (is_due,) = condition.outvars
-  # A literal is not a variable, and is not hashable in JAX 0.10.
-  if isinstance(is_due, LITERAL) or is_due not in carry:
-    return None
-  index = carry.index(is_due)
-  next_value = body.outvars[index]
-  ends = isinstance(next_value, LITERAL) and not next_value.val
-  return index if ends else None
-
-
 def sub_jaxprs(params: Mapping[str, Any]) -> list[Any]:
   """Returns the jaxprs in the parameters of an equation."""
   # `jax.extend.core.jaxprs_in_params` would drop the constants.
@@ -366,10 +295,11 @@ def _shapes(program):
 @functools.cache
 def common_name(primitive: str) -> str:
   """Returns one name for all variants of a primitive."""
-  # JAX has separate primitives for tracked types (`psum_invariant`) and for
-  # asynchronous starts (`psum_start`); JAX 0.10 ends some names in `_p`.
+  # JAX has separate primitives for tracked types (`psum_invariant`), for
+  # asynchronous starts (`psum_start`), and for a source that is not a constant
+  # (`pbroadcast_dynamic`); JAX 0.10 ends some names in `_p`.
   name = primitive.removeprefix('unreduced_').removesuffix('_p')
-  for suffix in ('_start', '_invariant', '_reduced'):
+  for suffix in ('_start', '_invariant', '_reduced', '_dynamic'):
     name = name.removesuffix(suffix)
   return name
 

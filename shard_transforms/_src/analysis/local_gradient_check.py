@@ -14,8 +14,8 @@ from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.base import leaves as leaves_lib
 
 _GRADIENT, _LOCAL, _SHARED = (
-    f'local_updates: {what}'
-    for what in ('gradient', 'own parameters', 'shared parameters')
+    f'local_updates: {name}'
+    for name in ('gradient', 'local parameters', 'shared parameters')
 )
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
+from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
 
@@ -48,14 +49,14 @@ def check(
   """
   input_bits = [*[UPDATES] * len(jax.tree.leaves(updates)), WEIGHT]
   input_bits = [0] * (len(jaxpr.invars) - len(input_bits)) + input_bits
-  sums, unweighted = unweighted_sums(jaxpr, input_bits, axes)
+  has_unweighted_sum, is_unweighted = unweighted_sums(jaxpr, input_bits, axes)
   results: list[Any] = jaxpr.outvars
   results = results[: len(results) - len(jax.tree.leaves(state))]
   passes_through = any(
-      is_unweighted and jnp.issubdtype(x.aval.dtype, jnp.inexact)
-      for x, is_unweighted in zip(results, unweighted, strict=False)
+      unweighted and jnp.issubdtype(x.aval.dtype, jnp.inexact)
+      for x, unweighted in zip(results, is_unweighted, strict=False)
   )
-  if sums or (passes_through and not may_be_local):
+  if has_unweighted_sum or (passes_through and not may_be_local):
     raise ValueError(
         f'The transformation in `{caller}` must use the extra argument `weight`'
         ' in all of its sums over shards; otherwise excluded shards still'
@@ -83,7 +84,8 @@ def unweighted_sums(
     on the weight; and whether each output depends only on updates.
   """
   analysis = _Weights(frozenset(axes))
-  results = interpreter.interpret(interpreter.view(jaxpr), input_bits, analysis)
+  program = inlining.flatten(jaxpr)
+  results = interpreter.interpret(program, input_bits, analysis)
   has_unweighted_sum = analysis.has_unweighted_sum or any(
       map(_is_sent_unweighted, results)
   )

@@ -14,7 +14,7 @@ _COSTS = {
     'all_reduce pmax pmin psum': lambda n, x: 2 * (n - 1) * x / n,
     'all_to_all ragged_all_to_all reduce_scatter': lambda n, x: (n - 1) * x / n,
     'all_gather': lambda n, x: (n - 1) * x,
-    'pbroadcast pbroadcast_dynamic ppermute psend': lambda n, x: x * (n > 1),
+    'pbroadcast ppermute psend': lambda n, x: x * (n > 1),
 }
 SENT = {name: cost for names, cost in _COSTS.items() for name in names.split()}
 

@@ -21,6 +21,9 @@ from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import thresholds
 
+# The length of a tile of XLA for TPUs along the last dimension of an array.
+_TILE_COLUMNS = 128
+
 
 class ShardedReduction(leaf_sums.Reduction):
   """Reduce-scatters a tree to slices, and all-gathers slices to a tree."""
@@ -168,7 +171,7 @@ class ShardedReduction(leaf_sums.Reduction):
     del axes  # Always `self.axes`.
     leaf = division.pad(leaf)
     for axis, dim in zip(self._divided_over(), division.dims, strict=True):
-      leaf = collectives.scatter_along(leaf, axis, dim, tiled=True)
+      leaf = _scatter_slices(leaf, axis, dim)
     if axes_lib.platform() == 'gpu':
       # For a transposed gradient, such as that of an embedding, XLA for GPUs
       # chooses another layout for the slice than for the state, and copies the
@@ -185,3 +188,18 @@ class ShardedReduction(leaf_sums.Reduction):
     for axis, dim in reversed(order):
       own = collectives.join_along(own, axis, dim)
     return division.crop(own)
+
+
+def _scatter_slices(leaf, axis, dim):
+  """Reduce-scatters a leaf to this shard's slice along one dimension."""
+  columns = leaf.shape[dim] // lax.axis_size(axis)
+  is_last = 0 < dim == leaf.ndim - 1
+  if axes_lib.platform() != 'tpu' or not is_last or not columns % _TILE_COLUMNS:
+    return collectives.scatter_along(leaf, axis, dim, tiled=True)
+  # XLA for TPUs would all-reduce the gradient of an embedding that is looked up
+  # by token, and then slice it, because such slices are not made of whole
+  # tiles. With a dimension for the slices, it reduce-scatters the gradient:
+  # benchmarks/hardware.py
+  #   v5e:2x4 --shapes=gpt2 shard_update
+  slices = leaf.reshape(*leaf.shape[:-1], -1, columns)
+  return collectives.scatter_along(slices, axis, dim)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import warnings
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,6 +14,7 @@ import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import divisions
+from shard_transforms._src.base import jaxprs
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.state import fields
@@ -277,14 +277,17 @@ def _products(tx, params, state):
   shapes = jax.tree.map(_shape, params)
   # Skip optimizers that need extra arguments or a bound axis.
   with contextlib.suppress(KeyError, NameError, TypeError, ValueError):
-    return list(_multiplied(jax.make_jaxpr(tx.update)(shapes, state, shapes)))
+    jaxpr = jax.make_jaxpr(tx.update)(shapes, state, shapes)
+    return [
+        shape
+        for eqn in jaxprs.all_equations(jaxpr)
+        for shape in _multiplied(eqn)
+    ]
   return []
 
 
-def _multiplied(jaxpr):
-  """Yields the shapes of the matrices that a jaxpr multiplies."""
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name == 'dot_general':
-      yield from (x.aval.shape for x in eqn.invars if x.aval.ndim > 1)
-    for body in jax.extend.core.jaxprs_in_params(eqn.params):
-      yield from _multiplied(body)
+def _multiplied(eqn):
+  """Returns the shapes of the matrices that an equation multiplies."""
+  if eqn.primitive.name != 'dot_general':
+    return []
+  return [x.aval.shape for x in eqn.invars if x.aval.ndim > 1]

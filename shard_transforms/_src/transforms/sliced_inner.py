@@ -59,7 +59,7 @@ class SlicedInner:
     sliced_state = self._inner.init(reduction.own(params))
     unsliced = jax.eval_shape(self._inner.init, params)
     if jax.tree.structure(sliced_state) != jax.tree.structure(unsliced):
-      raise self._error('its state depends on their shapes')
+      raise self._error('its state depends on the shapes of the parameters')
     return self._store(sliced_state, unsliced, params)
 
   def update(
