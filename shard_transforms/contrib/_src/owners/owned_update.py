@@ -15,6 +15,7 @@ from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms.contrib._src.owners import owned_inner
 from shard_transforms.contrib._src.owners import owned_leaves
+from shard_transforms.contrib._src.owners import tree_exchange
 
 _CALLER = 'owned_update'
 
@@ -53,7 +54,7 @@ def owned_update(
     reduction: weights.Kind = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     if_reduced: leaf_sums.IfReduced = 'error',
-    if_sliced: owned_inner.IfSliced = 'error',
+    if_sliced: tree_exchange.IfSliced = 'error',
     assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Shards the optimizer by whole matrices: for Muon, LAMB, SOAP and others.
@@ -187,7 +188,7 @@ def owned_update(
       None if groups is None else groups_lib.as_groups(groups),
       if_reduced,
   )
-  own = owned_inner.OwnedInner(
+  owned = owned_inner.OwnedInner(
       arguments.as_inner(inner, _CALLER),
       reduce,
       param_specs,
@@ -197,11 +198,11 @@ def owned_update(
   )
 
   def init_fn(params):
-    return OwnedUpdateState(own.init(params))
+    return OwnedUpdateState(owned.init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_state(state, OwnedUpdateState, _CALLER)
-    updates, inner_state = own.update(
+    updates, inner_state = owned.update(
         updates, weight, state.inner_state, params, extra_args
     )
     return updates, OwnedUpdateState(inner_state)
@@ -225,7 +226,7 @@ def _check_options(whole_dims, if_sliced, reduction, groups, param_specs):
     )
   if whole_dims is not None and whole_dims < 1:
     raise ValueError(f'`whole_dims` must be at least 1, got {whole_dims}.')
-  if if_sliced not in get_args(owned_inner.IfSliced):
+  if if_sliced not in get_args(tree_exchange.IfSliced):
     raise ValueError(
         "`if_sliced` must be 'error', 'sum' or 'mean', got" f' {if_sliced!r}.'
     )

@@ -19,13 +19,13 @@ def warn(stacks: stacks_lib.Stacks) -> None:
   """Warns of leaves that all shards update, and of padding that is sent."""
   # One that is left over from a stack is a small part of it.
   stacked = {stack.layout for stack in stacks.stacks}
-  sizes = [4 * math.prod(leaf.shape) for leaf in stacks.leaves]
+  sizes = [4 * math.prod(leaf.shape) for leaf in stacks.layouts]
   alone = [
       i
-      for i, leaf in enumerate(stacks.leaves)
-      if leaf.layout is not None
-      and i not in stacks.places
-      and leaf.layout not in stacked
+      for i, leaf in enumerate(stacks.layouts)
+      if leaf.matrix is not None
+      and i not in stacks.rows
+      and leaf.matrix not in stacked
   ]
   number, caller = stacks.reduction.num_shards(), stacks.reduction.caller
   total = sum(sizes[i] for i in alone)
