@@ -17,17 +17,13 @@ from shard_transforms._src.analysis import interpreter
 
 def digests(
     program: interpreter.Program, positions: Mapping[int, int]
-) -> list[tuple[int, int]]:
-  """Returns the digest and the own inputs of each output.
+) -> list[int]:
+  """Returns the digest of each output.
 
   Args:
     program: A program with calls inlined.
     positions: For each input that belongs to a leaf, its position among the
       inputs of this leaf.
-
-  Returns:
-    For each output its digest, and the inputs in `positions` that it depends
-    on, as bits.
   """
   return _digests(program, positions, {})
 
@@ -36,31 +32,26 @@ def _digests(program, positions, table):
   def digest(*key: Hashable) -> int:
     return table.setdefault(key, len(table))
 
-  digests_of = {
-      x: (
-          digest(i in positions, positions.get(i, i), x.aval),
-          (i in positions) << i,
-      )
+  digest_of = {
+      x: digest(i in positions, positions.get(i, i), x.aval)
       for i, x in enumerate(program.inputs)
   }
 
   def of(value):
     if value.is_literal:
-      return digest(value.aval, np.asarray(value.constant).tobytes()), 0
+      return digest(value.aval, np.asarray(value.constant).tobytes())
+    if value in digest_of:
+      return digest_of[value]
     # A constant is equal only to itself.
     constant = value if value.constant is None else value.constant
-    return digests_of.get(value) or (digest('constant', id(constant)), 0)
+    return digest('constant', id(constant))
 
   for equation in program.equations:
-    inputs, bits = [], 0
-    for value in equation.inputs:
-      digest_of_input, bits_of_input = of(value)
-      inputs.append(digest_of_input)
-      bits |= bits_of_input
-    types = tuple([x.aval for x in equation.outputs])
-    outputs = digest(equation.name, _params(equation), tuple(inputs), types)
-    for k, x in enumerate(equation.outputs):
-      digests_of[x] = digest(outputs, k), bits
+    inputs = tuple(map(of, equation.inputs))
+    types = tuple(x.aval for x in equation.outputs)
+    outputs = digest(equation.name, _params(equation), inputs, types)
+    for i, x in enumerate(equation.outputs):
+      digest_of[x] = digest(outputs, i)
   return [*map(of, program.outputs)]
 
 

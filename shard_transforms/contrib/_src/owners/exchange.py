@@ -197,6 +197,10 @@ class Exchange:
   def _unsharded(self, x):
     """Joins slices along dimensions, [*shards, rows, ...], to rows."""
     x = x.transpose(self._order())
+    # XLA would fuse the transpose with each of its uses, and transpose as many
+    # times: benchmarks/hardware.py
+    #   v5e:2x4 --shapes=layers 'sharded, owned_update(muon)'
+    x = lax.optimization_barrier(x)
     return x.reshape(self.stack.length, *self._layout.shape)
 
   def _order(self):

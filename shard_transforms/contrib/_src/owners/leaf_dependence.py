@@ -7,26 +7,17 @@ dependence on an input that does not change the result, for example if leaves
 are concatenated and split again, but it never misses a dependence.
 """
 
-from collections.abc import Hashable
-from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any
 
 import jax
 
-from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import primitives
-from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms.contrib._src.owners import leaf_program
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
-
-# The bit of values that differ between shards. The bits of inputs follow.
-_VARYING = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,25 +40,10 @@ class LeafDependence:
   num_updates: int
   stacks: stacks_lib.Stacks
 
-  @functools.cached_property
-  def _analysis(self):
-    """The inputs that each output depends on, as bits, and the analysis."""
-    facts = [0] * len(self.program.jaxpr.in_avals)
-    for i, param in enumerate(self.params):
-      if i >= self.num_updates or param != stacks_lib.SHARED:
-        facts[i] = _bit(i)
-    analysis = _InputSets(frozenset(self.stacks.same_axes))
-    bits = interpreter.interpret(self.program.flat, facts, analysis)
-    return bits, analysis
-
-  @property
-  def inputs_of(self) -> Sequence[int]:
-    """For each output, the inputs that it depends on, as bits."""
-    return self._analysis[0]
-
   def params_of(self, output: int) -> set[int]:
     """Returns the parameters that an output depends on by updates or state."""
-    params = {self.params[i] for i in _indices(self.inputs_of[output])}
+    inputs = self.program.inputs_of(output)
+    params = {self.params[i] for i in inputs if i < len(self.params)}
     return params - {stacks_lib.SHARED}
 
   def problem(self) -> str | None:
@@ -78,10 +54,9 @@ class LeafDependence:
           'has side effects, such as `jax.debug.print`, which would show on'
           ' each shard only the leaves that it owns, and zeros for all others'
       )
-    _, analysis = self._analysis
-    if analysis.collective is not None:
+    if self.program.collective is not None:
       return (
-          f'uses `{analysis.collective}`, which would wait for shards that'
+          f'uses `{self.program.collective}`, which would wait for shards that'
           ' update other leaves (only `psum` is possible, over all axes of the'
           ' shards and outside of branches and loops)'
       )
@@ -100,16 +75,16 @@ class LeafDependence:
     return next(filter(None, map(self._problem_of_result, outputs)), None)
 
   def _problem_of_result(self, output):
-    param, inputs = self.params[output], self.inputs_of[output]
-    if inputs & _VARYING:
+    if self.program.is_varying(output):
       name = self._names[output]
       return f'uses values that differ between shards for {name}'
     # All shards have the updates and the state of parameters without owners.
-    params = self.params_of(output)
+    param, params = self.params[output], self.params_of(output)
     others = {x for x in params if x in self.stacks.rows} - {param}
     if not others:
       return None
-    other = next(i for i in _indices(inputs) if self.params[i] in others)
+    inputs = self.program.inputs_of(output)
+    other = next(i for i in inputs if self.params[i] in others)
     problem = f'computes {self._names[output]} from {self._names[other]}'
     is_state = output >= self.num_updates
     if param == stacks_lib.SHARED and len(params) == 1 and is_state:
@@ -129,7 +104,7 @@ class LeafDependence:
     pairs = zip(self.program.total_axes, self.program.terms, strict=True)
     for axes, term in ((axes, term) for axes, terms in pairs for term in terms):
       params = self.params_of(term)
-      if self.inputs_of[term] & _VARYING:
+      if self.program.is_varying(term):
         return 'adds up values that differ between shards by `psum`'
       if not params:
         return 'adds up values that are the same on all shards by `psum`'
@@ -156,10 +131,9 @@ class LeafDependence:
       positions: The parameter at the same tree position, where there is one.
     """
     first, params = self.num_updates, []
-    for i, (inputs, position) in enumerate(
-        zip(self._transitive_inputs(), positions, strict=True), first
-    ):
-      written = {self.params[k] for k in _indices(inputs) if k < first}
+    for i, position in enumerate(positions, first):
+      inputs = self._transitive_inputs[i]
+      written = {self.params[k] for k in inputs if k < first}
       written.intersection_update(self.stacks.rows)
       if position is not None:
         params.append(position)
@@ -168,72 +142,24 @@ class LeafDependence:
       elif written:
         params.append(written.pop())
       else:
-        readers = {
-            self.params[k] for k in range(first) if self.inputs_of[k] & _bit(i)
-        }
+        updates = (k for k in range(first) if i in self.program.inputs_of(k))
+        readers = {self.params[k] for k in updates}
         size = math.prod(self.program.jaxpr.in_avals[i].shape)
         is_of_one = len(readers) == 1 and size > 1
         params.append(readers.pop() if is_of_one else stacks_lib.SHARED)
     return params
 
+  @functools.cached_property
   def _transitive_inputs(self):
-    """Returns the inputs of each leaf of the state, over several steps."""
-    first, last = self.num_updates, len(self.params)
-    inputs, before = list(self.inputs_of[first:last]), None
+    """For each leaf of the state, its inputs over several steps."""
+    states = range(self.num_updates, len(self.params))
+    inputs, before = {i: {*self.program.inputs_of(i)} for i in states}, None
     while inputs != before:
-      before = list(inputs)
-      for i, bits in enumerate(before):
-        for k in _indices(bits):
-          if k >= first:
-            inputs[i] |= before[k - first]
+      before = inputs
+      inputs = {
+          i: x.union(*(before.get(k, ()) for k in x)) for i, x in before.items()
+      }
     return inputs
-
-
-class _InputSets(interpreter.Analysis[int]):
-  """Follows sets of inputs, as the bits of an integer.
-
-  The union of the sets of a large tree takes one operation.
-
-  Attributes:
-    axes: The mapped axes over which a constant must not vary.
-    collective: The name of the first collective, if there is one.
-  """
-
-  def __init__(self, axes: frozenset[Hashable]):
-    self.axes = axes
-    self.collective = None
-
-  def constant(self, value):
-    is_varying = self.axes & axes_lib.varying_axes(value.aval)
-    return _VARYING if is_varying else 0
-
-  def join(self, facts):
-    return functools.reduce(operator.or_, facts, 0)
-
-  def select(self, equation, predicate, facts):
-    return [predicate | fact for fact in facts]
-
-  def primitive(self, equation, facts):
-    if equation.name == 'optimization_barrier':
-      return facts
-    if equation.name in primitives.SENDING and self.collective is None:
-      self.collective = equation.name
-    inputs = self.join(facts)
-    if equation.name == 'axis_index':
-      inputs |= _VARYING
-    return [inputs] * len(equation.outputs)
-
-
-def _bit(index):
-  return 2 * _VARYING << index
-
-
-def _indices(bits: int) -> Iterator[int]:
-  """Yields the indices of the inputs in a set of bits."""
-  bits >>= 1
-  while bits:
-    yield (bits & -bits).bit_length() - 1
-    bits &= bits - 1
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -26,7 +26,7 @@ def trace_init(
 
 def owner_types(stacks: stacks_lib.Stacks, types: Any) -> Any:
   """Returns the types of parameters or updates of which owners have theirs."""
-  axes = map(stacks.axes_of, stacks.owned_params_of(types))
+  axes = map(stacks.axes_of, stacks.params_of(types))
   return stacks_lib.varying_types(types, list(axes))
 
 
@@ -66,33 +66,31 @@ class LeafPartition:
     except (TypeError, KeyError, ValueError):
       # `inner` may need an extra argument, or updates of another tree than the
       # parameters. Only `update` receives these, so it checks `inner`.
-      params = positions
+      params = list(positions)
     else:
       dependence = self._dependence(program, types, params)
       params = dependence.params_of_state(positions)
       self._check(self._dependence(program, types, params))
 
-    def has_owner(param, of_layer, of_all):
-      if param not in self.stacks.rows:
-        return False
+    shapes = (
+        map(jnp.shape, jax.tree.leaves(x)) for x in (types[1], full_types)
+    )
+    for i, (param, shape, full_shape) in enumerate(
+        zip(params, *shapes, strict=True)
+    ):
+      has_owner = param in self.stacks.rows
       # State that has no layers, such as coefficients that only one leaf reads,
       # is the same for all layers; if it is not, `update` refuses it.
-      layout = self.stacks.layouts[param]
-      has_layers = layout.inner_shape != layout.shape
-      return (
-          not has_layers or of_layer.shape != of_all.shape or not of_all.shape
-      )
-
-    leaf_types = map(jax.tree.leaves, (state_types, full_types))
-    return [
-        param if has_owner(param, *x) else stacks_lib.SHARED
-        for param, *x in zip(params, *leaf_types, strict=True)
-    ]
+      if has_owner and self.stacks.layouts[param].has_layers:
+        has_owner = shape != full_shape or not shape
+      if not has_owner:
+        params[i] = stacks_lib.SHARED
+    return params
 
   def _positions(self, types, state_types):
     """Returns the parameter at the tree position of each leaf, or `None`."""
     params = jax.tree.unflatten(
-        jax.tree.structure(types), self.stacks.owned_params_of(types)
+        jax.tree.structure(types), self.stacks.params_of(types)
     )
     # A state may have no position for each parameter, such as a list.
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
@@ -171,7 +169,7 @@ class LeafPartition:
       ValueError: If results do not have the types of the updates and the state.
     """
     _check_types(program.results, types[:2], self.stacks)
-    update_params = self.stacks.owned_params_of(types[0])
+    update_params = self.stacks.params_of(types[0])
     return leaf_dependence.LeafDependence(
         program,
         [*update_params, *state_params],

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -26,9 +27,12 @@ import numpy as np
 from shard_transforms._src.analysis import equivalence
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
+from shard_transforms._src.analysis import primitives
 from shard_transforms._src.base import axes as axes_lib
 
 _Literal = jax.extend.core.Literal
+# The bit of values that differ between shards; the bits of inputs follow.
+_VARYING = 1
 # Primitives between a sum over the shards and its terms.
 _COPIES = frozenset(('convert_element_type', 'pvary', 'copy'))
 
@@ -46,6 +50,7 @@ class LeafProgram:
     terms: For each total, the indices of the outputs that it adds up.
     total_axes: For each total, the axes of its sum.
     averaged: Whether a total is divided by the number of shards.
+    axes: The axes over whose shards all parts of the program are the same.
   """
 
   jaxpr: Any
@@ -54,16 +59,39 @@ class LeafProgram:
   terms: tuple[tuple[int, ...], ...] = ()
   total_axes: tuple[frozenset[Hashable], ...] = ()
   averaged: bool = False
+  axes: frozenset[Hashable] = frozenset()
 
   @functools.cached_property
   def flat(self) -> interpreter.Program:
     """The jaxpr with calls inlined."""
     return inlining.flatten(self.jaxpr)
 
-  def reads(self, outputs: Collection[int]) -> set[int]:
-    """Returns the indices of the inputs that some outputs depend on."""
-    _, is_read = self._part(outputs)
-    return {i for i, read in enumerate(is_read) if read}
+  @functools.cached_property
+  def _dependence(self):
+    """The dependence of each output, as bits, and the analysis."""
+    analysis = _DependenceAnalysis(self.axes)
+    bits = [2 << i for i in range(len(self.jaxpr.in_avals))]
+    return interpreter.interpret(self.flat, bits, analysis), analysis
+
+  @property
+  def collective(self) -> str | None:
+    """The name of the first collective, if there is one."""
+    return self._dependence[1].collective
+
+  def is_varying(self, output: int) -> bool:
+    """Whether an output depends on values that differ between shards."""
+    return bool(self._dependence[0][output] & _VARYING)
+
+  def inputs_of(self, *outputs: int) -> list[int]:
+    """Returns the indices of the inputs that outputs depend on."""
+    bits = functools.reduce(
+        operator.or_, (self._dependence[0][i] for i in outputs), 0
+    )
+    bits, inputs = bits >> 1, []
+    while bits:
+      inputs.append((bits & -bits).bit_length() - 1)
+      bits &= bits - 1
+    return inputs
 
   def run(
       self, outputs: Collection[int], inputs: Mapping[int, Any]
@@ -77,7 +105,9 @@ class LeafProgram:
     """
     if not outputs:
       return {}
-    part, is_read = self._part(outputs)
+    used = set(outputs)
+    is_used = [i in used for i in range(len(self.jaxpr.out_avals))]
+    part, is_read = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, is_used)
     types = self.jaxpr.in_avals
     args = [
         _as_type(inputs.get(i), types[i])
@@ -86,13 +116,7 @@ class LeafProgram:
     ]
     closed = jax.extend.core.ClosedJaxpr(part, self.jaxpr.consts)
     values = jax.extend.core.jaxpr_as_fun(closed)(*args)
-    return dict(zip(sorted(set(outputs)), values, strict=True))
-
-  def _part(self, outputs):
-    """Returns the jaxpr of some outputs, and which inputs it reads."""
-    used = set(outputs)
-    is_used = [i in used for i in range(len(self.jaxpr.out_avals))]
-    return partial_eval.dce_jaxpr(self.jaxpr.jaxpr, is_used)
+    return dict(zip(sorted(used), values, strict=True))
 
 
 def trace(
@@ -112,10 +136,9 @@ def trace(
     *args: The types of the arguments.
   """
   jaxpr, results = equivalence.closed(fn, *args)
-  program = LeafProgram(jaxpr, results, len(jaxpr.in_avals))
-  is_sum = functools.partial(
-      _is_sum, axes=frozenset(axes), allowed_axes=frozenset(allowed_axes)
-  )
+  axes, allowed_axes = frozenset(axes), frozenset(allowed_axes)
+  program = LeafProgram(jaxpr, results, len(jaxpr.in_avals), axes=axes)
+  is_sum = functools.partial(_is_sum, axes=axes, allowed_axes=allowed_axes)
   if not axes or all(
       equation.name != 'psum' for equation in program.flat.equations
   ):
@@ -228,3 +251,38 @@ def _divides(eqn, totals, num_shards):
   total, divisor = eqn.invars
   is_scalar = isinstance(divisor, _Literal) and not np.shape(divisor.val)
   return total in totals and is_scalar and float(divisor.val) == num_shards
+
+
+class _DependenceAnalysis(interpreter.Analysis[int]):
+  """Follows the sets of inputs that values depend on, as bits of an integer.
+
+  The union of the sets of a large tree takes one operation.
+
+  Attributes:
+    axes: The mapped axes over which a constant must not vary.
+    collective: The name of the first collective, if there is one.
+  """
+
+  def __init__(self, axes: frozenset[Hashable]):
+    self.axes = axes
+    self.collective = None
+
+  def constant(self, value):
+    is_varying = self.axes & axes_lib.varying_axes(value.aval)
+    return _VARYING if is_varying else 0
+
+  def join(self, facts):
+    return functools.reduce(operator.or_, facts, 0)
+
+  def select(self, equation, predicate, facts):
+    return [predicate | fact for fact in facts]
+
+  def primitive(self, equation, facts):
+    if equation.name == 'optimization_barrier':
+      return facts
+    if equation.name in primitives.SENDING and self.collective is None:
+      self.collective = equation.name
+    inputs = self.join(facts)
+    if equation.name == 'axis_index':
+      inputs |= _VARYING
+    return [inputs] * len(equation.outputs)

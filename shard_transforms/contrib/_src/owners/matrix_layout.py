@@ -90,6 +90,11 @@ class ParamLayout:
     num_dims = len(self.local_layers)
     return (1,) * num_dims + self.shape[num_dims:]
 
+  @property
+  def has_layers(self) -> bool:
+    """Whether `inner` receives only one of several layers."""
+    return self.inner_shape != self.shape
+
 
 def param_layouts(
     params: Any,

@@ -72,7 +72,7 @@ class OwnedInner:
             self.inner, leaf_partition.owner_types(stacks, types)
         ),
         lambda: replicated,
-        stacks.owned_params_of(params),
+        stacks.params_of(params),
         state_params,
         layout.keys,
         self._exchange(stacks),
@@ -125,7 +125,7 @@ class OwnedInner:
     dependence = partition.check_update(update, types, state_params)
     update_types, _ = dependence.program.results
     update_types = jax.tree.leaves(update_types)
-    update_params = stacks.owned_params_of(updates)
+    update_params = stacks.params_of(updates)
     update_keys = state_layout.keys_of(
         stacks, update_params, update_types, 'update '
     )
@@ -133,7 +133,7 @@ class OwnedInner:
     program = sharded_program.ShardedProgram(
         dependence.program,
         lambda: partition.trace(update, types, state_params, replicated=True),
-        [*update_params, *state_params, *stacks.owned_params_of(params)],
+        [*update_params, *state_params, *stacks.params_of(params)],
         [*update_params, *state_params],
         {**update_keys, **{first + i: x for i, x in layout.keys.items()}},
         exchange,

@@ -217,15 +217,8 @@ def _check_options(whole_dims, if_sliced, reduction, groups, param_specs):
     TypeError: If an option is of the wrong kind.
     ValueError: If one has a wrong value.
   """
-  if whole_dims is not None and (
-      not isinstance(whole_dims, int) or isinstance(whole_dims, bool)
-  ):
-    raise TypeError(
-        '`whole_dims` must be None or a number of dimensions, got'
-        f' {whole_dims!r}.'
-    )
-  if whole_dims is not None and whole_dims < 1:
-    raise ValueError(f'`whole_dims` must be at least 1, got {whole_dims}.')
+  if whole_dims is not None:
+    arguments.as_at_least('whole_dims', whole_dims, 1)
   if if_sliced not in get_args(tree_exchange.IfSliced):
     raise ValueError(
         "`if_sliced` must be 'error', 'sum' or 'mean', got" f' {if_sliced!r}.'

@@ -116,7 +116,7 @@ class ShardedProgram:
           of_param[keys.get(i, len(of_param))] = i
       programs.append(
           stack_program.StackProgram(
-              self.program, exchange, outputs, self._inputs, self._digests
+              self.program, exchange, outputs, self._owners, self._digests
           )
       )
     shared = [
@@ -127,19 +127,17 @@ class ShardedProgram:
     return Outputs(shared, programs)
 
   @functools.cached_property
-  def _inputs(self):
-    inputs = collections.defaultdict(list)
-    for i, param in enumerate(self.input_params):
-      inputs[param].append(i)
-    return inputs
+  def _owners(self):
+    """The parameters with owners that inputs belong to, by index."""
+    params = enumerate(self.input_params)
+    return {i: param for i, param in params if param in self.stacks.rows}
 
   @functools.cached_property
   def _digests(self):
-    positions = {
-        i: position
-        for param in self.stacks.rows
-        for position, i in enumerate(self._inputs[param])
-    }
+    counts, positions = collections.Counter(), {}
+    for i, param in self._owners.items():
+      positions[i] = counts[param]
+      counts[param] += 1
     return equal_programs.digests(self.program.flat, positions)
 
   @functools.cached_property
@@ -158,13 +156,9 @@ class ShardedProgram:
 
   def _program_of(self, outputs):
     """Returns a program in which outputs have the types of all shards."""
-    inputs = self.program.reads(outputs)
-    params = (
-        self.input_params[i] for i in inputs if i < len(self.input_params)
-    )
-    if self.stacks.rows.keys().isdisjoint(params):
-      return self.program
-    return self.replicated()
+    inputs = self.program.inputs_of(*outputs)
+    is_own = any(i in self._owners for i in inputs)
+    return self.replicated() if is_own else self.program
 
   def _rows_of_params(self, programs):
     """Returns the owner's rows of the parameters of a stack, if they are read.
@@ -172,25 +166,23 @@ class ShardedProgram:
     Args:
       programs: All programs of the stack.
     """
-    read = {
-        i
+    exchange = programs[0].exchange
+    members = {
+        i: param
+        for i, param in self._owners.items()
+        if i >= self._first_param and param in exchange.stack.params
+    }
+    is_read = any(
+        not members.keys().isdisjoint(inputs)
         for program in programs
         if program.reads_only_own
-        for inputs in program.own_inputs.values()
-        for i in inputs
-        if i >= self._first_param
-    }
-    if not read:
+        for inputs in program.inputs_read.values()
+    )
+    if not is_read:
       return {}
-    exchange = programs[0].exchange
     params = dict(enumerate(self.params))
     rows = exchange.own(self.stacks.matrices(exchange.stack, params))
-    return {
-        i: rows
-        for param in exchange.stack.params
-        for i in self._inputs[param]
-        if i >= self._first_param
-    }
+    return dict.fromkeys(members, rows)
 
   def _unsharded_params(self, groups):
     """Returns the unsharded parameters that are read, by the index of input.
@@ -204,27 +196,23 @@ class ShardedProgram:
     Raises:
       ValueError: If `inner` reads layers of another parameter.
     """
-    by_all, by_owners = [], []
+    read = set()
     for outputs in groups:
-      by_all += outputs.shared
+      read.update(self.program.inputs_of(*outputs.shared))
       for program in outputs.programs:
-        read_by = by_owners if program.reads_only_own else by_all
-        for of_param in program.outputs.values():
-          read_by += of_param.values()
-    read_by_all = self.program.reads(by_all)
+        read_by_owners = set().union(*program.inputs_read.values())
+        own = self._owners.keys() if program.reads_only_own else ()
+        read.update(read_by_owners.difference(own))
     params = {}
-    for i in sorted(read_by_all | self.program.reads(by_owners)):
-      is_param = self._first_param <= i < len(self.input_params)
-      has_owner = is_param and self.input_params[i] in self.stacks.rows
-      if not is_param or (has_owner and i not in read_by_all):
+    for number, layout in enumerate(self.stacks.layouts):
+      if number >= len(self.params) or self._first_param + number not in read:
         continue
-      number = i - self._first_param
-      layout = self.stacks.layouts[number]
-      if layout.inner_shape != layout.shape:
+      if layout.has_layers:
         raise ValueError(
             f'`inner` of `{self.stacks.reduction.caller}` must not read the'
             ' layers of another parameter with `whole_dims`, but reads'
             f' {self.stacks.names[number]}.'
         )
-      params[i] = exchange_lib.gathered(self.params[number], layout.slicing)
+      x = exchange_lib.gathered(self.params[number], layout.slicing)
+      params[self._first_param + number] = x
     return params

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -33,42 +32,31 @@ class StackProgram:
     exchange: The exchange of the stack.
     outputs: For each parameter, its outputs by key. Outputs with the same key
       have the same type.
-    inputs: For each parameter, its inputs: the update, state and the parameter.
-    digests: For each output of the program, its digest and the inputs of
-      parameters with owners that it depends on, as bits.
+    owners: The parameters with owners that inputs belong to, by index.
+    digests: For each output of the program, the digest of its equations.
   """
 
   program: leaf_program.LeafProgram
   exchange: exchange_lib.Exchange
   outputs: Mapping[int, Mapping[Any, int]]
-  inputs: Mapping[int, Sequence[int]]
-  digests: Sequence[tuple[int, int]]
+  owners: Mapping[int, int]
+  digests: Sequence[int]
 
   @functools.cached_property
-  def _reads(self):
-    """For each parameter, the inputs that its outputs depend on, as bits."""
-    bits = {
-        param: (self.digests[i][1] for i in outputs.values())
+  def inputs_read(self) -> Mapping[int, list[int]]:
+    """For each parameter, all inputs of the program that its outputs read."""
+    return {
+        param: self.program.inputs_of(*outputs.values())
         for param, outputs in self.outputs.items()
-    }
-    return {
-        param: functools.reduce(operator.or_, x, 0) for param, x in bits.items()
-    }
-
-  @functools.cached_property
-  def own_inputs(self) -> Mapping[int, list[int]]:
-    """For each parameter, those of its inputs that its outputs depend on."""
-    return {
-        param: [i for i in self.inputs[param] if bits >> i & 1]
-        for param, bits in self._reads.items()
     }
 
   @functools.cached_property
   def reads_only_own(self) -> bool:
-    """Whether no member depends on inputs of other parameters with owners."""
+    """Whether no member reads inputs of other parameters with owners."""
     return all(
-        bits.bit_count() == len(self.own_inputs[param])
-        for param, bits in self._reads.items()
+        self.owners.get(i, param) == param
+        for param, inputs in self.inputs_read.items()
+        for i in inputs
     )
 
   def run(self, shared: Inputs, rows: Inputs) -> dict[Any, jax.Array]:
@@ -79,7 +67,7 @@ class StackProgram:
       rows: The owner's rows of the inputs of members, by index.
     """
     programs = {
-        tuple((key, self.digests[i][0]) for key, i in outputs.items())
+        tuple((key, self.digests[i]) for key, i in outputs.items())
         for outputs in self.outputs.values()
     }
     if self.reads_only_own and len(programs) == 1:
@@ -104,7 +92,7 @@ class StackProgram:
     def run(own):
       return self._run_member(param, {**shared, **own})
 
-    own = {i: rows[i] for i in self.own_inputs[param]}
+    own = {i: rows[i] for i in self.inputs_read[param] if i in self.owners}
     if stack.length > 1:
       outputs = jax.vmap(run, axis_size=stack.length)(own)
     else:
@@ -116,7 +104,7 @@ class StackProgram:
     """Runs the programs of the members of an owner; other rows are zero."""
     stack, outputs = self.exchange.stack, []
     for row, (param, _) in enumerate(stack.members_of(owner)):
-      own = {i: rows[i][row] for i in self.inputs[param] if i in rows}
+      own = {i: x[row] for i, x in rows.items() if self.owners[i] == param}
       outputs.append(self._run_member(param, {**shared, **own}))
     outputs += [{}] * (stack.length - len(outputs))
     types = {

@@ -129,13 +129,6 @@ class Stacks:
   def _indices(self):
     return {name: i for i, name in enumerate(self.names)}
 
-  def owned_params_of(self, tree: Any) -> list[int]:
-    """Like `params_of`, but `SHARED` for scalars and without a gradient."""
-    return [
-        SHARED if self.layouts[i].matrix is None else i
-        for i in self.params_of(tree)
-    ]
-
   def matrices(
       self, stack: Stack, arrays: Mapping[int, jax.Array]
   ) -> list[jax.Array]:

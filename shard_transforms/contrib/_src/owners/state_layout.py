@@ -103,6 +103,7 @@ def layout_of(
     params: Sequence[int],
     types: Sequence[Any],
     full_types: Sequence[Any],
+    mark: str = '',
 ) -> StateLayout:
   """Returns the layout of a state.
 
@@ -111,6 +112,7 @@ def layout_of(
     params: The parameter of each leaf.
     types: The type of each leaf if `inner` receives one layer of parameters.
     full_types: The type of each leaf if `inner` receives all layers.
+    mark: The end of the names of stacks; by default, a digest of all places.
 
   Raises:
     ValueError: If a leaf does not have a part for each layer of its parameter.
@@ -120,8 +122,8 @@ def layout_of(
   for i, key in keys.items():
     for s, _ in stacks.rows[params[i]]:
       number = sum(stack == s for stack, _ in names)
-      name = names.setdefault((s, key), f'{types[i].dtype}_{s}_{number}')
-      row_types[name] = types[i]
+      name = f'{types[i].dtype}_{s}_{number}{mark}'
+      row_types[names.setdefault((s, key), name)] = types[i]
   places = {}
   for i in keys:
     locations, shape = stacks.locations(params[i]), full_types[i].shape
@@ -134,22 +136,13 @@ def layout_of(
       )
     at = tuple((names[s, keys[i]], *at) for s, *at in locations)
     places[i] = owned_leaves.Place(params[i], shape, at)
+  if mark:
+    return StateLayout(keys, names, row_types, places, stacks)
   # Stacks for other owners, as in a checkpoint, must have other names.
   reduction = stacks.reduction
   where = reduction.num_shards(), reduction.groups, *places.values()
   mark = f'_{zlib.crc32(repr(where).encode()):08x}'
-
-  def marked(place):
-    at = tuple((name + mark, *rest) for name, *rest in place.at)
-    return dataclasses.replace(place, at=at)
-
-  return StateLayout(
-      keys,
-      {key: name + mark for key, name in names.items()},
-      {name + mark: kind for name, kind in row_types.items()},
-      {i: marked(place) for i, place in places.items()},
-      stacks,
-  )
+  return layout_of(stacks, params, types, full_types, mark)
 
 
 def read(

@@ -63,12 +63,16 @@ class TreeExchange:
     stacks, reduction = self.stacks, self.stacks.reduction
     update_checks.check_updates(stacks, updates, weight)
     weight = leaf_sums.check(updates, weight, reduction)
-    leaves, params = jax.tree.leaves(updates), stacks.owned_params_of(updates)
-    layouts = [stacks.layouts[param] for param in stacks.params_of(updates)]
+    leaves, params = jax.tree.leaves(updates), stacks.params_of(updates)
+    layouts = [stacks.layouts[param] for param in params]
     unowned = [i for i, param in enumerate(params) if param not in stacks.rows]
     with jax.named_scope(reduction.caller):
       share = leaf_sums.share(weight, reduction)
-      replicated = [i for i in unowned if not any(layouts[i].slicing)]
+      replicated = [
+          i
+          for i in unowned
+          if layouts[i].matrix is None or not any(layouts[i].slicing)
+      ]
       sums = leaf_sums.reduce([leaves[i] for i in replicated], share, reduction)
       shared = dict(zip(replicated, sums, strict=True))
       for i in unowned:
