@@ -462,3 +462,14 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'a part of its state for each'):
       st.init_state(tx, jnp.ones((8, 4, 4)), modes.mesh())
+
+  def test_refuses_equal_random_values_for_all_layers(self):
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
+    params = jnp.ones((8, 4, 4))
+
+    st.init_state(contrib.owned_update(noise, AXIS), params, modes.mesh())
+    with self.assertRaisesRegex(
+        ValueError, 'the same for all layers of a leaf'
+    ):
+      tx = contrib.owned_update(noise, AXIS, whole_dims=2)
+      st.init_state(tx, params, modes.mesh())

@@ -19,6 +19,9 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms.contrib._src.owners import leaf_program
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
 
+# Primitives that draw random values from keys.
+_RANDOM = frozenset(('random_bits', 'rng_bit_generator', 'threefry2x32'))
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafDependence:
@@ -62,6 +65,13 @@ class LeafDependence:
       )
     if self.program.averaged:
       return 'divides a sum over leaves by the number of shards, by `pmean`'
+    if any(x.has_layers for x in self.stacks.layouts) and _draws(
+        self.program.flat
+    ):
+      return (
+          'draws random values, which would be the same for all layers of a'
+          ' leaf with `whole_dims`'
+      )
     return self._problem_of_results() or self._problem_of_totals()
 
   def problem_of_shared_state(self) -> str | None:
@@ -160,6 +170,14 @@ class LeafDependence:
           i: x.union(*(before.get(k, ()) for k in x)) for i, x in before.items()
       }
     return inputs
+
+
+def _draws(program):
+  """Whether a program draws random values."""
+  return any(
+      equation.name in _RANDOM or any(map(_draws, equation.bodies))
+      for equation in program.equations
+  )
 
 
 def _name(path: Sequence[Any]) -> str:

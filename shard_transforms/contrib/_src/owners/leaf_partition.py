@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.state import specs
+from shard_transforms._src.state import state_types as state_types_lib
 from shard_transforms.contrib._src.owners import leaf_dependence
 from shard_transforms.contrib._src.owners import leaf_program
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
@@ -94,7 +94,7 @@ class LeafPartition:
     )
     # A state may have no position for each parameter, such as a list.
     with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
-      state_types = specs.map_with_params(
+      state_types = state_types_lib.map_with_params(
           self.inner, lambda _, param: param, state_types, params
       )
     leaves = jax.tree.leaves(state_types)

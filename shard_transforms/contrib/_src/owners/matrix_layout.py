@@ -20,6 +20,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms._src.state import state_types
 
 Axes = tuple[Hashable, ...]
 
@@ -129,7 +130,7 @@ def param_layouts(
     slicing = _slicing(spec, shape, name, caller)
     if are_params:
       _check_types(x, spec, name, reduction)
-      specs_lib.check_in_use(name, shape, spec, caller)
+      state_types.check_specs_in_use(name, shape, spec, caller)
     layouts.append(_layout(x, slicing, reduction.axes, whole_dims))
   return layouts
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
+import warnings
 
 import chex
 import jax
@@ -12,9 +13,9 @@ import optax
 
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.reduction import sharded_reduction
+from shard_transforms.contrib._src.owners import layout_warnings
 from shard_transforms.contrib._src.owners import leaf_partition
 from shard_transforms.contrib._src.owners import owned_leaves
-from shard_transforms.contrib._src.owners import padding
 from shard_transforms.contrib._src.owners import sharded_program
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
 from shard_transforms.contrib._src.owners import state_layout
@@ -56,7 +57,8 @@ class OwnedInner:
     if not jax.tree.leaves(params):
       return owned_leaves.OwnedLeaves(self.inner.init(params), jnp.zeros(0))
     stacks = self._stacks(params)
-    padding.warn(stacks)
+    for message in layout_warnings.messages(stacks):
+      self._warn(message)
     types = stacks.types(params)
     replicated = leaf_partition.trace_init(self.inner, types)
     state_types = replicated.results
@@ -151,6 +153,13 @@ class OwnedInner:
     shared = {i - first: x for i, x in shared.items()}
     tree = jax.tree.structure(state_types)
     return updates, layout.stored(tree, rows, shared)
+
+  @functools.cached_property
+  def _warn(self):
+    # Once per message, although `init` is traced for specs, types and values.
+    return functools.cache(
+        functools.partial(warnings.warn, category=UserWarning, stacklevel=2)
+    )
 
   def _stacks(self, params, are_params=True):
     self.reduction.num_shards()  # Says which axis is not bound.
