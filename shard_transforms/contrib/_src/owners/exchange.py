@@ -104,11 +104,11 @@ class Exchange:
       leaves: This shard's slice of each member, the same over the axes that do
         not slice it.
     """
-    if not self._layout.sliced:
-      return self.switch(lambda owner: self._stacked(owner, leaves))
-    x = self._by_owner(jnp.stack(leaves))
-    for axis in self._layout.reduced:
-      x = lax.dynamic_index_in_dim(x, lax.axis_index(axis), keepdims=False)
+    reduced, x = self._layout.reduced, self._by_owner(jnp.stack(leaves))
+    if reduced:
+      x = x.reshape(-1, *x.shape[len(reduced) :])
+      index = collectives.row_index(reduced, self.reduction.groups)
+      x = lax.dynamic_index_in_dim(x, index, keepdims=False)
     return self._unsharded(self._sent(x, self._layout.sliced))
 
   def switch(self, fn: Callable[[int], Any]) -> Any:
@@ -121,12 +121,6 @@ class Exchange:
     if len(branches) == 1:
       return branches[0]()
     return lax.switch(self.owner(), branches)
-
-  def _stacked(self, owner, leaves):
-    length = self.stack.length
-    rows = leaves[owner * length : (owner + 1) * length]
-    zeros = jnp.zeros(self._layout.shape, leaves[0].dtype)
-    return jnp.stack([*rows, *[zeros] * (length - len(rows))])
 
   def returned(self, rows: jax.Array) -> list[jax.Array]:
     """Returns this shard's slice of each member, from the rows of owners."""

@@ -46,8 +46,8 @@ class LeafDependence:
   def params_of(self, output: int) -> set[int]:
     """Returns the parameters that an output depends on by updates or state."""
     inputs = self.program.inputs_of(output)
-    params = {self.params[i] for i in inputs if i < len(self.params)}
-    return params - {stacks_lib.SHARED}
+    params = (self.params[i] for i in inputs if i < len(self.params))
+    return {x for x in params if x is not None and x != stacks_lib.SHARED}
 
   def problem(self) -> str | None:
     """Returns a predicate that says how `inner` mixes leaves, or `None`."""
@@ -163,11 +163,13 @@ class LeafDependence:
   def _transitive_inputs(self):
     """For each leaf of the state, its inputs over several steps."""
     states = range(self.num_updates, len(self.params))
-    inputs, before = {i: {*self.program.inputs_of(i)} for i in states}, None
+    inputs = {i: {*self.program.inputs_of(i)} for i in states}
+    before: dict[int, set[int]] = {}
     while inputs != before:
       before = inputs
       inputs = {
-          i: x.union(*(before.get(k, ()) for k in x)) for i, x in before.items()
+          i: set().union(x, *(before[k] for k in x if k in before))
+          for i, x in before.items()
       }
     return inputs
 

@@ -66,7 +66,7 @@ class LeafPartition:
     except (TypeError, KeyError, ValueError):
       # `inner` may need an extra argument, or updates of another tree than the
       # parameters. Only `update` receives these, so it checks `inner`.
-      params = list(positions)
+      params = positions
     else:
       dependence = self._dependence(program, types, params)
       params = dependence.params_of_state(positions)
@@ -75,17 +75,15 @@ class LeafPartition:
     shapes = (
         map(jnp.shape, jax.tree.leaves(x)) for x in (types[1], full_types)
     )
-    for i, (param, shape, full_shape) in enumerate(
-        zip(params, *shapes, strict=True)
-    ):
+    state_params = []
+    for param, shape, full_shape in zip(params, *shapes, strict=True):
       has_owner = param in self.stacks.rows
       # State that has no layers, such as coefficients that only one leaf reads,
       # is the same for all layers; if it is not, `update` refuses it.
       if has_owner and self.stacks.layouts[param].has_layers:
         has_owner = shape != full_shape or not shape
-      if not has_owner:
-        params[i] = stacks_lib.SHARED
-    return params
+      state_params.append(param if has_owner else stacks_lib.SHARED)
+    return state_params
 
   def _positions(self, types, state_types):
     """Returns the parameter at the tree position of each leaf, or `None`."""

@@ -136,9 +136,12 @@ def trace(
     *args: The types of the arguments.
   """
   jaxpr, results = equivalence.closed(fn, *args)
-  axes, allowed_axes = frozenset(axes), frozenset(allowed_axes)
-  program = LeafProgram(jaxpr, results, len(jaxpr.in_avals), axes=axes)
-  is_sum = functools.partial(_is_sum, axes=axes, allowed_axes=allowed_axes)
+  program = LeafProgram(
+      jaxpr, results, len(jaxpr.in_avals), axes=frozenset(axes)
+  )
+  is_sum = functools.partial(
+      _is_sum, axes=program.axes, allowed_axes=frozenset(allowed_axes)
+  )
   if not axes or all(
       equation.name != 'psum' for equation in program.flat.equations
   ):

@@ -67,7 +67,10 @@ class OwnedInner:
         types, state_types, full_types
     )
     layout = state_layout.layout_of(
-        stacks, state_params, *map(jax.tree.leaves, (state_types, full_types))
+        stacks,
+        state_params,
+        jax.tree.leaves(state_types),
+        jax.tree.leaves(full_types),
     )
     program = sharded_program.ShardedProgram(
         leaf_partition.trace_init(

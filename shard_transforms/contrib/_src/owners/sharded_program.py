@@ -6,12 +6,10 @@ part that belongs to no parameter with an owner.
 
 import collections
 from collections.abc import Callable
-from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-import types
 from typing import NamedTuple
 
 import jax
@@ -71,7 +69,7 @@ class ShardedProgram:
       shared: Mapping[int, jax.Array],
       rows: Sequence[Mapping[int, jax.Array]],
       params_of: Callable[[int], set[int]],
-  ) -> tuple[list[dict[Hashable, jax.Array]], dict[int, jax.Array]]:
+  ) -> tuple[list[dict[str, jax.Array]], dict[int, jax.Array]]:
     """Runs the part of this shard.
 
     Args:
@@ -90,30 +88,29 @@ class ShardedProgram:
     params = {i: {param} for i, param in enumerate(self.output_params)}
     results = self._outputs(params, self.keys)
     shared = {**shared, **self._unsharded_params([*totals, results])}
-    rows = [
-        {**of_stack, **self._rows_of_params(programs)}
-        for of_stack, *programs in zip(
-            rows, *(x.programs for x in (*totals, results)), strict=True
-        )
+    programs = zip(*(x.programs for x in (*totals, results)), strict=True)
+    inputs = [
+        {**of_stack, **self._rows_of_params(of_programs)}
+        for of_stack, of_programs in zip(rows, programs, strict=True)
     ]
     for i, total in enumerate(totals, self.program.num_inputs):
       shared[i] = self._total(
-          total, self.program.jaxpr.in_avals[i], shared, rows
+          total, self.program.jaxpr.in_avals[i], shared, inputs
       )
-    made = [
+    outputs = [
         program.run(shared, of_stack)
-        for program, of_stack in zip(results.programs, rows, strict=True)
+        for program, of_stack in zip(results.programs, inputs, strict=True)
     ]
-    return made, self._program_of(results.shared).run(results.shared, shared)
+    return outputs, self._program_of(results.shared).run(results.shared, shared)
 
-  def _outputs(self, params_of_outputs, keys=types.MappingProxyType({})):
+  def _outputs(self, params_of_outputs, keys=None):
     """Divides outputs among all shards and the owners of the stacks."""
     programs = []
     for exchange in self.exchange.of_stacks:
       outputs = {param: {} for param in exchange.stack.params}
       for i, params in params_of_outputs.items():
         for of_param in (outputs[x] for x in params if x in outputs):
-          of_param[keys.get(i, len(of_param))] = i
+          of_param[keys[i] if keys else str(len(of_param))] = i
       programs.append(
           stack_program.StackProgram(
               self.program, exchange, outputs, self._owners, self._digests

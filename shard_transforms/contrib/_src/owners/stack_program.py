@@ -38,7 +38,7 @@ class StackProgram:
 
   program: leaf_program.LeafProgram
   exchange: exchange_lib.Exchange
-  outputs: Mapping[int, Mapping[Any, int]]
+  outputs: Mapping[int, Mapping[str, int]]
   owners: Mapping[int, int]
   digests: Sequence[int]
 
@@ -59,7 +59,7 @@ class StackProgram:
         for i in inputs
     )
 
-  def run(self, shared: Inputs, rows: Inputs) -> dict[Any, jax.Array]:
+  def run(self, shared: Inputs, rows: Inputs) -> dict[str, jax.Array]:
     """Returns the owner's rows of outputs, [rows, ...], by key.
 
     Args:

@@ -134,7 +134,7 @@ def layout_of(
           f' {stacks.names[params[i]]} has the shape {shape} for'
           f' {len(locations)} layers, and {types[i].shape} for one.'
       )
-    at = tuple((names[s, keys[i]], *at) for s, *at in locations)
+    at = tuple((names[s, keys[i]], shard, row) for s, shard, row in locations)
     places[i] = owned_leaves.Place(params[i], shape, at)
   if mark:
     return StateLayout(keys, names, row_types, places, stacks)
