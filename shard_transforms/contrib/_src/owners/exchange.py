@@ -191,11 +191,11 @@ class Exchange:
   def _unsharded(self, x):
     """Joins slices along dimensions, [*shards, rows, ...], to rows."""
     x = x.transpose(self._order())
+    x = x.reshape(self.stack.length, *self._layout.shape)
     # XLA would fuse the transpose with each of its uses, and transpose as many
     # times: benchmarks/hardware.py
     #   v5e:2x4 --shapes=layers 'sharded, owned_update(muon)'
-    x = lax.optimization_barrier(x)
-    return x.reshape(self.stack.length, *self._layout.shape)
+    return lax.optimization_barrier(x)
 
   def _order(self):
     """Returns the permutation to rows, and each dimension after its shards."""
