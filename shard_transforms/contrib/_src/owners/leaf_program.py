@@ -240,7 +240,8 @@ def _terms(summed, equation_of, zeros):
     return [summed]
   eqn = equation_of[summed]
   name = interpreter.common_name(eqn.primitive.name)
-  is_rounded = jnp.issubdtype(summed.aval.dtype, jnp.integer)
+  is_integer = jnp.issubdtype(summed.aval.dtype, jnp.integer)
+  is_rounded = name == 'convert_element_type' and is_integer
   if name in ('add', 'add_any') or (name in _COPIES and not is_rounded):
     parts = [_terms(x, equation_of, zeros) for x in eqn.invars]
     return [term for part in parts for term in part]
