@@ -198,7 +198,7 @@ CALLS = {
             *(shard_update(SGD, AXIS), np.ones(16, 'f'), MESH),
             in_specs=P(AXIS),
         ),
-        '`param_specs` of `owned_update` must name .* typed varying': of(
+        '`param_specs` of `owned_update` must name .* its type varies': of(
             state_specs,
             *(owned_update(SGD, AXIS), np.ones(16, 'f'), MESH),
             in_specs=P(AXIS),

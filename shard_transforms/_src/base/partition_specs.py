@@ -89,7 +89,9 @@ def check_names_all(
     )
 
 
-def of_params(in_specs: SpecTree, params: Any, caller: str) -> Any:
+def of_params(
+    in_specs: SpecTree, params: Any, caller: str, name: str = 'in_specs'
+) -> Any:
   """Broadcasts `in_specs` to one `PartitionSpec` per parameter.
 
   Raises:
@@ -97,12 +99,12 @@ def of_params(in_specs: SpecTree, params: Any, caller: str) -> Any:
     ValueError: If `in_specs` does not have the tree of the parameters or a
       prefix of this tree.
   """
-  check(in_specs, caller, 'in_specs')
+  check(in_specs, caller, name)
   try:
     return jax.tree.broadcast(in_specs, params, is_leaf=is_spec)
   except ValueError as error:
     raise ValueError(
-        f'`in_specs` of `{caller}` must have the tree of the parameters, or a'
+        f'`{name}` of `{caller}` must have the tree of the parameters, or a'
         f' prefix of it, got {in_specs!r} for {jax.tree.structure(params)}.'
     ) from error
 

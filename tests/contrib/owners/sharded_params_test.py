@@ -374,10 +374,10 @@ def started(specs, in_specs, shape=(16, 24), **options):
 class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
-      (P(), ROWS, {}, r'without \[.data.\] for .*Give the `PartitionSpec`s'),
-      (ROWS, P(), {}, r'with \[.data.\] for .* typed invariant'),
+      (P(), ROWS, {}, r'does not name \[.data.\], .*Give the `PartitionSpec`s'),
+      (ROWS, P(), {}, r'names \[.data.\], over which its type is invariant'),
       ({'v': ROWS}, ROWS, {}, '`param_specs` .* must have the tree of'),
-      (P(AXIS, AXIS), ROWS, {}, 'must name each axis at most once'),
+      (P(AXIS, AXIS), ROWS, {}, 'names an axis twice'),
       # Types do not tell which dimension is sliced.
       (
           P(None, AXIS),
@@ -385,8 +385,13 @@ class RefusalTest(parameterized.TestCase):
           {'if_sliced': 'sum'},
           r"got .*None, 'data'.* `in_specs` shards by .*Pass the same specs",
       ),
-      (P(None, None, AXIS), P(), {}, 'at most an entry for each dimension'),
-      (ROWS, ROWS, {}, "say what the gradients .*Say 'sum' .*'mean'"),
+      (
+          P(None, None, AXIS),
+          P(),
+          {},
+          'has more entries than .* at most one entry per dimension',
+      ),
+      (ROWS, ROWS, {}, "say what the gradients .*'sum' .*'mean'"),
   )
   def test_refuses_specs(self, specs, in_specs, options, message):
     with self.assertRaisesRegex(ValueError, message):
@@ -411,7 +416,7 @@ class RefusalTest(parameterized.TestCase):
           {},
           r'got \[16, 24\] instead of \[2, 24\]',
       ),
-      (lambda x: x, {'weight': 1.0}, "`weight` .* say `reduction='sum'`"),
+      (lambda x: x, {'weight': 1.0}, "`weight` .* set `reduction='sum'`"),
   )
   def test_refuses_updates(self, change, extra_args, message):
     case = Case(matrices(2, ROWS), muon(), (8,))
@@ -457,3 +462,14 @@ class RefusalTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(ValueError, 'a part of its state for each'):
       st.init_state(tx, jnp.ones((8, 4, 4)), modes.mesh())
+
+  def test_refuses_equal_random_values_for_all_layers(self):
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(0))
+    params = jnp.ones((8, 4, 4))
+
+    st.init_state(contrib.owned_update(noise, AXIS), params, modes.mesh())
+    with self.assertRaisesRegex(
+        ValueError, 'the same for all layers of a leaf'
+    ):
+      tx = contrib.owned_update(noise, AXIS, whole_dims=2)
+      st.init_state(tx, params, modes.mesh())

@@ -1,6 +1,7 @@
-"""Floor 4: optimizers whose leaves each have an owner, such as Muon and LAMB.
+"""`owned_update`: optimizers whose matrices each have an owner, such as Muon.
 
-`leaf_program` traces an optimizer once and runs the part of each shard;
-`owners` says which shard owns which leaf, `owned_leaves` how it keeps them.
-Imports the floors below.
+`stacks` assigns matrices to owners, and `tree_exchange` sends gradients and
+updates. `leaf_partition` checks that `inner` treats each leaf alone, and
+`sharded_program` runs its program on the matrices of each owner. `state_layout`
+says how the state is stored.
 """

@@ -1,9 +1,9 @@
-"""Whether the programs of several leaves are equal, so that one runs for all.
+"""Equality of the programs of several leaves, so that one runs for all of them.
 
-Each value of a program gets a number, and equal numbers mean the same steps in
-the same way from inputs that are a leaf's own, at the same place, or the same
-input for all leaves. What is not known to be equal counts as different, and so
-does what `jax.vmap` changes.
+Each value of a program has a digest. Equal digests mean the same equations on
+inputs that belong to the leaf, at the same position, or on the same input for
+all leaves. What is not known to be equal counts as different, and so does what
+`jax.vmap` changes.
 """
 
 from collections.abc import Hashable
@@ -15,66 +15,61 @@ import numpy as np
 from shard_transforms._src.analysis import interpreter
 
 
-def numbered(
-    program: interpreter.Program, places: Mapping[int, int]
-) -> list[tuple[int, int]]:
-  """Returns for each output its number, and which own inputs it depends on.
+def digests(
+    program: interpreter.Program, positions: Mapping[int, int]
+) -> list[int]:
+  """Returns the digest of each output.
 
   Args:
     program: A program with calls inlined.
-    places: For each input that is a leaf's own, its place among those of its
-      leaf.
-
-  Returns:
-    For each output its number, and the bits of the inputs among `places`.
+    positions: For each input that belongs to a leaf, its position among the
+      inputs of this leaf.
   """
-  return _numbered(program, places, {})
+  return _digests(program, positions, {})
 
 
-def _numbered(program, places, table):
-  def number(*key: Hashable) -> int:
+def _digests(program, positions, table):
+  def digest(*key: Hashable) -> int:
     return table.setdefault(key, len(table))
 
-  found = {
-      x: (number(i in places, places.get(i, i), x.aval), (i in places) << i)
+  digest_of = {
+      x: digest(i in positions, positions.get(i, i), x.aval)
       for i, x in enumerate(program.inputs)
   }
 
   def of(value):
     if value.is_literal:
-      return number(value.aval, np.asarray(value.constant).tobytes()), 0
-    # A constant is equal to itself alone.
+      return digest(value.aval, np.asarray(value.constant).tobytes())
+    if value in digest_of:
+      return digest_of[value]
+    # A constant is equal only to itself.
     constant = value if value.constant is None else value.constant
-    return found.get(value) or (number('constant', id(constant)), 0)
+    return digest('constant', id(constant))
 
-  for step in program.equations:
-    given, reads = [], 0
-    for value in step.inputs:
-      name, bits = of(value)
-      given.append(name)
-      reads |= bits
-    kinds = tuple([x.aval for x in step.outputs])
-    made = number(step.name, _params(step), tuple(given), kinds)
-    for k, x in enumerate(step.outputs):
-      found[x] = number(made, k), reads
+  for equation in program.equations:
+    inputs = tuple(map(of, equation.inputs))
+    types = tuple(x.aval for x in equation.outputs)
+    outputs = digest(equation.name, _params(equation), inputs, types)
+    for i, x in enumerate(equation.outputs):
+      digest_of[x] = digest(outputs, i)
   return [*map(of, program.outputs)]
 
 
-def _params(step):
-  """Returns the parameters of a step, with its bodies as keys."""
-  if not _runs_alike(step):
+def _params(equation):
+  """Returns the parameters of an equation, with its bodies as keys."""
+  if not _is_batchable(equation):
     return object()
-  found: list[Any] = [_key(body) for body in step.bodies]
-  for name, param in sorted(step.params.items()):
+  params: list[Any] = [_key(body) for body in equation.bodies]
+  for name, param in sorted(equation.params.items()):
     if not interpreter.sub_jaxprs({name: param}):
-      found.append((name, param if _is_hashable(param) else id(param)))
-  return tuple(found)
+      params.append((name, param if _is_hashable(param) else id(param)))
+  return tuple(params)
 
 
 def _key(body):
   """Returns a key that only equal programs share."""
   table = {}
-  outputs = _numbered(body, {}, table)
+  outputs = _digests(body, {}, table)
   return *table, *outputs
 
 
@@ -86,13 +81,13 @@ def _is_hashable(param):
   return True
 
 
-def _runs_alike(step):
-  """Whether a step under `jax.vmap` gives the results of each leaf alone."""
-  # Of keys of XLA's own generator, all draw what the first one draws.
-  kinds = (str(x.aval) for x in (*step.inputs, *step.outputs))
-  draws = step.name == 'rng_bit_generator' or any(
+def _is_batchable(equation):
+  """Whether `jax.vmap` of an equation gives the results of each leaf."""
+  # With keys of XLA's own generator, all rows draw what the first row draws.
+  types = (str(x.aval) for x in (*equation.inputs, *equation.outputs))
+  draws = equation.name == 'rng_bit_generator' or any(
       kind.startswith('key<') and not kind.startswith('key<fry>')
-      for kind in kinds
+      for kind in types
   )
-  # Calls of other languages may have no rule for it.
-  return not draws and step.params.get('vmap_method', '') is not None
+  # Foreign calls may have no batching rule.
+  return not draws and equation.params.get('vmap_method', '') is not None

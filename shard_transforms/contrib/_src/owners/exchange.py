@@ -1,13 +1,15 @@
-"""How matrices reach their owners, and how their updates come back.
+"""Communication of matrices between shards and owners.
 
-One rule, axis by axis. Over an axis that slices a matrix, an all-to-all takes
-its slices to the owner, and one takes the slices of the update back. Over an
-axis on whose shards a matrix is the same, gradients are reduce-scattered and
-updates gathered. Layers that lie on different shards stay there.
+Each mesh axis is treated on its own. Over an axis that slices a matrix, an
+all-to-all sends slices of the gradient to the owner, and another one returns
+slices of the update. Over an axis along which a matrix is replicated, gradients
+are reduce-scattered and updates all-gathered. Over an axis whose shards hold
+different layers, nothing is sent.
 
-A stack is reduce-scattered by rows where that needs little padding. Otherwise
-each matrix is, into slices, which are exchanged like those of parameters: a
-padded all-to-all sends 1 / N of what padded rows would.
+A stack is reduce-scattered by rows if that needs little padding. Otherwise, the
+gradient of each matrix is reduce-scattered to slices, which are then exchanged
+like slices of parameters: a padded all-to-all sends 1 / N of what a
+reduce-scatter of padded rows sends.
 """
 
 from collections.abc import Callable
@@ -34,11 +36,11 @@ Reduction = sharded_reduction.ShardedReduction
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-  """The way of the matrices of one stack.
+  """Communication of one stack.
 
   Attributes:
     stack: The stack.
-    reduction: How gradients are reduced over the axes of the transformation.
+    reduction: The reduction of gradients over the axes of the transformation.
     are_summed: Whether the gradients of slices are sums over the shards.
   """
 
@@ -56,62 +58,61 @@ class Exchange:
 
   @functools.cached_property
   def _division(self):
-    """How the slice of a shard is divided over the axes that reduce it."""
+    """The division of a shard's slice over the axes that reduce it."""
     sizes = map(lax.axis_size, self._layout.reduced[::-1])
     return divisions.divide(self._layout.local_shape, tuple(sizes))
 
   def owner(self) -> jax.Array:
-    """Returns the number of this shard among the owners, int32 []."""
-    if not self._layout.owned_over:
+    """Returns the index of this shard among the owners, int32 []."""
+    if not self._layout.owner_axes:
       return jnp.int32(0)
-    return collectives.row_index(self._layout.owned_over, self.reduction.groups)
+    return collectives.row_index(self._layout.owner_axes, self.reduction.groups)
 
   def reduced(
       self, leaves: Sequence[jax.Array], share: leaf_sums.Share
   ) -> jax.Array:
-    """Returns an owner's rows of the sums or means, [rows, ...].
+    """Returns the owner's rows of the sums or means, [rows, ...].
 
     Args:
       leaves: This shard's slice of the gradient of each member.
-      share: How much the shard counts.
+      share: The weight of this shard.
     """
-    over = self._over_reduced
-    if not any(leaf_sums.sent_over(leaf, over) for leaf in leaves):
+    reduction, layout = self._over_reduced, self._layout
+    if not any(leaf_sums.sent_over(leaf, reduction) for leaf in leaves):
       return self._scaled(self.own(leaves))
-    x = jnp.stack(axes_lib.to_varying(leaves, over.axes))
+    x = jnp.stack(axes_lib.to_varying(leaves, reduction.axes))
     if self.stack.by_rows:
-      x = self._by_owner(self._padded(x))
-      if over.axes:
-        (x,) = leaf_sums.reduce([x], share, over, self._scattered_rows)
-      return self._scaled(self._whole(self._sent(x, self._layout.sliced)))
-    (x,) = leaf_sums.reduce([x], share, over, self._scattered)
-    x = self._sent(self._by_owner(self._padded(x)), self._layout.owned_over)
+      x = self._by_owner(x)
+      (x,) = leaf_sums.reduce([x], share, reduction, self._scattered_rows)
+      return self._scaled(self._unsharded(self._sent(x, layout.sliced)))
+    (x,) = leaf_sums.reduce([x], share, reduction, self._scattered)
+    x = self._sent(self._by_owner(x), layout.owner_axes)
     return self._scaled(self._joined(x))
 
   def _scaled(self, x):
-    """Returns the mean of slices, whose gradients are summed already."""
-    sliced = {*self._layout.sliced, *self._layout.apart}
+    """Divides gradients of slices that are sums, if means are wanted."""
+    sliced = {*self._layout.sliced, *self._layout.layer_axes}
     sliced.intersection_update(self.reduction.axes)
     if not (sliced and self.are_summed and self.reduction.kind == 'mean'):
       return x
     return x / x.dtype.type(math.prod(map(lax.axis_size, sliced)))
 
   def own(self, leaves: Sequence[jax.Array]) -> jax.Array:
-    """Returns an owner's rows of what is reduced already, [rows, ...].
+    """Returns the owner's rows of reduced gradients or parameters, [rows, ...].
 
     Args:
       leaves: This shard's slice of each member, the same over the axes that do
         not slice it.
     """
-    if not self._layout.sliced:
-      return self.switch(lambda owner: self._rows_of(owner, leaves))
-    x = self._by_owner(self._padded(jnp.stack(leaves)))
-    for axis in self._layout.reduced:
-      x = lax.dynamic_index_in_dim(x, lax.axis_index(axis), keepdims=False)
-    return self._whole(self._sent(x, self._layout.sliced))
+    reduced, x = self._layout.reduced, self._by_owner(jnp.stack(leaves))
+    if reduced:
+      x = x.reshape(-1, *x.shape[len(reduced) :])
+      index = collectives.row_index(reduced, self.reduction.groups)
+      x = lax.dynamic_index_in_dim(x, index, keepdims=False)
+    return self._unsharded(self._sent(x, self._layout.sliced))
 
   def switch(self, fn: Callable[[int], Any]) -> Any:
-    """Returns `fn(owner)` of this shard, which must not communicate."""
+    """Returns `fn(owner)` for this shard; `fn` must not communicate."""
 
     def branch(owner):
       return lambda: axes_lib.to_varying(fn(owner), self._layout.axes)
@@ -121,14 +122,8 @@ class Exchange:
       return branches[0]()
     return lax.switch(self.owner(), branches)
 
-  def _rows_of(self, owner, leaves):
-    own = [leaves[i] for i in self.stack.of_owner(owner)]
-    missing = self.stack.length - len(own)
-    padding = [jnp.zeros(self._layout.shape, leaves[0].dtype)] * missing
-    return jnp.stack([*own, *padding])
-
   def returned(self, rows: jax.Array) -> list[jax.Array]:
-    """Returns this shard's slice of each member, given an owner's rows."""
+    """Returns this shard's slice of each member, from the rows of owners."""
     layout, number = self._layout, len(self.stack.members)
     if self.stack.by_rows:
       x = self._sent(self._cut(rows), layout.sliced)
@@ -136,7 +131,7 @@ class Exchange:
         x = collectives.gather(x, layout.reduced, self.reduction.groups)
       x = x.reshape(-1, *layout.local_shape)
     else:
-      x = self._sent(self._cut(rows), layout.owned_over)
+      x = self._sent(self._cut(rows), layout.owner_axes)
       x = x.reshape(-1, *self._division.slice_shape)[:number]
       order = list(zip(layout.reduced[::-1], self._division.dims, strict=True))
       for axis, dim in reversed(order):
@@ -144,28 +139,25 @@ class Exchange:
       x = jax.vmap(self._division.crop)(x)
     return [x[i] for i in range(number)]
 
-  def _padded(self, x):
-    """Returns a stack [K, ...] with zeros to a multiple of the owners."""
-    number = self.stack.length * self.stack.num_owners - len(x)
-    return jnp.pad(x, [(0, number), *[(0, 0)] * (x.ndim - 1)]) if number else x
-
   def _by_owner(self, x):
-    """Returns a stack as the rows of each owner, [*owners, rows, ...]."""
-    sizes = tuple(map(lax.axis_size, self._layout.owned_over))
+    """Pads a stack [K, ...] with zeros to the shape [*owners, rows, ...]."""
+    length, num_owners = self.stack.length, self.stack.num_owners
+    if padding := length * num_owners - len(x):
+      x = jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)])
+    sizes = tuple(map(lax.axis_size, self._layout.owner_axes))
     if self.reduction.groups is not None:
-      sizes = (self.stack.num_owners,)
-    return x.reshape(*sizes, self.stack.length, *x.shape[1:])
+      sizes = (num_owners,)
+    return x.reshape(*sizes, length, *x.shape[1:])
 
   def _scattered_rows(self, x, axes):
-    """Returns an owner's rows of the sums, without the axes of `reduced`."""
-    number = self._over_reduced.num_shards()
-    rows = x.reshape(number, -1, *x.shape[-2:])
+    """Returns the owner's rows of the sums, without the axes of `reduced`."""
+    rows = x.reshape(self._over_reduced.num_shards(), -1, *x.shape[-2:])
     rows = self._over_reduced.scatter_over(rows, axes)
     return rows.reshape(x.shape[len(self._layout.reduced) :])
 
   def _scattered(self, x, axes):
     """Returns each shard's slices of the sums of a stack."""
-    del axes  # All of them.
+    del axes  # Always those of `reduced`.
     x, division = jax.vmap(self._division.pad)(x), self._division
     order = zip(self._layout.reduced[::-1], division.dims, strict=True)
     for axis, dim in order:
@@ -173,10 +165,10 @@ class Exchange:
     return x
 
   def _sent(self, x: jax.Array, axes: Sequence[Hashable]) -> jax.Array:
-    """Exchanges the slices of an owner's rows, [*owners, rows, ...].
+    """Exchanges slices of rows, [*shards, rows, ...], over some axes.
 
-    Its first axes are those that are given: of the owners that get slices, and
-    then of the shards that have sent them, or the other way round.
+    The leading dimensions are the receivers of the slices before the exchange,
+    and their senders afterwards.
     """
     if len(axes) > 1 and axes_lib.on_mapped_mesh(axes):
       rows = x.reshape(-1, *x.shape[len(axes) :])
@@ -187,22 +179,26 @@ class Exchange:
     return x
 
   def _joined(self, x):
-    """Returns an owner's rows, given all their slices, [*owners, rows, ...]."""
-    number, last = len(self._layout.reduced), len(self._layout.owned_over) + 1
+    """Joins all slices of rows, [*owners, rows, ...], to the owner's rows."""
+    number, last = len(self._layout.reduced), len(self._layout.owner_axes) + 1
     x = jnp.moveaxis(x, range(number), range(last - number, last))
     lead, parts = x.shape[: last - number], x.shape[last - number : last]
     of_slice = self._division.slice_shape
     x = x.reshape(-1, math.prod(parts), *of_slice)
     x = jax.vmap(self._division.join)(x)
-    return self._whole(x.reshape(*lead, *self._layout.local_shape))
+    return self._unsharded(x.reshape(*lead, *self._layout.local_shape))
 
-  def _whole(self, x):
-    """Returns rows, given slices along the dimensions, [*shards, rows, ...]."""
+  def _unsharded(self, x):
+    """Joins slices along dimensions, [*shards, rows, ...], to rows."""
     x = x.transpose(self._order())
-    return x.reshape(self.stack.length, *self._layout.shape)
+    x = x.reshape(self.stack.length, *self._layout.shape)
+    # XLA would fuse the transpose with each of its uses, and transpose as many
+    # times: benchmarks/hardware.py
+    #   v5e:2x4 --shapes=layers 'sharded, owned_update(muon)'
+    return lax.optimization_barrier(x)
 
   def _order(self):
-    """Returns the order of axes: rows, and each dimension behind its shards."""
+    """Returns the permutation to rows, and each dimension after its shards."""
     sliced, order = self._layout.sliced, [len(self._layout.sliced)]
     for dim, axes in enumerate(self._layout.slicing):
       order += [sliced.index(axis) for axis in axes]
@@ -210,7 +206,7 @@ class Exchange:
     return order
 
   def _cut(self, rows):
-    """Returns all slices of an owner's rows; the reverse of `_joined`."""
+    """Cuts the owner's rows to slices; the inverse of `_joined`."""
     layout, shape = self._layout, [self.stack.length]
     for axes, size in zip(layout.slicing, layout.local_shape, strict=True):
       shape += [*map(lax.axis_size, axes), size]
@@ -231,7 +227,7 @@ class Exchange:
 def gathered(
     leaf: jax.Array, slicing: Sequence[tuple[Hashable, ...]]
 ) -> jax.Array:
-  """Returns a whole array, the same on all shards, from slices of it."""
+  """Gathers the slices of an array; the result is the same on all shards."""
   for dim, axes in enumerate(slicing):
     for axis in reversed(axes):
       leaf = collectives.join_along(leaf, axis, dim)
@@ -241,7 +237,7 @@ def gathered(
 def sliced(
     leaf: jax.Array, slicing: Sequence[tuple[Hashable, ...]]
 ) -> jax.Array:
-  """Returns a shard's slice of an array that all shards have."""
+  """Returns this shard's slice of an array that is the same on all shards."""
   for dim, axes in enumerate(slicing):
     for axis in axes:
       size = leaf.shape[dim] // lax.axis_size(axis)

@@ -1,18 +1,20 @@
-"""The program of a transformation. Each shard runs a part of it.
+"""The jaxpr of a transformation, of which each shard runs a part.
 
-`inner` is traced once, on the whole tree, so that paths, labels, the number of
-leaves and random numbers mean what they say. A shard runs what the results of
-its own leaves depend on. A branch must not send, because other shards run
-another one: where `inner` sums over the shards, its program is split, and the
-sum is done between the parts.
+`inner` is traced on the whole tree, so that paths, labels, the number of leaves
+and random numbers are those of the replicated optimizer. A shard runs the part
+that the results of its own leaves depend on. Owners run different parts, which
+must not communicate: where `inner` sums over the shards, its jaxpr is split,
+and the sum is computed between the parts.
 """
 
 from collections.abc import Callable
+from collections.abc import Collection
 from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -25,88 +27,120 @@ import numpy as np
 from shard_transforms._src.analysis import equivalence
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
+from shard_transforms._src.analysis import primitives
 from shard_transforms._src.base import axes as axes_lib
 
 _Literal = jax.extend.core.Literal
-# Between a sum over the shards and its terms.
+# The bit of values that differ between shards; the bits of inputs follow.
+_VARYING = 1
+# Primitives between a sum over the shards and its terms.
 _COPIES = frozenset(('convert_element_type', 'pvary', 'copy'))
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafProgram:
-  """A program that is run in parts.
+  """A jaxpr, of which any outputs can be computed.
 
   Attributes:
-    jaxpr: The program. Its inputs are those of the function, then the totals.
-      Its outputs are the results of the function, then the terms of all totals.
-    results: The types of the results, a tree.
-    num_inputs: The number of inputs of the function.
-    terms: For each total, which outputs are its terms.
-    over: For each total, the axes of its sum.
+    jaxpr: The jaxpr. Its inputs are the arguments of the function, then the
+      totals. Its outputs are the results of the function, then the terms of all
+      totals.
+    results: The tree of the types of the results.
+    num_inputs: The number of arguments of the function.
+    terms: For each total, the indices of the outputs that it adds up.
+    total_axes: For each total, the axes of its sum.
     averaged: Whether a total is divided by the number of shards.
+    axes: The axes over whose shards all parts of the program are the same.
   """
 
   jaxpr: Any
   results: Any
   num_inputs: int
   terms: tuple[tuple[int, ...], ...] = ()
-  over: tuple[frozenset[Hashable], ...] = ()
+  total_axes: tuple[frozenset[Hashable], ...] = ()
   averaged: bool = False
+  axes: frozenset[Hashable] = frozenset()
 
   @functools.cached_property
   def flat(self) -> interpreter.Program:
-    """The program with calls inlined."""
+    """The jaxpr with calls inlined."""
     return inlining.flatten(self.jaxpr)
 
-  def reads(self, outputs: Sequence[int]) -> set[int]:
-    """Returns the numbers of the inputs that some outputs depend on."""
-    chosen = set(outputs)
-    is_used = [i in chosen for i in range(len(self.jaxpr.out_avals))]
-    _, is_read = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, is_used)
-    return {i for i, read in enumerate(is_read) if read}
+  @functools.cached_property
+  def _dependence(self):
+    """The dependence of each output, as bits, and the analysis."""
+    analysis = _DependenceAnalysis(self.axes)
+    bits = [2 << i for i in range(len(self.jaxpr.in_avals))]
+    return interpreter.interpret(self.flat, bits, analysis), analysis
+
+  @property
+  def collective(self) -> str | None:
+    """The name of the first collective, if there is one."""
+    return self._dependence[1].collective
+
+  def is_varying(self, output: int) -> bool:
+    """Whether an output depends on values that differ between shards."""
+    return bool(self._dependence[0][output] & _VARYING)
+
+  def inputs_of(self, *outputs: int) -> list[int]:
+    """Returns the indices of the inputs that outputs depend on."""
+    bits = functools.reduce(
+        operator.or_, (self._dependence[0][i] for i in outputs), 0
+    )
+    bits, inputs = bits >> 1, []
+    while bits:
+      inputs.append((bits & -bits).bit_length() - 1)
+      bits &= bits - 1
+    return inputs
 
   def run(
-      self, outputs: Sequence[int], given: Mapping[int, Any]
+      self, outputs: Collection[int], inputs: Mapping[int, Any]
   ) -> dict[int, jax.Array]:
-    """Returns some outputs, by their numbers.
+    """Returns some outputs by index.
 
     Args:
-      outputs: Their numbers.
-      given: Inputs by number. All others are zero: the outputs must not depend
+      outputs: The indices of the outputs.
+      inputs: Inputs by index. All others are zero: the outputs must not depend
         on them.
     """
     if not outputs:
       return {}
-    chosen = set(outputs)
-    is_used = [i in chosen for i in range(len(self.jaxpr.out_avals))]
+    used = set(outputs)
+    is_used = [i in used for i in range(len(self.jaxpr.out_avals))]
     part, is_read = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, is_used)
-    kinds = enumerate(zip(self.jaxpr.in_avals, is_read, strict=True))
-    args = [_as_typed(given.get(i), kind) for i, (kind, read) in kinds if read]
+    types = self.jaxpr.in_avals
+    args = [
+        _as_type(inputs.get(i), types[i])
+        for i, read in enumerate(is_read)
+        if read
+    ]
     closed = jax.extend.core.ClosedJaxpr(part, self.jaxpr.consts)
-    made = jax.extend.core.jaxpr_as_fun(closed)(*args)
-    return dict(zip(sorted(chosen), made, strict=True))
+    values = jax.extend.core.jaxpr_as_fun(closed)(*args)
+    return dict(zip(sorted(used), values, strict=True))
 
 
 def trace(
     fn: Callable[..., Any],
     axes: Sequence[Hashable],
-    every: Sequence[Hashable],
+    allowed_axes: Sequence[Hashable],
     num_shards: int,
     *args: Any,
 ) -> LeafProgram:
-  """Returns the program of a function, split where it sums over shards.
+  """Traces a function, and splits its jaxpr where it sums over shards.
 
   Args:
     fn: The function.
-    axes: The mapped axes that sums are over; none to split nothing.
-    every: All axes that they may be over.
-    num_shards: The number of shards over these axes.
-    *args: The types of its arguments.
+    axes: The mapped axes that a sum must be over; if empty, nothing is split.
+    allowed_axes: All axes that it may be over.
+    num_shards: The number of shards over `axes`.
+    *args: The types of the arguments.
   """
   jaxpr, results = equivalence.closed(fn, *args)
-  program = LeafProgram(jaxpr, results, len(jaxpr.in_avals))
+  program = LeafProgram(
+      jaxpr, results, len(jaxpr.in_avals), axes=frozenset(axes)
+  )
   is_sum = functools.partial(
-      _is_sum, axes=frozenset(axes), every=frozenset(every)
+      _is_sum, axes=program.axes, allowed_axes=frozenset(allowed_axes)
   )
   if not axes or all(
       equation.name != 'psum' for equation in program.flat.equations
@@ -118,15 +152,15 @@ def trace(
   return _split(program, is_sum, num_shards)
 
 
-def _as_typed(x, kind):
-  """Returns an array as one of this type; zeros for `None`."""
+def _as_type(x, kind):
+  """Returns an array of this type; zeros for `None`."""
   if x is None:
     x = jnp.zeros(kind.shape, kind.dtype)
   return axes_lib.mark_varying(x, sorted(axes_lib.varying_axes(kind), key=str))
 
 
 def _run_inlined(closed, *args):
-  """Runs a program, with the equations of what it calls in place of calls."""
+  """Evaluates a jaxpr and, instead of calls, the equations of their jaxprs."""
   jaxpr, values = closed.jaxpr, {}
   values.update(zip(jaxpr.invars, args, strict=True))
   values.update(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -135,26 +169,26 @@ def _run_inlined(closed, *args):
     return x.val if isinstance(x, _Literal) else values[x]
 
   for eqn in jaxpr.eqns:
-    given, bodies = map(read, eqn.invars), interpreter.sub_jaxprs(eqn.params)
+    inputs, bodies = map(read, eqn.invars), interpreter.sub_jaxprs(eqn.params)
     if eqn.primitive.name != 'shard_map' and interpreter.is_call(eqn, bodies):
       (body,) = bodies
       if not isinstance(body, jax.extend.core.ClosedJaxpr):
         body = jax.extend.core.ClosedJaxpr(body, ())
-      made = _run_inlined(body, *given)
+      outputs = _run_inlined(body, *inputs)
     else:
       params = eqn.primitive.get_bind_params(eqn.params)
-      made = eqn.primitive.bind(*given, **params)
-      made = made if eqn.primitive.multiple_results else [made]
-    values.update(zip(eqn.outvars, made, strict=True))
+      outputs = eqn.primitive.bind(*inputs, **params)
+      outputs = outputs if eqn.primitive.multiple_results else [outputs]
+    values.update(zip(eqn.outvars, outputs, strict=True))
   return list(map(read, jaxpr.outvars))
 
 
 def _split(program, is_sum, num_shards):
-  """Returns a program whose sums over all shards are inputs."""
+  """Replaces the sums over all shards by inputs, and outputs their terms."""
   closed = program.jaxpr
   jaxpr = closed.jaxpr
   sums = list(filter(is_sum, jaxpr.eqns))
-  maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+  equation_of = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
   zeros = {
       var
       for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
@@ -162,14 +196,14 @@ def _split(program, is_sum, num_shards):
       and not jnp.shape(value)
       and not np.any(np.asarray(value))
   }
-  totals, outputs, terms, over = [], list(jaxpr.outvars), [], []
+  totals, outputs, terms, total_axes = [], list(jaxpr.outvars), [], []
   for eqn in sums:
     for total, summed in zip(eqn.outvars, eqn.invars, strict=True):
-      found = _terms(summed, maker, zeros)
-      terms.append(tuple(range(len(outputs), len(outputs) + len(found))))
-      outputs += found
+      first = len(outputs)
+      outputs += _terms(summed, equation_of, zeros)
+      terms.append(tuple(range(first, len(outputs))))
       totals.append(total)
-      over.append(frozenset(eqn.params['axes']))
+      total_axes.append(frozenset(eqn.params['axes']))
   split = jaxpr.replace(
       invars=[*jaxpr.invars, *totals],
       outvars=outputs,
@@ -183,40 +217,76 @@ def _split(program, is_sum, num_shards):
       program,
       jaxpr=jax.extend.core.ClosedJaxpr(split, closed.consts),
       terms=tuple(terms),
-      over=tuple(over),
+      total_axes=tuple(total_axes),
       averaged=averaged,
   )
 
 
-def _is_sum(eqn, axes, every):
+def _is_sum(eqn, axes, allowed_axes):
   return (
       interpreter.common_name(eqn.primitive.name) == 'psum'
-      and axes <= set(eqn.params['axes']) <= every
+      and axes <= set(eqn.params['axes']) <= allowed_axes
       and eqn.params.get('axis_index_groups') is None
   )
 
 
-def _terms(summed, maker, zeros):
-  """Returns the values whose sum is a value, but for zeros."""
+def _terms(summed, equation_of, zeros):
+  """Returns the values that are added up to `summed`, without zeros."""
   if isinstance(summed, _Literal):
     return [] if not np.any(np.asarray(summed.val)) else [summed]
   if summed in zeros:
     return []
-  if summed not in maker:
+  if summed not in equation_of:
     return [summed]
-  eqn = maker[summed]
+  eqn = equation_of[summed]
   name = interpreter.common_name(eqn.primitive.name)
-  is_rounded = jnp.issubdtype(summed.aval.dtype, jnp.integer)
+  is_integer = jnp.issubdtype(summed.aval.dtype, jnp.integer)
+  is_rounded = name == 'convert_element_type' and is_integer
   if name in ('add', 'add_any') or (name in _COPIES and not is_rounded):
-    found = [_terms(x, maker, zeros) for x in eqn.invars]
-    return [term for part in found for term in part]
+    parts = [_terms(x, equation_of, zeros) for x in eqn.invars]
+    return [term for part in parts for term in part]
   return [summed]
 
 
-def _divides(eqn, totals, number):
-  """Whether an equation divides a total by this number."""
+def _divides(eqn, totals, num_shards):
+  """Whether an equation divides a total by the number of shards."""
   if eqn.primitive.name != 'div' or isinstance(eqn.invars[0], _Literal):
     return False
   total, divisor = eqn.invars
-  is_number = isinstance(divisor, _Literal) and not np.shape(divisor.val)
-  return total in totals and is_number and float(divisor.val) == number
+  is_scalar = isinstance(divisor, _Literal) and not np.shape(divisor.val)
+  return total in totals and is_scalar and float(divisor.val) == num_shards
+
+
+class _DependenceAnalysis(interpreter.Analysis[int]):
+  """Follows the sets of inputs that values depend on, as bits of an integer.
+
+  The union of the sets of a large tree takes one operation.
+
+  Attributes:
+    axes: The mapped axes over which a constant must not vary.
+    collective: The name of the first collective, if there is one.
+  """
+
+  def __init__(self, axes: frozenset[Hashable]):
+    self.axes = axes
+    self.collective = None
+
+  def constant(self, value):
+    is_varying = self.axes & axes_lib.varying_axes(value.aval)
+    return _VARYING if is_varying else 0
+
+  def join(self, facts):
+    return functools.reduce(operator.or_, facts, 0)
+
+  def select(self, equation, predicate, facts):
+    return [predicate | fact for fact in facts]
+
+  def primitive(self, equation, facts):
+    if equation.name == 'optimization_barrier':
+      return facts
+    if equation.name in primitives.SENDING and self.collective is None:
+      self.collective = equation.name
+    inputs = self.join(facts)
+    if equation.name == 'axis_index':
+      inputs |= _VARYING
+    return [inputs] * len(equation.outputs)

@@ -1,6 +1,7 @@
 """The state of an optimizer whose matrices each have an owner."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -14,17 +15,17 @@ from shard_transforms._src.state import fields
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where the owners keep a leaf of the state.
+  """The place where owners keep a leaf of the state.
 
-  It is a tree without leaves, so that the state of a program says where it is.
+  It is a pytree without leaves, so that the structure of the state shows where
+  each leaf is.
 
   Args:
-    of: The number of the parameter that it belongs to, in the order of
+    of: The index of the parameter that the leaf belongs to, in the order of
       `jax.tree.leaves`.
-    shape: Its shape in the state of the replicated optimizer.
-    at: Where its layers are, in their order; a leaf that is not cut into layers
-      is one. For each, the name of the stack, the number of the shard, and that
-      of the row.
+    shape: The shape of the leaf in the state of the replicated optimizer.
+    at: For each layer, or for the whole leaf if it has no layers, the name of
+      its stack, the index of the shard, and the index of the row.
 
   Examples:
     >>> import jax
@@ -40,7 +41,7 @@ class Place:
 
 
 def is_place(leaf: Any) -> bool:
-  """Whether a leaf is kept elsewhere, for the `is_leaf` of a tree map."""
+  """Whether `leaf` is a `Place`, for the `is_leaf` of a tree map."""
   return isinstance(leaf, Place)
 
 
@@ -48,13 +49,13 @@ class OwnedLeaves(NamedTuple):
   """The state of an optimizer whose matrices each have an owner.
 
   Attributes:
-    leaves: The state as `inner` has it. What belongs to a parameter with owners
-      is in `stacks`, and a `Place` says where. All else, such as counters and
-      the state of a leaf that all shards update, is here.
-    stacks: What a shard keeps of matrices that stand in a stack,
-      [1, rows, ...]. The first dimension has length 1 inside the mapped
-      function and that of the number of shards outside. Names depend on where
-      all leaves are, so that state of other owners is not taken for them.
+    leaves: The state of `inner`, with a `Place` for each leaf that belongs to a
+      parameter with an owner. All other leaves, such as counters and the state
+      of parameters that all shards update, are stored here.
+    stacks: The rows of the state of matrices that a shard owns, by the name of
+      the stack, [1, rows, ...]. Outside of the mapped function, the first
+      dimension is the number of shards. Names depend on the places of all
+      leaves, so that the state of other owners cannot be mistaken for it.
 
   Examples:
     >>> import jax
@@ -74,26 +75,26 @@ class OwnedLeaves(NamedTuple):
   """
 
   leaves: Any
-  # A leaf in place of the mapping where there are no parameters.
+  # Without parameters, an array instead of the mapping.
   stacks: Any
 
 
-def _full(kept, one_shard, name):
-  """Returns the state as `inner` has it.
+def _unshard(state, one_shard, name):
+  """Returns the state of the replicated optimizer.
 
   Raises:
-    ValueError: If its stacks are of other leaves.
+    ValueError: If its stacks belong to other leaves.
   """
   del one_shard
-  if not isinstance(kept, OwnedLeaves):
-    return kept
-  leaves, treedef = jax.tree.flatten(kept.leaves, is_leaf=is_place)
+  if not isinstance(state, OwnedLeaves):
+    return state
+  leaves, treedef = jax.tree.flatten(state.leaves, is_leaf=is_place)
   for place in filter(is_place, leaves):
+    size = math.prod(place.shape) // len(place.at)
     for stack, shard, row in place.at:
-      shape = jnp.shape(kept.stacks.get(stack))
-      size = math.prod(place.shape) // len(place.at)
-      is_there = shape[:1] > (shard,) and shape[1:2] > (row,)
-      if not is_there or math.prod(shape[2:]) != size:
+      shape = jnp.shape(state.stacks.get(stack))
+      has_row = shape[:1] > (shard,) and shape[1:2] > (row,)
+      if not has_row or math.prod(shape[2:]) != size:
         got = f'the shape {shape} of the stack {stack!r}'
         expected = (
             f'one with row {row} of shard {shard}, {size} elements of'
@@ -101,52 +102,39 @@ def _full(kept, one_shard, name):
         )
         raise ValueError(fields.mismatch(name, got, expected))
 
-  def read(leaf):
+  def unsharded(leaf):
     if not is_place(leaf):
       return leaf
-    parts = [kept.stacks[stack][shard, row] for stack, shard, row in leaf.at]
-    whole = parts[0] if len(parts) == 1 else jnp.stack(parts)
-    return whole.reshape(leaf.shape)
+    layers = [state.stacks[stack][shard, row] for stack, shard, row in leaf.at]
+    x = layers[0] if len(layers) == 1 else jnp.stack(layers)
+    return x.reshape(leaf.shape)
 
-  return treedef.unflatten(map(read, leaves))
+  return treedef.unflatten(map(unsharded, leaves))
 
 
-def _place(full, target):
+def _shard(state, target):
   """Returns the state as owners keep it, at the places of `target`."""
-  leaves, treedef = jax.tree.flatten(target.leaves, is_leaf=is_place)
-  values = treedef.flatten_up_to(full)
+  places, treedef = jax.tree.flatten(target.leaves, is_leaf=is_place)
+  leaves = treedef.flatten_up_to(state)
   # Without parameters, there is no mapping of stacks.
-  if not any(map(is_place, leaves)):
-    return OwnedLeaves(full, jax.tree.map(jnp.zeros_like, target.stacks))
+  if not any(map(is_place, places)):
+    return OwnedLeaves(state, jax.tree.map(jnp.zeros_like, target.stacks))
   rows = {}
-  for place, value in zip(leaves, values, strict=True):
+  for i, place in enumerate(places):
     if is_place(place):
-      layers = jnp.asarray(value).reshape(len(place.at), -1)
+      layers = jnp.asarray(leaves[i]).reshape(len(place.at), -1)
       rows |= zip(place.at, layers, strict=True)
+      leaves[i] = place
 
   def stacked(name, like):
     num_shards, length, *shape = like.shape
-    padding = jnp.zeros(shape, like.dtype)
-    of_shards = [
-        jnp.stack(
-            [
-                rows[at].reshape(shape)
-                if (at := (name, shard, row)) in rows
-                else padding
-                for row in range(length)
-            ]
-        )
-        for shard in range(num_shards)
-    ]
-    return jnp.stack(of_shards)
+    padding = jnp.zeros(math.prod(shape), like.dtype)
+    places = itertools.product([name], range(num_shards), range(length))
+    return jnp.stack([rows.get(x, padding) for x in places]).reshape(like.shape)
 
-  kept = [
-      place if is_place(place) else value
-      for place, value in zip(leaves, values, strict=True)
-  ]
   stacks = {name: stacked(name, x) for name, x in target.stacks.items()}
-  return OwnedLeaves(treedef.unflatten(kept), stacks)
+  return OwnedLeaves(treedef.unflatten(leaves), stacks)
 
 
-# Full, the leaves of all owners are the state of `inner`.
-FULL_RULE = states.Rule(full=_full, place=_place)
+# Unsharded, the leaves of all owners are the state of `inner`.
+FULL_RULE = states.Rule(full=_unshard, place=_shard)

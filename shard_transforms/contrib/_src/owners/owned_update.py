@@ -1,4 +1,4 @@
-"""`owned_update`: each shard runs the optimizer on the matrices it owns."""
+"""Sharding of an optimizer by matrices, each of which has an owner."""
 
 from typing import NamedTuple, get_args
 
@@ -15,6 +15,7 @@ from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms.contrib._src.owners import owned_inner
 from shard_transforms.contrib._src.owners import owned_leaves
+from shard_transforms.contrib._src.owners import tree_exchange
 
 _CALLER = 'owned_update'
 
@@ -53,109 +54,109 @@ def owned_update(
     reduction: weights.MeanOrSum = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     if_reduced: leaf_sums.IfReduced = 'error',
-    if_sliced: owned_inner.IfSliced = 'error',
+    if_sliced: tree_exchange.IfSliced = 'error',
     assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Shards the optimizer by whole matrices: for Muon, LAMB, SOAP and others.
+  """Shards the optimizer by matrices: for Muon, LAMB, SOAP and others (ZeRO-1).
 
   The updates are those of `optax.chain(cross_shard_mean(axis_name), inner)`,
-  with the state and the work of `inner` divided among the N shards. Each leaf
-  whose shape other leaves share has an owner: the one shard that keeps its
-  state and updates it. Optimizers that look at whole leaves can therefore be
-  divided, too: Muon, LAMB, LARS, Adafactor, SOAP and Shampoo. For optimizers
-  that treat each element independently, such as Adam, use
-  `shard_transforms.shard_update`.
+  but the state and the work of `inner` are divided among the N shards. Each
+  matrix has an owner: the shard that keeps its state and updates it. This also
+  divides optimizers that look at whole leaves: Muon, LAMB, LARS, Adafactor,
+  SOAP and Shampoo. For optimizers that treat each element independently, such
+  as Adam, use `shard_transforms.shard_update`.
 
-  Parameters may be replicated or sharded (FSDP, tensor parallelism, both), as
-  `param_specs` says, and stay where they are. Matrices reach their owners axis
-  by axis of the mesh:
+  Parameters may be replicated or sharded (FSDP, tensor parallelism, or both),
+  as given by `param_specs`, and keep their sharding. Matrices are sent to their
+  owners axis by axis of the mesh:
 
-  * Over an axis that slices a matrix, an all-to-all takes the slices of its
-    gradient to the owner, and one takes the slices of its update back. If
-    `inner` reads parameters, as for weight decay, one more takes theirs.
-  * Over the axes of `axis_name` that do not slice it, gradients are
-    reduce-scattered and updates gathered, which send as many bytes as the
-    all-reduce that they replace.
-  * Layers that lie on different shards have their owners there (`whole_dims`).
+  * Over an axis that slices a matrix, an all-to-all sends the slices of its
+    gradient to the owner, and another one returns the slices of its update. If
+    `inner` reads parameters, as for weight decay, one more all-to-all sends
+    the slices of the parameter.
+  * Over the axes of `axis_name` that do not slice a matrix, gradients are
+    reduce-scattered and updates all-gathered. This sends as many bytes as the
+    all-reduce that it replaces.
+  * Layers that lie on different shards have owners among these shards
+    (`whole_dims`).
 
-  Leaves of one shape, dtype and layout stand in a stack, of which each owner
-  has as many rows; if their number is not a multiple of N, some rows are
-  padding. If the programs that update them are equal, an owner runs one of
-  them on its rows; otherwise it takes a branch of its own. A leaf whose shape,
-  dtype and layout no other leaf has is updated by all shards, which keep its
-  state, so a model of such leaves only is not divided. `init` warns where they
-  are a large part. Give a large one, such as an embedding, to `shard_update`,
-  by `optax.partition`.
+  Matrices with the same shape, dtype and layout form a stack, whose rows are
+  divided evenly among the owners. If their number is not a multiple of N, some
+  rows are padding. If the matrices of a stack are updated by equal programs,
+  an owner runs one program on its rows; otherwise, it takes a branch of its
+  own. All shards update a parameter whose shape, dtype and layout no other
+  parameter has, and keep its state, so a model that has only such parameters
+  is not divided. `init` warns if they are a large part of the model. Use
+  `shard_update` for large ones, such as an embedding, by `optax.partition`.
 
-  `inner` is traced on the tree of the whole parameters, so that paths, masks,
-  labels, random numbers and the number of leaves are those of the replicated
-  optimizer, and each shard runs its part of that program. `inner` must treat
-  each leaf alone. If it mixes leaves that have owners, as
+  `inner` is traced on the tree of the unsharded parameters, so that paths,
+  masks, labels, random numbers and the number of leaves are those of the
+  replicated optimizer, and each shard runs its part of the resulting program.
+  `inner` must treat each leaf alone. If it mixes leaves that have owners, as
   `optax.clip_by_global_norm` and `optax.flatten` do, it is refused. A `psum`
-  over `axis_name` of a sum of numbers of single leaves counts each leaf once.
+  over `axis_name` of a sum of values of single leaves counts each leaf once.
   Side effects such as `jax.debug.print` are refused. Under `jax.vmap`, each
   shard updates all leaves and uses its own.
 
-  Make the state with `init_state`, and map it with the specs of `state_specs`;
-  give both `in_specs=param_specs`. It fits this number of shards.
-  `unshard_state` gives it the shapes of the replicated optimizer, and
-  `resize_state` converts it to another number. All axes of the mesh must be
-  mapped. Under plain `jax.jit`, use `on_mesh(tx, mesh, in_specs=param_specs)`,
-  whose `update` takes the gradient of the whole batch as well: say
+  Create the state with `init_state`, map it with the specs of `state_specs`,
+  and pass `in_specs=param_specs` to both. It fits one number of shards;
+  `unshard_state` converts it to the state of the replicated optimizer, and
+  `resize_state` to another number of shards. All axes of the mesh must be
+  mapped. Under plain `jax.jit`, use `on_mesh(tx, mesh, in_specs=param_specs)`.
+  Its `update` also accepts the gradient of the whole batch: set
   `if_sliced='mean', if_reduced='mean'`.
 
   Args:
     inner: The transformation.
-    axis_name: The mapped axis, or a sequence of them, over whose shards the
-      updates are reduced: the axes of the batch. The last axis of the mesh is
-      scattered first, so that the others carry only a part: make it the fast
-      one.
+    axis_name: The mapped axis, or a sequence of mapped axes, over whose shards
+      the updates are reduced: the axes of the batch. The last axis of the mesh
+      is scattered first, so that the others carry only a part of the bytes; it
+      should be the fastest one.
     param_specs: The `PartitionSpec`s of the parameters, as for the `in_specs`
       of `jax.shard_map`: a tree or a prefix tree. They may name axes of
       `axis_name` (FSDP) and others (tensor parallelism).
-    whole_dims: How many of the last dimensions are those of a matrix, for
-      leaves of stacked layers, such as 2 for [layers, m, n] and
-      [experts, m, n]. `inner` is shown one layer, [1, m, n], and must treat
-      each layer alone, as Muon does with `muon_weight_dimension_numbers`. That
-      is not checked: LAMB then scales each layer by its own norm, unlike the
-      replicated optimizer, and random numbers are the same for all layers.
-      `None` stands for all dimensions: a leaf has one owner.
+    whole_dims: The number of the last dimensions that form a matrix, if leaves
+      contain stacked layers, such as 2 for [layers, m, n] and [experts, m, n].
+      `inner` receives one layer, [1, m, n], and must treat each layer alone,
+      as Muon does with `muon_weight_dimension_numbers`. This is not checked:
+      LAMB would scale each layer by its own norm, unlike the replicated
+      optimizer. `None` means that a leaf is one matrix.
     reduction: `'mean'` or `'sum'` over the shards.
-    groups: A partition of the shards into groups of one size, each of which
-      reduces among itself and holds the state once.
-    if_reduced: How to read a leaf whose type says that it is the same on all
-      shards, for a mean; see `cross_shard_mean`.
-    if_sliced: How to read the gradient of a leaf that is sliced over an axis of
-      `axis_name`, for a mean. `'sum'`: it is the sum over the shards, as
+    groups: A partition of the shards into groups of equal size. Each group
+      reduces separately and holds the state once.
+    if_reduced: The treatment of a leaf whose type says that it is the same on
+      all shards, for a mean; see `cross_shard_mean`.
+    if_sliced: The meaning of the gradient of a leaf that is sliced over an axis
+      of `axis_name`, for a mean. `'sum'`: it is the sum over the shards, as
       `jax.lax.all_gather` in the loss of each shard gives it, and is divided
-      by their number. `'mean'`: it is that of the mean of the losses, and
-      is taken as it is. With `reduction='sum'`, it must be summed.
-    assume_leafwise: Turns off the check that `inner` treats each leaf alone.
-      Set it if `inner` is refused although it does: one that mixes leaves then
-      trains wrongly without an error. Each shard then keeps the state that
-      belongs to several leaves.
+      by their number. `'mean'`: it is the gradient of the mean of the losses,
+      and is used as it is. With `reduction='sum'`, it must be summed.
+    assume_leafwise: Whether to skip the check that `inner` treats each leaf
+      alone. Set it if `inner` is refused although it does; if it does not, it
+      then trains incorrectly without an error. State that belongs to several
+      leaves is refused in any case.
 
   Returns:
-    An `optax.GradientTransformationExtraArgs` with an `OwnedUpdateState`, whose
-    `update` takes the optional extra argument `weight`, as that of
-    `cross_shard_mean` does, and passes all others to `inner`.
+    An `optax.GradientTransformationExtraArgs` with an `OwnedUpdateState`. Its
+    `update` accepts the optional extra argument `weight`, like that of
+    `cross_shard_mean`, and passes all others to `inner`.
 
   Raises:
     NameError: In `init` and `update`, if an axis is not bound.
-    TypeError: If an argument is of the wrong kind; in `update`, if a leaf is an
-      integer or boolean, `weight` is not a real number, or the state is of
-      another transformation.
+    TypeError: If an argument has the wrong type; in `update`, if a leaf is an
+      integer or boolean, `weight` is not a real number, or the state belongs
+      to another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
-      sizes; in `init` and `update`, if `inner` mixes leaves, unless it is
-      assumed not to, if `param_specs` does not agree with the types of the
-      parameters, or with the `in_specs` of `init_state` or `on_mesh`, or if
-      `if_sliced` does not say what gradients are; in `update`, as in
-      `cross_shard_mean`, if slices come with a `weight`, if an extra argument
-      has the shape of slices or of all layers, or if the state was made for
-      other parameters or another number of shards.
+      sizes; in `init` and `update`, if `inner` mixes leaves, if `param_specs`
+      does not agree with the types of the parameters, or with the `in_specs`
+      of `init_state` or `on_mesh`, or if `if_sliced` does not say what the
+      gradients of slices are; in `update`, as in `cross_shard_mean`, if slices
+      come with a `weight`, if an extra argument has the shape of slices or of
+      all layers, or if the state was made for other parameters or another
+      number of shards.
 
   Examples:
-    Muon of matrices whose rows are sharded, each of which one shard updates:
+    Muon for matrices whose rows are sharded; one shard updates each matrix:
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -187,7 +188,7 @@ def owned_update(
       None if groups is None else groups_lib.as_groups(groups),
       if_reduced,
   )
-  own = owned_inner.OwnedInner(
+  owned = owned_inner.OwnedInner(
       arguments.as_inner(inner, _CALLER),
       reduce,
       param_specs,
@@ -197,11 +198,11 @@ def owned_update(
   )
 
   def init_fn(params):
-    return OwnedUpdateState(own.init(params))
+    return OwnedUpdateState(owned.init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_state(state, OwnedUpdateState, _CALLER)
-    updates, inner_state = own.update(
+    updates, inner_state = owned.update(
         updates, weight, state.inner_state, params, extra_args
     )
     return updates, OwnedUpdateState(inner_state)
@@ -210,22 +211,15 @@ def owned_update(
 
 
 def _check_options(whole_dims, if_sliced, reduction, groups, param_specs):
-  """Checks how parameters are said to be laid out.
+  """Checks the options for the layout of parameters.
 
   Raises:
-    TypeError: If an option is of the wrong kind.
-    ValueError: If one has a wrong value.
+    TypeError: If an option has the wrong type.
+    ValueError: If an option has a wrong value.
   """
-  if whole_dims is not None and (
-      not isinstance(whole_dims, int) or isinstance(whole_dims, bool)
-  ):
-    raise TypeError(
-        '`whole_dims` must be None or a number of dimensions, got'
-        f' {whole_dims!r}.'
-    )
-  if whole_dims is not None and whole_dims < 1:
-    raise ValueError(f'`whole_dims` must be at least 1, got {whole_dims}.')
-  if if_sliced not in get_args(owned_inner.IfSliced):
+  if whole_dims is not None:
+    arguments.as_at_least('whole_dims', whole_dims, 1)
+  if if_sliced not in get_args(tree_exchange.IfSliced):
     raise ValueError(
         "`if_sliced` must be 'error', 'sum' or 'mean', got" f' {if_sliced!r}.'
     )

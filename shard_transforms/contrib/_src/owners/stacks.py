@@ -1,16 +1,12 @@
-"""Stacks of matrices of one shape and layout, and their owners.
+"""Stacks of matrices with equal layouts, and the owner of each matrix.
 
-A matrix is a leaf, or one layer of a leaf of stacked layers. Those of one
-shape, dtype and layout stand in a stack [K, ...], whose first rows belong to
-the first owner, the next ones to the second owner, and so on.
+The matrices of one layout form a stack [K, ...]. Its first rows belong to the
+first owner, the next rows to the second owner, and so on.
 """
 
 import collections
-from collections.abc import Callable
-from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
-from collections.abc import Set
 import dataclasses
 import functools
 import itertools
@@ -26,52 +22,11 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.reduction import sharded_reduction
-from shard_transforms._src.state import state_types
-from shard_transforms.contrib._src.owners import dependence
+from shard_transforms.contrib._src.owners import matrix_layout
 
-Axes = tuple[Hashable, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-  """The layout of the matrices of a stack.
-
-  Attributes:
-    shape: The shape of a whole matrix, with leading ones for a layer.
-    dtype: The dtype of the parameters.
-    slicing: For each dimension, the axes that slice it, the major one first.
-    reduced: The axes over which gradients are reduced, in mesh order.
-    apart: The axes over which layers lie, in mesh order.
-  """
-
-  shape: tuple[int, ...]
-  dtype: str
-  slicing: tuple[Axes, ...]
-  reduced: Axes
-  apart: Axes
-
-  @property
-  def sliced(self) -> Axes:
-    """The axes that slice a matrix, in mesh order."""
-    return axes_lib.in_mesh_order(tuple(itertools.chain(*self.slicing)))
-
-  @property
-  def owned_over(self) -> Axes:
-    """The axes among whose shards matrices are divided: those reduced first."""
-    return (*self.reduced, *self.sliced)
-
-  @property
-  def axes(self) -> Axes:
-    """All axes over which the matrices of a shard differ, in mesh order."""
-    return axes_lib.in_mesh_order((*self.owned_over, *self.apart))
-
-  @property
-  def local_shape(self) -> tuple[int, ...]:
-    """The shape of the slice of a matrix that a shard holds."""
-    return tuple(
-        size // math.prod(map(lax.axis_size, axes))
-        for size, axes in zip(self.shape, self.slicing, strict=True)
-    )
+# The parameter of an array that belongs to no single parameter, or to one that
+# all shards update. Such an array is the same on all shards.
+SHARED = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,62 +34,33 @@ class Stack:
   """Matrices of one layout, each with an owner.
 
   Attributes:
-    layout: Their layout.
-    members: The number of the parameter of each matrix, and of its layer among
-      those that a shard holds.
+    layout: The layout of the matrices.
+    members: For each matrix, the index of its parameter, and the index of its
+      layer among those on a shard.
     num_owners: The number of owners.
     by_rows: Whether gradients are reduce-scattered by rows of the stack;
-      otherwise each is by slices, which are exchanged.
+      otherwise, each gradient is reduce-scattered to slices, which are then
+      exchanged.
   """
 
-  layout: Layout
+  layout: matrix_layout.MatrixLayout
   members: tuple[tuple[int, int], ...]
   num_owners: int
   by_rows: bool
 
   @property
   def length(self) -> int:
-    """The number of rows of each owner; the last rows may be padding."""
+    """The number of rows per owner; the last rows may be padding."""
     return -(-len(self.members) // self.num_owners)
 
   @property
   def params(self) -> list[int]:
-    """The numbers of the parameters, each once."""
+    """The indices of the parameters in the stack."""
     return list(dict.fromkeys(param for param, _ in self.members))
 
-  def of_owner(self, owner: int) -> list[int]:
-    """Returns the numbers of the members of an owner, in order."""
-    start = owner * self.length
-    return [*range(len(self.members))][start : start + self.length]
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-  """How one parameter is laid out.
-
-  Attributes:
-    shape: Its shape as a whole.
-    local_layers: The leading dimensions of its layers on a shard.
-    of_layers: For each leading dimension, the axes that divide it.
-    layout: The layout of a matrix, or `None` for a leaf that all shards update.
-    slicing: For each dimension, the axes that slice it.
-  """
-
-  shape: tuple[int, ...]
-  local_layers: tuple[int, ...]
-  layout: Layout | None
-  slicing: tuple[Axes, ...]
-
-  @property
-  def num_layers(self) -> int:
-    """The number of its matrices on a shard."""
-    return math.prod(self.local_layers)
-
-  @property
-  def shown(self) -> tuple[int, ...]:
-    """The shape that `inner` is shown: that of one layer, or of the leaf."""
-    lead = len(self.local_layers)
-    return (1,) * lead + self.shape[lead:]
+  def members_of(self, owner: int) -> Sequence[tuple[int, int]]:
+    """Returns the members of an owner, in the order of its rows."""
+    return self.members[owner * self.length : (owner + 1) * self.length]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,184 +68,154 @@ class Stacks:
   """The stacks of a tree of parameters.
 
   Attributes:
-    leaves: The layout of each parameter, in the order of their tree.
+    layouts: The layout of each parameter, in the order of `jax.tree.leaves`.
     names: The name of each parameter.
     stacks: All stacks.
-    reduction: How gradients are reduced.
+    reduction: The reduction of gradients.
   """
 
-  leaves: Sequence[Leaf]
+  layouts: Sequence[matrix_layout.ParamLayout]
   names: Sequence[str]
   stacks: Sequence[Stack]
   reduction: sharded_reduction.ShardedReduction
 
   @functools.cached_property
-  def places(self) -> Mapping[int, list[tuple[int, int]]]:
-    """The stack and the row of each layer, for parameters that have owners."""
-    found = collections.defaultdict(dict)
+  def rows(self) -> Mapping[int, list[tuple[int, int]]]:
+    """The stack and the row of each layer, for parameters with owners."""
+    rows = collections.defaultdict(dict)
     for s, stack in enumerate(self.stacks):
       for row, (param, layer) in enumerate(stack.members):
-        found[param][layer] = s, row
+        rows[param][layer] = s, row
     return {
-        param: [places[layer] for layer in sorted(places)]
-        for param, places in found.items()
+        param: [rows_of_layers[i] for i in range(len(rows_of_layers))]
+        for param, rows_of_layers in rows.items()
     }
 
   @functools.cached_property
-  def axes(self) -> Axes:
+  def axes(self) -> matrix_layout.Axes:
     """All axes over which gradients are reduced, or parameters sliced."""
-    slicing = itertools.chain(*(leaf.slicing for leaf in self.leaves))
-    every = (*self.reduction.axes, *itertools.chain(*slicing))
-    return axes_lib.in_mesh_order(tuple(dict.fromkeys(every)))
+    slicing = itertools.chain(*(layout.slicing for layout in self.layouts))
+    axes = (*self.reduction.axes, *itertools.chain(*slicing))
+    return axes_lib.in_mesh_order(tuple(dict.fromkeys(axes)))
 
-  def axes_of(self, number: int) -> Axes:
-    """Returns the axes over which what belongs to a parameter differs."""
-    if number == dependence.MIXED:
-      return self.axes
-    if number not in self.places:
+  @property
+  def same_axes(self) -> matrix_layout.Axes:
+    """The axes over whose shards reduced gradients are the same."""
+    return () if self.reduction.groups else self.reduction.axes
+
+  def axes_of(self, param: int) -> matrix_layout.Axes:
+    """Returns the axes over which arrays of a parameter differ."""
+    if param not in self.rows:
       return ()
-    (stack, _), *_ = self.places[number]
+    (stack, _), *_ = self.rows[param]
     return self.stacks[stack].layout.axes
 
-  def of(self, tree: Any) -> list[int]:
-    """Returns the number of the parameter of each leaf.
-
-    It is -1 for one without a gradient, and for a scalar.
+  def params_of(self, tree: Any) -> list[int]:
+    """Returns the index of the parameter at the position of each leaf.
 
     Raises:
-      ValueError: If there is no such parameter.
+      ValueError: If there is no parameter at the position of a leaf.
     """
-    paths = jax.tree.leaves_with_path(tree)
-    numbers = [self._number_of(leaves_lib.name_of(path)) for path, _ in paths]
-    is_cut = [self.leaves[i].layout is not None for i in numbers]
-    return [
-        i if cut else dependence.SHARED
-        for i, cut in zip(numbers, is_cut, strict=True)
-    ]
+    names = [leaves_lib.name_of(x) for x, _ in jax.tree.leaves_with_path(tree)]
+    if unknown := [name for name in names if name not in self._indices]:
+      raise ValueError(
+          f'`updates` of `{self.reduction.caller}` have a leaf at'
+          f' {unknown[0]}, where there is no parameter. Pass updates with the'
+          ' tree of the parameters.'
+      )
+    return [self._indices[name] for name in names]
 
   @functools.cached_property
-  def _numbers(self):
+  def _indices(self):
     return {name: i for i, name in enumerate(self.names)}
 
-  def _number_of(self, name):
-    if name not in self._numbers:
-      raise ValueError(
-          '`updates` of `owned_update` must be of the parameters, got'
-          f' {name}, which is none of them.'
-      )
-    return self._numbers[name]
-
-  def laid_out(self, tree: Any) -> list[Leaf]:
-    """Returns how the parameter of each leaf is laid out."""
-    paths = jax.tree.leaves_with_path(tree)
-    names = (leaves_lib.name_of(path) for path, _ in paths)
-    return [self.leaves[self._number_of(name)] for name in names]
-
-  def members(
+  def matrices(
       self, stack: Stack, arrays: Mapping[int, jax.Array]
   ) -> list[jax.Array]:
-    """Returns the matrices of a stack, as a shard holds them.
-
-    They have one dtype, to which gradients of several dtypes are promoted.
+    """Returns the matrices of a stack, as a shard holds them, in one dtype.
 
     Args:
       stack: The stack.
-      arrays: The arrays of parameters by number; zeros for one that is missing.
+      arrays: For each parameter its array; if it is missing, it is zero.
 
     Raises:
-      ValueError: If one has not the shape of its parameter.
+      ValueError: If an array does not have the shape of its parameter.
     """
-    shape, found = stack.layout.local_shape, []
-    for number, layer in stack.members:
-      leaf = self.leaves[number]
-      if number not in arrays:
-        found.append(jnp.zeros(shape, stack.layout.dtype))
+    shape, matrices = stack.layout.local_shape, []
+    for param, layer in stack.members:
+      if param not in arrays:
+        matrices.append(jnp.zeros(shape, stack.layout.dtype))
         continue
-      x = jnp.asarray(arrays[number])
-      expected = (*leaf.local_layers, *shape[len(leaf.local_layers) :])
+      x, layers = jnp.asarray(arrays[param]), self.layouts[param].local_layers
+      expected = (*layers, *shape[len(layers) :])
       if x.shape != expected:
         raise ValueError(
             f'`updates` of `{self.reduction.caller}` must have the shapes of'
             f' the parameters, got {list(x.shape)} instead of'
-            f' {list(expected)} at {self.names[number]}.'
+            f' {list(expected)} at {self.names[param]}.'
         )
-      found.append(x.reshape(-1, *shape)[layer])
+      matrices.append(x.reshape(-1, *shape)[layer])
     with jax.numpy_dtype_promotion('standard'):
-      dtype = jnp.result_type(*found)
-    return [leaves_lib.as_dtype(x, dtype) for x in found]
+      dtype = jnp.result_type(*matrices)
+    return [leaves_lib.as_dtype(x, dtype) for x in matrices]
 
   def types(self, tree: Any, all_layers: bool = False) -> Any:
-    """Returns the types of whole leaves, the same on all shards.
+    """Returns the types of unsharded leaves, the same on all shards.
 
     Args:
       tree: A tree of parameters or gradients, as a shard holds them.
-      all_layers: Whether leaves have all their layers, and not one.
+      all_layers: Whether the types have all layers instead of one.
     """
+    ignored_axes = () if self.reduction.groups else self.axes
+    make = functools.cache(_array_type)
     leaves, treedef = jax.tree.flatten(tree)
-    ignored = () if self.reduction.groups else self.axes
-    make = type_maker()
 
-    def typed(x, leaf):
-      kind = jax.typeof(x)
-      shape = leaf.shape if all_layers else leaf.shown
-      over = axes_lib.varying_axes(kind).difference(ignored)
+    def typed(x, param):
       if leaves_lib.is_float0(x):
-        return kind
-      return make(shape, kind.dtype, over)
+        return jax.typeof(x)
+      layout = self.layouts[param]
+      return make(
+          layout.shape if all_layers else layout.inner_shape,
+          leaves_lib.dtype_of(x),
+          axes_lib.varying_axes(x).difference(ignored_axes),
+      )
 
-    return treedef.unflatten(map(typed, leaves, self.laid_out(tree)))
+    return treedef.unflatten(map(typed, leaves, self.params_of(tree)))
 
-  def shards_of(self, number: int) -> list[tuple[int, int, int]]:
-    """Returns where the layers of a parameter are, in their order.
+  def locations(self, param: int) -> list[tuple[int, int, int]]:
+    """Returns the locations of the layers of a parameter, in their order.
 
-    Returns:
-      For each layer the number of its stack, that of the shard over the axes of
-      the stack, and that of the row among those of the shard.
+    A location is the index of the stack, the index of the shard along all axes
+    of the stack, and the index of the row on this shard.
     """
-    leaf, places = self.leaves[number], self.places[number]
-    lead = len(leaf.local_layers)
-    found = []
-    for layer in np.ndindex(leaf.shape[:lead]):
-      at, local = {}, []
-      for i, n, axes in zip(
-          layer, leaf.local_layers, leaf.slicing[:lead], strict=True
-      ):
-        local.append(i % n)
-        sizes = tuple(map(lax.axis_size, axes))
-        at |= zip(axes, np.unravel_index(i // n, sizes), strict=True)
-      index = _ravel(local, leaf.local_layers)
-      s, row = places[index]
+    layout, rows = self.layouts[param], self.rows[param]
+    sizes = layout.local_layers
+    locations = []
+    for layer in np.ndindex(layout.shape[: len(sizes)]):
+      parts = list(map(divmod, layer, sizes))
+      s, row = rows[_ravel([local for _, local in parts], sizes)]
       stack = self.stacks[s]
-      layout = stack.layout
-      owner, slot = divmod(row, stack.length)
+      shard, slot = divmod(row, stack.length)
       if self.reduction.groups is None:
-        sizes = tuple(map(lax.axis_size, layout.owned_over))
-        owner_at = np.unravel_index(owner, sizes)
-        at |= zip(layout.owned_over, owner_at, strict=True)
-        axes = layout.axes
-        owner = _ravel([at[a] for a in axes], list(map(lax.axis_size, axes)))
-      found.append((s, owner, slot))
-    return found
+        index = _unravel(shard, stack.layout.owner_axes)
+        for axes, (i, _) in zip(layout.slicing, parts, strict=False):
+          index |= _unravel(i, axes)
+        axes = stack.layout.axes
+        shard = _ravel([index[a] for a in axes], map(lax.axis_size, axes))
+      locations.append((s, shard, slot))
+    return locations
 
 
-def type_maker() -> Callable[[tuple[int, ...], Any, Set[Hashable]], Any]:
-  """Returns a function that makes the type of an array."""
+def varying_types(types: Any, axes_of_leaves: Sequence[Any]) -> Any:
+  """Returns the types of a tree, each of which also varies over some axes."""
+  make = functools.cache(_array_type)
 
-  # Trees have many leaves of few types, and tracing takes long.
-  @functools.cache
-  def make(shape, dtype, axes):
-    return jax.eval_shape(
-        lambda: axes_lib.to_varying(jnp.zeros(shape, dtype), (*axes,))
-    )
+  def typed(kind, axes):
+    before = axes_lib.varying_axes(kind)
+    return make(kind.shape, kind.dtype, before.union(axes)) if axes else kind
 
-  return lambda shape, dtype, axes: make(shape, dtype, frozenset(axes))
-
-
-def _ravel(index, sizes):
-  number = 0
-  for i, size in zip(index, sizes, strict=True):
-    number = number * size + int(i)
-  return number
+  leaves, treedef = jax.tree.flatten(types)
+  return treedef.unflatten(map(typed, leaves, axes_of_leaves))
 
 
 def find(
@@ -329,41 +225,26 @@ def find(
     whole_dims: int | None,
     are_params: bool = True,
 ) -> Stacks:
-  """Returns the stacks of parameters, as a shard holds these.
-
-  Args:
-    params: The parameters, as a shard holds them.
-    param_specs: Their `PartitionSpec`s.
-    reduction: How gradients are reduced.
-    whole_dims: The number of the last dimensions of a matrix, or `None` if
-      each leaf is one.
-    are_params: Whether these are the parameters, whose types tell which are
-      slices, and not their gradients.
-
-  Raises:
-    ValueError: If specs do not agree with the parameters or their types.
-  """
-  found = jax.tree.leaves_with_path(params)
-  specs = _specs_of(params, param_specs, reduction)
-  leaves = [
-      _leaf(path, x, spec, reduction, whole_dims, are_params)
-      for (path, x), spec in zip(found, specs, strict=True)
-  ]
+  """Returns the stacks of parameters; see `matrix_layout.param_layouts`."""
+  layouts = matrix_layout.param_layouts(
+      params, param_specs, reduction, whole_dims, are_params
+  )
   members = collections.defaultdict(list)
-  for i, leaf in enumerate(leaves):
-    if leaf.layout is not None:
-      layers = ((i, layer) for layer in range(leaf.num_layers))
-      members[leaf.layout].extend(layers)
+  for param, layout in enumerate(layouts):
+    if layout.matrix is not None:
+      layers = range(math.prod(layout.local_layers))
+      members[layout.matrix].extend((param, layer) for layer in layers)
   stacks = [
       stack
       for layout, of_layout in members.items()
-      for stack in _split(layout, of_layout, leaves, reduction)
+      for stack in _split(layout, of_layout, layouts, reduction)
   ]
-  names = [leaves_lib.name_of(path) for path, _ in found]
-  return Stacks(leaves, names, stacks, reduction)
+  paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+  names = list(map(leaves_lib.name_of, paths))
+  return Stacks(layouts, names, stacks, reduction)
 
 
-def _split(layout, members, leaves, reduction):
+def _split(layout, members, layouts, reduction):
   """Yields the stacks of the matrices of one layout."""
   num_reduced = math.prod(map(lax.axis_size, layout.reduced))
   num_owners = num_reduced * math.prod(map(lax.axis_size, layout.sliced))
@@ -371,127 +252,36 @@ def _split(layout, members, leaves, reduction):
     num_reduced = num_owners = reduction.num_shards()
   num_rest = len(members) % num_owners
   alone = members[-1:] if len(members) == 1 or num_rest == 1 else []
-  # All shards update one leaf alone: that sends less than an owner would.
-  if alone and not leaves[alone[0][0]].local_layers:
+  # If all shards update a single matrix, they send less than to an owner.
+  if alone and not layouts[alone[0][0]].local_layers:
     members, num_rest = members[:-1], 0
   # Rows of padding are reduce-scattered, too. Slices are not padded until they
   # are exchanged, and then a shard holds 1 / `num_reduced` of the rows.
   in_rows = num_owners <= num_rest + num_owners / num_reduced
-  if in_rows or not num_rest or reduction.groups is not None:
+  if in_rows or reduction.groups is not None:
     num_rest = 0
-  full, rest = members[: len(members) - num_rest], members[-num_rest:]
-  if full:
-    yield Stack(layout, tuple(full), num_owners, True)
+  num_full = len(members) - num_rest
+  if num_full:
+    yield Stack(layout, tuple(members[:num_full]), num_owners, True)
   if num_rest:
-    yield Stack(layout, tuple(rest), num_owners, False)
+    yield Stack(layout, tuple(members[num_full:]), num_owners, False)
 
 
-def _specs_of(params, param_specs, reduction):
-  """Returns the spec of each parameter.
-
-  Raises:
-    ValueError: If they are not of the tree of the parameters.
-  """
-  try:
-    specs = jax.tree.broadcast(param_specs, params, is_leaf=specs_lib.is_spec)
-  except ValueError as error:
-    raise ValueError(
-        f'`param_specs` of `{reduction.caller}` must have the tree of the'
-        f' parameters, or the head of it, got {param_specs!r} for'
-        f' {jax.tree.structure(params)}.'
-    ) from error
-  return jax.tree.leaves(specs, is_leaf=specs_lib.is_spec)
+def _array_type(shape, dtype, axes):
+  """Returns the type of an array that varies over some axes."""
+  return jax.eval_shape(
+      lambda: axes_lib.to_varying(jnp.zeros(shape, dtype), (*axes,))
+  )
 
 
-def _leaf(path, x, spec, reduction, whole_dims, are_params):
-  """Returns how one parameter is laid out."""
-  shape, entries = jnp.shape(x), specs_lib.entries(spec)
-  name = leaves_lib.name_of(path)
-  if len(entries) > len(shape):
-    raise ValueError(
-        f'`param_specs` of `{reduction.caller}` must have at most an entry for'
-        f' each dimension, got {spec!r} for {name} {list(shape)}.'
-    )
-  entries += [()] * (len(shape) - len(entries))
-  axes = specs_lib.axes_of(spec)
-  if len(axes) < sum(map(len, entries)):
-    raise ValueError(
-        f'`param_specs` of `{reduction.caller}` must name each axis at most'
-        f' once, got {spec!r} for {name}.'
-    )
-  axes_lib.size(tuple(axes), reduction.caller)
-  if are_params:
-    _check_types(name, x, axes, reduction)
-    _check_specs_in_use(name, shape, spec, reduction.caller)
-  sizes = [math.prod(map(lax.axis_size, e)) for e in entries]
-  whole = tuple(n * size for n, size in zip(shape, sizes, strict=True))
-  lead = 0 if whole_dims is None else max(0, len(shape) - whole_dims)
-  apart = axes_lib.in_mesh_order(tuple(itertools.chain(*entries[:lead])))
-  layout = None
-  if leaves_lib.is_sliced(x, 2):
-    reduced = (axis for axis in reduction.axes if axis not in axes)
-    layout = Layout(
-        (1,) * lead + whole[lead:],
-        leaves_lib.dtype_of(x).name,
-        ((),) * lead + tuple(entries[lead:]),
-        axes_lib.in_mesh_order(tuple(reduced)),
-        apart,
-    )
-  return Leaf(whole, shape[:lead], layout, tuple(entries))
+def _ravel(index, sizes):
+  flat = 0
+  for i, size in zip(index, sizes, strict=True):
+    flat = flat * size + int(i)
+  return flat
 
 
-def _check_specs_in_use(name, shape, spec, caller):
-  """Checks that a spec slices a parameter like `in_specs`.
-
-  Parameters of which no specs are in use, such as those of another tree, are
-  not checked.
-
-  Raises:
-    ValueError: If the specs differ.
-  """
-  traced_shape, in_spec = state_types.specs_in_use().get(name, (None, None))
-  if in_spec is None or traced_shape != shape:
-    return
-
-  def axes_of_dims(spec):
-    entries = specs_lib.entries(spec)
-    entries += [()] * (len(shape) - len(entries))
-    return [[a for a in entry if lax.axis_size(a) > 1] for entry in entries]
-
-  if axes_of_dims(spec) != axes_of_dims(in_spec):
-    raise ValueError(
-        f'`param_specs` of `{caller}` must be the `in_specs` of the step, got'
-        f' {spec!r} for {name}, which `in_specs` shards by {in_spec!r}. Pass'
-        ' the same specs to `param_specs`, `init_state`, `state_specs`,'
-        ' `on_mesh` and `jax.shard_map`.'
-    )
-
-
-def _check_types(name, x, axes, reduction):
-  """Checks a spec against the type of a parameter.
-
-  Raises:
-    ValueError: If they disagree.
-  """
-  # Groups hold different parameters.
-  if reduction.groups is not None or not isinstance(x, jax.Array):
-    return
-  varying = {a for a in axes_lib.varying_axes(x) if lax.axis_size(a) > 1}
-  if missing := sorted(varying - axes, key=str):
-    raise ValueError(
-        f'`param_specs` of `{reduction.caller}` must name the axes over which'
-        f' parameters are sliced, got a spec without {missing} for {name}'
-        f' {list(jnp.shape(x))}, typed varying: each shard has another slice'
-        ' (FSDP, tensor parallelism), or has marked it by `per_shard`. Give'
-        ' the `PartitionSpec`s that `in_specs` has, and to `init` and `update`'
-        ' what they slice. With `local_updates`, reduce in `outer`.'
-    )
-  same = [a for a in sorted(axes - varying, key=str) if axes_lib.is_tracked(a)]
-  if same and any(lax.axis_size(a) > 1 for a in same):
-    raise ValueError(
-        f'`param_specs` of `{reduction.caller}` must agree with the types of'
-        f' the parameters, got a spec with {same} for {name}'
-        f' {list(jnp.shape(x))}, typed invariant: all shards have the same.'
-        ' Give the same specs as `in_specs` of `jax.shard_map`, `init_state`'
-        ' and `on_mesh`.'
-    )
+def _unravel(flat, axes):
+  """Returns the index along each axis."""
+  sizes = tuple(map(lax.axis_size, axes))
+  return dict(zip(axes, np.unravel_index(flat, sizes), strict=True))

@@ -1,0 +1,231 @@
+"""The parameter of each leaf of a state, and the check of leafwise updates."""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.state import state_types as state_types_lib
+from shard_transforms.contrib._src.owners import leaf_dependence
+from shard_transforms.contrib._src.owners import leaf_program
+from shard_transforms.contrib._src.owners import stacks as stacks_lib
+
+
+def trace_init(
+    inner: optax.GradientTransformation, types: Any
+) -> leaf_program.LeafProgram:
+  """Traces `init` for parameters of some types."""
+  return leaf_program.trace(inner.init, (), (), 1, types)
+
+
+def owner_types(stacks: stacks_lib.Stacks, types: Any) -> Any:
+  """Returns the types of parameters or updates of which owners have theirs."""
+  axes = map(stacks.axes_of, stacks.params_of(types))
+  return stacks_lib.varying_types(types, list(axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPartition:
+  """Partitions a state by parameters, if `inner` treats each leaf alone.
+
+  Attributes:
+    inner: The transformation.
+    stacks: The stacks of the parameters.
+    assume_leafwise: Whether to skip the check that `inner` treats each leaf
+      alone.
+  """
+
+  inner: optax.GradientTransformationExtraArgs
+  stacks: stacks_lib.Stacks
+  assume_leafwise: bool
+
+  def of_new_state(
+      self, types: Any, state_types: Any, full_types: Any
+  ) -> list[int]:
+    """Returns the parameter that each leaf of a new state belongs to.
+
+    Args:
+      types: The types of the parameters that `inner` receives.
+      state_types: The types of the state.
+      full_types: The types of the state if `inner` receives all layers.
+
+    Raises:
+      ValueError: If the state or an update mixes leaves.
+    """
+    positions = self._positions(types, state_types)
+    params = [stacks_lib.SHARED if x is None else x for x in positions]
+    types = types, state_types, types
+    try:
+      program = self.trace(self.inner.update, types, params)
+    except (TypeError, KeyError, ValueError):
+      # `inner` may need an extra argument, or updates of another tree than the
+      # parameters. Only `update` receives these, so it checks `inner`.
+      params = positions
+    else:
+      dependence = self._dependence(program, types, params)
+      params = dependence.params_of_state(positions)
+      self._check(self._dependence(program, types, params))
+
+    shapes = (
+        map(jnp.shape, jax.tree.leaves(x)) for x in (types[1], full_types)
+    )
+    state_params = []
+    for param, shape, full_shape in zip(params, *shapes, strict=True):
+      has_owner = param in self.stacks.rows
+      # State that has no layers, such as coefficients that only one leaf reads,
+      # is the same for all layers; if it is not, `update` refuses it.
+      if has_owner and self.stacks.layouts[param].has_layers:
+        has_owner = shape != full_shape or not shape
+      state_params.append(param if has_owner else stacks_lib.SHARED)
+    return state_params
+
+  def _positions(self, types, state_types):
+    """Returns the parameter at the tree position of each leaf, or `None`."""
+    params = jax.tree.unflatten(
+        jax.tree.structure(types), self.stacks.params_of(types)
+    )
+    # A state may have no position for each parameter, such as a list.
+    with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
+      state_types = state_types_lib.map_with_params(
+          self.inner, lambda _, param: param, state_types, params
+      )
+    leaves = jax.tree.leaves(state_types)
+    return [leaf if isinstance(leaf, int) else None for leaf in leaves]
+
+  def check_update(
+      self,
+      update: Callable[..., Any],
+      types: tuple[Any, Any, Any],
+      state_params: Sequence[int],
+  ) -> leaf_dependence.LeafDependence:
+    """Traces `update`, and checks that it treats each leaf alone.
+
+    Args:
+      update: The function.
+      types: The types of unsharded updates, of the state, and of unsharded
+        parameters or `None`.
+      state_params: The parameter that each leaf of the state belongs to.
+
+    Raises:
+      TypeError: If `inner` raises it.
+      ValueError: If `inner` mixes leaves, or changes the types of updates or
+        state.
+    """
+    try:
+      program = self.trace(update, types, state_params)
+    except TypeError:
+      # JAX refuses a `cond` on all leaves because of the types of its branches.
+      program = self.trace(update, types, state_params, replicated=True)
+      self._check(self._dependence(program, types, state_params))
+      raise
+    dependence = self._dependence(program, types, state_params)
+    self._check(dependence)
+    return dependence
+
+  def trace(
+      self,
+      update: Callable[..., Any],
+      types: tuple[Any, Any, Any],
+      state_params: Sequence[int],
+      replicated: bool = False,
+  ) -> leaf_program.LeafProgram:
+    """Traces `update` with the types that owners have.
+
+    Args:
+      update: As for `check_update`.
+      types: As for `check_update`.
+      state_params: As for `check_update`.
+      replicated: Whether all shards have all updates, state and parameters.
+    """
+    stacks, (updates, state, params) = self.stacks, types
+    if not replicated:
+      # JAX refuses a `cond` between an update and the old state if only one of
+      # them varies.
+      updates, params = (owner_types(stacks, x) for x in (updates, params))
+      axes = list(map(stacks.axes_of, state_params))
+      state = stacks_lib.varying_types(state, axes)
+    return leaf_program.trace(
+        update,
+        stacks.same_axes,
+        stacks.axes if stacks.same_axes else (),
+        stacks.reduction.num_shards(),
+        updates,
+        state,
+        params,
+    )
+
+  def _dependence(self, program, types, state_params):
+    """Returns the dependence of the results on updates and state.
+
+    Raises:
+      ValueError: If results do not have the types of the updates and the state.
+    """
+    _check_types(program.results, types[:2], self.stacks)
+    update_params = self.stacks.params_of(types[0])
+    return leaf_dependence.LeafDependence(
+        program,
+        [*update_params, *state_params],
+        len(update_params),
+        self.stacks,
+    )
+
+  def _check(self, dependence):
+    """Checks that `inner` treats each leaf alone.
+
+    Raises:
+      ValueError: If it does not.
+    """
+    caller = self.stacks.reduction.caller
+    advice = (
+        ' Use `optax.chain(cross_shard_mean(axis_name), inner)`, for some'
+        ' parameters by `optax.partition`.'
+    )
+    if self.assume_leafwise:
+      problem = dependence.problem_of_shared_state()
+    else:
+      problem = dependence.problem()
+      advice += (
+          ' To clip, use `shard_transforms.clip_by_global_norm(max_norm,'
+          ' axis_name)`. If `inner` does treat each leaf alone, set'
+          ' `assume_leafwise=True`.'
+      )
+    if problem:
+      raise ValueError(
+          f'`inner` of `{caller}` must treat each leaf of the parameters alone,'
+          f' but {problem}.{advice}'
+      )
+
+
+def _check_types(results, arguments, stacks):
+  """Checks that an update and a state have the types of those before.
+
+  Raises:
+    ValueError: If they do not.
+  """
+  prefix = f'`inner` of `{stacks.reduction.caller}` must keep the'
+  tree, expected = jax.tree.structure(results), jax.tree.structure(arguments)
+  if tree != expected:
+    raise ValueError(
+        f'{prefix} tree of updates and state: it returned {tree} for'
+        f' {expected}.'
+    )
+  for (path, x), y in zip(
+      jax.tree.leaves_with_path(results),
+      jax.tree.leaves(arguments),
+      strict=True,
+  ):
+    is_state = path[0].idx == 1
+    if x.shape != jnp.shape(y) or (is_state and x.dtype != y.dtype):
+      raise ValueError(
+          f'{prefix} types of updates and state: it returned'
+          f' {x.dtype.name}{list(x.shape)} for'
+          f' {y.dtype.name}{list(jnp.shape(y))} in its'
+          f' {"state" if is_state else "updates"} at'
+          f' {leaves_lib.name_of(path[1:])}.'
+      )

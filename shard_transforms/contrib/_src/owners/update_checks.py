@@ -1,0 +1,109 @@
+"""Checks of gradients and extra arguments against the layout of parameters."""
+
+from collections.abc import Mapping
+import itertools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms.contrib._src.owners import stacks as stacks_lib
+
+
+def check_if_sliced(stacks: stacks_lib.Stacks, if_sliced: str) -> None:
+  """Checks that the meaning of the gradients of slices is known.
+
+  Raises:
+    ValueError: If it is not.
+  """
+  reduction = stacks.reduction
+  if reduction.kind == 'sum' or if_sliced != 'error':
+    return
+  for layout, name in zip(stacks.layouts, stacks.names, strict=True):
+    if axes := _reduced_slicing(stacks, layout):
+      raise ValueError(
+          f'`if_sliced` of `{reduction.caller}` must say what the gradients of'
+          f' slices are, because {name} is sliced over {axes}. Set it to'
+          " 'sum' if they are sums over the shards, which the loss of each"
+          " shard gives by `jax.lax.all_gather`; set it to 'mean' if they are"
+          ' the gradients of the mean of the losses, as under plain `jax.jit`.'
+      )
+
+
+def check_updates(
+    stacks: stacks_lib.Stacks,
+    updates: optax.Updates,
+    weight: chex.Numeric | None,
+) -> None:
+  """Checks gradients.
+
+  Raises:
+    ValueError: If they vary over an axis that is not named, or have a weight
+      although they are already summed.
+  """
+  reduction = stacks.reduction
+  for (path, x), param in zip(
+      jax.tree.leaves_with_path(updates), stacks.params_of(updates), strict=True
+  ):
+    layout, name = stacks.layouts[param], leaves_lib.name_of(path)
+    if layout.matrix is None:
+      continue
+    known_axes = {*reduction.axes, *itertools.chain(*layout.slicing)}
+    if others := sorted(axes_lib.varying_axes(x) - known_axes, key=str):
+      raise ValueError(
+          f'`updates` of `{reduction.caller}` must be the same over axes over'
+          f' which `params` are, but {name} varies over {others!r}. Name these'
+          f' axes, too, in `axis_name`: {(*others, *reduction.axes)!r}.'
+      )
+    axes = _reduced_slicing(stacks, layout)
+    if weight is not None and axes:
+      raise ValueError(
+          f'`weight` of `{reduction.caller}` must be None, because {name} is'
+          f' sliced over {axes}, so that its gradient is already summed over'
+          ' the shards. Multiply the loss of each shard by its weight, divide'
+          " it by the sum of all weights, and set `reduction='sum'`."
+      )
+
+
+def check_extra_args(
+    stacks: stacks_lib.Stacks, tree: Any, extra_args: Mapping[str, Any]
+) -> None:
+  """Checks that `inner` can take extra arguments as they are.
+
+  Args:
+    stacks: The stacks of the parameters.
+    tree: The parameters or updates, as a shard holds them.
+    extra_args: The extra arguments.
+
+  Raises:
+    ValueError: If an argument has slices or all layers of parameters where
+      `inner` receives unsharded parameters or one layer.
+  """
+  local_shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
+  treedef = jax.tree.structure(tree)
+  for arg, value in extra_args.items():
+    if jax.tree.structure(value) != treedef:
+      continue
+    shapes = map(jnp.shape, jax.tree.leaves(value))
+    for param, shape, local_shape in zip(
+        stacks.params_of(tree), shapes, local_shapes, strict=True
+    ):
+      layout = stacks.layouts[param]
+      if shape != layout.inner_shape and shape in (local_shape, layout.shape):
+        raise ValueError(
+            f'The extra argument `{arg}` of `{stacks.reduction.caller}` must'
+            ' not have the shape of a parameter that is sliced or has layers,'
+            f' got {list(shape)} for {stacks.names[param]}: its owner receives'
+            ' the unsharded gradient and parameter, but not this argument.'
+            ' Compute it in `inner` from these.'
+        )
+
+
+def _reduced_slicing(stacks, layout):
+  """Returns the axes of the reduction that slice a parameter."""
+  axes = set(itertools.chain(*layout.slicing))
+  return [axis for axis in stacks.reduction.axes if axis in axes]
