@@ -43,7 +43,7 @@ from shard_transforms._src.transforms.scale_by_staleness import (
 )
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
-from shard_transforms._src.transforms.spikes import SpikeRule
+from shard_transforms._src.transforms.spike_rule import SpikeRule
 from shard_transforms._src.transforms.spikes import SpikeState
 from shard_transforms._src.transforms.tower_reduce import TowerReduceState
 from shard_transforms._src.transforms.tower_reduce import tower_reduce

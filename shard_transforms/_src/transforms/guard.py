@@ -13,9 +13,11 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
+from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import norms
+from shard_transforms._src.transforms import spike_rule
 from shard_transforms._src.transforms import spikes as spikes_lib
 
 _CALLER = 'guard'
@@ -28,18 +30,34 @@ def _stalled(state: Any) -> str | None:
     return None
   num_updates = states.largest_here(state.num_updates)
   first = num_updates - num_skipped
-  why = 'non-finite' if state.spikes == () else 'non-finite or spiking'
-  bad = _bad_shards(state.last_bad_step, first, why)
-  if names := spikes_lib.spikes_since(state.spikes, first):
-    bad += f' (signals: {", ".join(names)})'
   span = f'update ({first})'
   if num_skipped > 1:
     span = f'{num_skipped} updates ({first}-{num_updates - 1})'
   return (
-      f'`guard` skipped the last {span}, so training has stalled.{bad}. Check'
-      ' the data and the learning rate, and restart from a checkpoint from'
-      f' before update {first}.'
+      f'`guard` skipped the last {span}, so training has stalled.'
+      f' {_bad_shards(state, first)}. Check the data and the learning rate, and'
+      f' restart from a checkpoint from before update {first}.'
   )
+
+
+def _bad_shards(state, first):
+  """Returns a clause that lists the shards that were bad since an update."""
+  bad_shards = []
+  for start, last_bad_step in states.parts_here(state.last_bad_step):
+    is_bad = np.atleast_1d(last_bad_step >= first)
+    bad_shards += [start + int(i) for i in np.flatnonzero(is_bad)]
+  if not bad_shards:
+    return (
+        'No shard of this process was bad: one of another process was, or all'
+        ' weights were zero'
+    )
+  reason = 'non-finite' if state.spikes == () else 'non-finite or spiking'
+  clause = f'The updates were {reason}'
+  if jnp.ndim(state.last_bad_step):
+    clause = f'Shards with {reason} updates: {sorted(set(bad_shards))}'
+  if signals := spikes_lib.signals_since(state.spikes, first):
+    clause += f' (signals: {", ".join(signals)})'
+  return clause
 
 
 class GuardState(NamedTuple):
@@ -98,7 +116,7 @@ def guard(
     axis_name: axes_lib.AxisName | None = None,
     *,
     on_bad: Literal['skip', 'exclude'] = 'skip',
-    spikes: spikes_lib.SpikeRule | None = None,
+    spikes: spike_rule.SpikeRule | None = None,
     min_shards: int | None = None,
     max_consecutive: int | None = None,
     specs: partition_specs.SpecTree = None,
@@ -205,88 +223,83 @@ def guard(
     https://arxiv.org/abs/2204.02311.
   """
   axes = axes_lib.optional_axes(axis_name)
-  num_enough = _num_enough(on_bad, min_shards, axes)
-  if spikes is not None and not isinstance(spikes, spikes_lib.SpikeRule):
+  num_required = _num_required(on_bad, min_shards, axes)
+  if spikes is not None and not isinstance(spikes, spike_rule.SpikeRule):
     raise TypeError(
         f'`spikes` of `guard` must be a `SpikeRule`, got {spikes!r}.'
     )
-  most = states.MAX_COUNT if max_consecutive is None else max_consecutive
-  most = min(
-      arguments.as_at_least('max_consecutive', most, 1), states.MAX_COUNT
-  )
+  if max_consecutive is None:
+    max_consecutive = states.MAX_COUNT
+  max_consecutive = arguments.as_at_least('max_consecutive', max_consecutive, 1)
   partition_specs.check(specs, _CALLER)
   inner = arguments.as_inner(inner, _CALLER)
   gate = gating.gate(_CALLER, inner, axes, assume_weighted)
-  # Whether each shard sanitizes its update before `inner`. If not, a NaN goes
+  # Whether each shard replaces bad updates before `inner`. If not, a NaN goes
   # through the reduction, which then does not wait for the decision.
-  is_early = on_bad == 'exclude' or spikes is not None
+  is_sanitized = on_bad == 'exclude' or spikes is not None
 
   def init_fn(params):
     # `unshard_state` calls `init` on one shard to get the shapes of the state,
     # so one shard must be allowed for every `min_shards`.
-    if axes_lib.size(axes, _CALLER) > 1 and num_enough is not None:
-      _check_enough_shards(axes, num_enough)
-    known = () if spikes is None else spikes_lib.start(spikes, axes)
-    return _start(inner.init(params), known, most, axes)
+    if axes_lib.size(axes, _CALLER) > 1 and num_required is not None:
+      _check_num_shards(axes, num_required)
+    inner_state = inner.init(params)
+    return _initial_state(inner_state, spikes, max_consecutive, axes)
 
-  def step(checked, updates, state, params=None, *, weight=None, **extra_args):
+  def step(
+      weight_check, updates, state, params=None, *, weight=None, **extra_args
+  ):
     arguments.check_update(updates, state, GuardState, axes, _CALLER)
-    if num_enough is not None:
-      _check_enough_shards(axes, num_enough)
-    spikes_lib.check_fits(spikes, state.spikes)
+    if num_required is not None:
+      _check_num_shards(axes, num_required)
+    if spikes is not None or state.spikes:
+      spikes_lib.check_state(spikes, state.spikes)
     sliced = _sliced_over(updates, axes, specs)
-    if is_early:
-      value = extra_args.get('value')
-      judgement = spikes_lib.judge(
-          spikes, state.spikes, updates, value, sliced, specs
-      )
-    else:
-      updates, judgement = _check(updates, sliced, axes)
-    counted = jnp.float32(1)
+    local_weight = jnp.float32(1)
     # After a reduction, the weights still differ between shards, so they must
     # not influence the decision.
-    if axes:
-      counted = gate.as_weight(checked, weight)
-      weight = None if weight is None else counted
-    decision = _decide(judgement, counted, axes, num_enough)
-    if on_bad == 'exclude':
-      weight = decision.weight
-    if is_early:
-      updates = _repaired(updates, judgement.is_healthy, judgement.factor)
+    if axes and weight is not None:
+      weight = local_weight = weights.as_weight(weight, (), _CALLER)
+    decide_by_sums = None
+    if is_sanitized:
+      value = extra_args.get('value')
+      check = spikes_lib.check(
+          spikes, state.spikes, updates, value, sliced, specs
+      )
+      decision = _decide(check, local_weight, axes, num_required)
+      updates = _sanitize(updates, check)
     else:
-      updates = _counted(updates, weight if axes else None, decision.accept)
-    accept, updates, inner_state = gate.update_and_decide(
-        checked,
+      on_accelerator = bool(axes) and axes_lib.platform() != 'cpu'
+      updates, is_finite = norms.check_finite(updates, sliced, on_accelerator)
+      check = spikes_lib.SpikeCheck(is_finite)
+      decision = _decide(check, local_weight, axes, num_required)
+      if axes and weight is not None:
+        updates = leaves.zero_unless(weight > 0, updates)
+      updates = _stop_derivative_unless(decision.accept, updates)
+      if on_accelerator and weight is None:
+        # XLA for GPUs starts reductions in the order in which their results are
+        # used. If all results waited for the decision, all other reductions
+        # would start only after the reduction of the decision.
+        decide_by_sums = functools.partial(norms.are_finite, sliced_over=sliced)
+    if on_bad == 'exclude':
+      weight = jnp.where(decision.is_bad, 0, local_weight)
+    accept, updates, inner_state = gate.update_or_skip(
+        weight_check,
         decision.accept,
-        None if is_early else _by_sums(weight, axes, sliced),
         updates,
         state.inner_state,
         params,
         weight,
         extra_args,
+        decide_by_sums,
     )
     decision = decision._replace(accept=accept)
-    return updates, _count(state, decision, spikes, axes, inner_state)
+    return updates, _next_state(state, decision, spikes, axes, inner_state)
 
   return gating.transformation(init_fn, step)
 
 
-def _start(inner_state, spikes, max_consecutive, axes):
-  """Returns the state before the first update."""
-  never = jnp.full([], states.NEVER, jnp.int32)
-  return GuardState(
-      num_updates=states.counter(),
-      skipped_count=states.counter(),
-      consecutive_skipped=states.counter(),
-      bad_shard_count=states.counter(),
-      last_bad_step=states.store(never, axes),
-      max_consecutive=jnp.asarray(max_consecutive, jnp.int32),
-      spikes=spikes,
-      inner_state=inner_state,
-  )
-
-
-def _num_enough(on_bad, min_shards, axes):
+def _num_required(on_bad, min_shards, axes):
   """Returns the number of good shards that a step needs; `None` for all shards.
 
   Raises:
@@ -296,23 +309,26 @@ def _num_enough(on_bad, min_shards, axes):
   """
   if on_bad not in ('skip', 'exclude'):
     raise ValueError(f"`on_bad` must be 'skip' or 'exclude', got {on_bad!r}.")
-  if on_bad == 'exclude' and not axes:
+  if on_bad == 'skip':
+    if min_shards is None:
+      return None
     raise ValueError(
-        "`on_bad='exclude'` of `guard` must come with `axis_name`, got None."
-        ' A reduced update already contains the bad shards.'
+        f"`min_shards={min_shards!r}` has no effect with `on_bad='skip'`, which"
+        " skips the step if any shard is bad. Set `on_bad='exclude'`, or leave"
+        ' out `min_shards`.'
     )
-  if on_bad == 'exclude':
-    least = 1 if min_shards is None else min_shards
-    return arguments.as_at_least('min_shards', least, 1)
-  if min_shards is not None:
+  if not axes:
     raise ValueError(
-        "`min_shards` of `guard` must come with `on_bad='exclude'`, got"
-        f' {min_shards!r} with {on_bad!r}, where no shard may be bad.'
+        "`on_bad='exclude'` excludes shards, so it needs `axis_name`. After a"
+        ' reduction, the updates already contain the bad shards: put `guard`'
+        ' around the reduction.'
     )
-  return None
+  return arguments.as_at_least(
+      'min_shards', 1 if min_shards is None else min_shards, 1
+  )
 
 
-def _check_enough_shards(axes, num_enough):
+def _check_num_shards(axes, num_required):
   """Checks that there are at least as many shards as a step needs.
 
   Raises:
@@ -320,11 +336,28 @@ def _check_enough_shards(axes, num_enough):
     ValueError: If there are fewer shards.
   """
   num_shards = axes_lib.size(axes, _CALLER)
-  if num_shards < num_enough:
+  if num_shards < num_required:
     raise ValueError(
-        '`min_shards` of `guard` must be at most the number of shards,'
-        f' {num_shards}, got {num_enough!r}.'
+        f'`min_shards={num_required}` of `guard` exceeds the number of shards,'
+        f' {num_shards}, so that every step would be skipped. Set at most'
+        f' `min_shards={num_shards}`.'
     )
+
+
+def _initial_state(inner_state, spikes, max_consecutive, axes):
+  """Returns the state before the first update."""
+  max_consecutive = min(max_consecutive, states.MAX_COUNT)
+  never = jnp.full([], states.NEVER, jnp.int32)
+  return GuardState(
+      num_updates=states.counter(),
+      skipped_count=states.counter(),
+      consecutive_skipped=states.counter(),
+      bad_shard_count=states.counter(),
+      last_bad_step=states.store(never, axes),
+      max_consecutive=jnp.asarray(max_consecutive, jnp.int32),
+      spikes=() if spikes is None else spikes_lib.initial_state(spikes, axes),
+      inner_state=inner_state,
+  )
 
 
 def _sliced_over(updates, axes, specs):
@@ -334,21 +367,21 @@ def _sliced_over(updates, axes, specs):
     NameError: If such an axis is not bound.
     ValueError: If `specs` is missing where JAX does not track types.
   """
-  found = frozenset()
+  axes_of_leaves = []
   if specs is not None:
     specs = jax.tree.leaves(specs, is_leaf=partition_specs.is_spec)
-    found = found.union(*map(partition_specs.axes_of, specs))
+    axes_of_leaves = map(partition_specs.axes_of, specs)
   elif axes:
-    found = found.union(*map(axes_lib.varying_axes, jax.tree.leaves(updates)))
-    unknown = set(axes_lib.untracked_axes()).difference(axes)
-    if unknown:
+    axes_of_leaves = map(axes_lib.varying_axes, jax.tree.leaves(updates))
+    untracked = set(axes_lib.untracked_axes()).difference(axes)
+    if untracked:
       raise ValueError(
-          '`specs` of `guard` must say which leaves are sliced over'
-          f' {sorted(unknown, key=str)}, because JAX does not track it here,'
-          ' got None. Give the `PartitionSpec`s of the leaves, or `P()` for'
-          ' none.'
+          'JAX does not track here which leaves are sliced over'
+          f' {sorted(untracked, key=str)}. Pass the `PartitionSpec`s of the'
+          ' leaves as `specs` of `guard`, or `P()` if no leaf is sliced.'
       )
-  sliced = tuple(sorted(found.difference(axes), key=str))
+  all_axes = frozenset().union(*axes_of_leaves)
+  sliced = tuple(sorted(all_axes.difference(axes), key=str))
   axes_lib.size(sliced, _CALLER)
   return sliced
 
@@ -359,139 +392,96 @@ class _Decision(NamedTuple):
   Attributes:
     accept: Whether the step is accepted, bool []; the same on all shards.
     is_bad: Whether this shard is bad, bool [].
-    weight: The weight of this shard, float32 []; 0 if the shard is bad.
     num_bad: The number of bad shards, float32 [].
-    is_spike: Whether each signal of this shard is a spike, bool [signals].
-    of_spikes: The sum of `Judgement.tally` over the shards.
+    is_spike: As in `SpikeCheck`, but false for shards that do not count.
+    tally: The sum of `SpikeCheck.tally` over the shards.
   """
 
   accept: jax.Array
   is_bad: jax.Array
-  weight: jax.Array
   num_bad: jax.Array
-  is_spike: jax.Array
-  of_spikes: jax.Array
+  is_spike: Any
+  tally: Any
 
 
-def _decide(judgement, given, axes, num_enough):
+def _decide(check, weight, axes, num_required):
   """Returns the joint decision, which takes one reduction of a few scalars."""
   # A shard of weight zero is not bad.
-  counts, is_healthy = given > 0, judgement.is_healthy
-  good, bad = counts & is_healthy, counts & ~is_healthy
-  own_weight = jnp.where(good, given, 0)
-  is_spike, of_spikes = leaves.zero_unless(
-      counts, (judgement.is_spike, judgement.tally)
-  )
-  as_float = functools.partial(jnp.asarray, dtype=jnp.float32)
-  tally = jnp.stack(list(map(as_float, (good, bad, own_weight))))
+  counts = weight > 0
+  is_good, is_bad = counts & check.is_healthy, counts & ~check.is_healthy
+  is_spike, tally = leaves.zero_unless(counts, (check.is_spike, check.tally))
+  good_weight = jnp.where(is_good, weight, 0)
   with jax.named_scope(_CALLER):
-    totals = collectives.total(jnp.concatenate([tally, of_spikes]), axes)
-  num_good, num_bad, total_weight = totals[0], totals[1], totals[2]
-  is_enough = num_bad == 0 if num_enough is None else num_good >= num_enough
+    num_good, num_bad, total_weight, tally = collectives.sum_scalars(
+        (is_good, is_bad, good_weight, tally), axes
+    )
+  is_enough = num_bad == 0 if num_required is None else num_good >= num_required
   return _Decision(
       accept=(total_weight > 0) & is_enough,
-      is_bad=bad,
-      weight=own_weight,
+      is_bad=is_bad,
       num_bad=num_bad,
       is_spike=is_spike,
-      of_spikes=totals[3:],
+      tally=tally,
   )
 
 
-def _check(updates, sliced, axes):
-  """Returns the updates and a `Judgement` of whether they are finite."""
-  if not axes or axes_lib.platform() == 'cpu':
-    is_finite = norms.are_finite(updates, sliced)
-  else:
-    updates, is_finite = norms.read_first(updates, sliced)
-  return updates, spikes_lib.without_rule(is_finite)
+def _sanitize(updates, check):
+  """Scales down updates that are spikes, and zeros updates that are bad."""
+
+  def scale(leaf):
+    if leaves.is_float0(leaf):
+      return leaf
+    leaf = jnp.asarray(leaf)
+    wide = leaves.as_accumulator(leaf)
+    factor = leaves.as_dtype(check.factor, wide.dtype)
+    return leaves.as_dtype(wide * factor, leaf.dtype)
+
+  if check.factor is not None:
+    updates = jax.tree.map(scale, updates)
+  return leaves.zero_unless(check.is_healthy, updates)
 
 
-def _by_sums(weight, axes, sliced):
-  """Returns the function that decides from sums over the shards, or `None`.
-
-  XLA for GPUs starts reductions in the order in which their results are used.
-  If all results waited for the decision, all other reductions would start only
-  after the reduction of the decision.
-  """
-  if not axes or weight is not None or axes_lib.platform() == 'cpu':
-    return None
-  return functools.partial(norms.are_finite, sliced_over=sliced)
-
-
-def _counted(updates, weight, accept):
-  """Zeros updates of weight zero, and the derivative of skipped updates.
+@jax.custom_jvp
+def _stop_derivative_unless(accept, updates):
+  """Returns the updates; their derivative is zero in a skipped step.
 
   In a skipped step `inner` may compute with a NaN, and the derivative through
   that computation may be NaN.
   """
-  if weight is not None:
-    updates = leaves.zero_unless(weight > 0, updates)
-  return _without_derivative_unless(accept, updates)
-
-
-@jax.custom_jvp
-def _without_derivative_unless(accept, updates):
   del accept
   return updates
 
 
-@_without_derivative_unless.defjvp
+@_stop_derivative_unless.defjvp
 def _derivative_unless(primals, tangents):
   accept, updates = primals
   return updates, leaves.zero_unless(accept, tangents[1])
 
 
-def _repaired(updates, is_healthy, factor):
-  """Scales down updates that are spikes, and zeros updates that are bad."""
-  if factor is not None:
-    updates = jax.tree.map(functools.partial(_scale, factor), updates)
-  return leaves.zero_unless(is_healthy, updates)
-
-
-def _scale(factor, leaf):
-  if leaves.is_float0(leaf):
-    return leaf
-  leaf = jnp.asarray(leaf)
-  wide = leaves.as_accumulator(leaf)
-  factor = leaves.as_dtype(factor, wide.dtype)
-  return leaves.as_dtype(wide * factor, leaf.dtype)
-
-
-def _count(state, decision, spikes, axes, inner_state):
+def _next_state(state, decision, spikes, axes, inner_state):
   """Returns the state after an update."""
-  accept, num_updates = decision.accept, state.num_updates
+  accept, step = decision.accept, state.num_updates
   last_bad_step = states.own(state.last_bad_step, axes, _CALLER)
-  last_bad_step = jnp.where(decision.is_bad, num_updates, last_bad_step)
-  skipped_in_a_row = states.count(state.consecutive_skipped, 1)
-  found = decision.is_spike, decision.of_spikes, accept, num_updates
+  last_bad_step = jnp.where(decision.is_bad, step, last_bad_step)
+  consecutive_skipped = states.count(state.consecutive_skipped, 1)
+  spike_state = ()
+  if spikes is not None:
+    spike_state = spikes_lib.next_state(
+        spikes,
+        state.spikes,
+        decision.is_spike,
+        decision.tally,
+        accept,
+        step,
+        axes,
+    )
   return GuardState(
-      num_updates=states.count(num_updates, 1),
+      num_updates=states.count(step, 1),
       skipped_count=states.count(state.skipped_count, ~accept),
-      consecutive_skipped=jnp.where(accept, 0, skipped_in_a_row),
+      consecutive_skipped=jnp.where(accept, 0, consecutive_skipped),
       bad_shard_count=states.count(state.bad_shard_count, decision.num_bad),
       last_bad_step=states.store(last_bad_step, axes),
       max_consecutive=state.max_consecutive,
-      spikes=(
-          ()
-          if spikes is None
-          else spikes_lib.after(spikes, state.spikes, *found, axes)
-      ),
+      spikes=spike_state,
       inner_state=inner_state,
   )
-
-
-def _bad_shards(last_bad_step, first, why):
-  """Returns a clause that lists the shards that were bad since an update."""
-  parts = states.parts_here(last_bad_step)
-  found = sorted(
-      {start + int(i) for start, x in parts for i in np.flatnonzero(x >= first)}
-  )
-  if not found:
-    return (
-        ' No shard of this process was bad: one of another process was, or all'
-        ' weights were zero'
-    )
-  if not jnp.ndim(last_bad_step):
-    return f' The updates were {why}'
-  return f' Shards with {why} updates: {found}'
