@@ -296,7 +296,22 @@ class SignalsTest(parameterized.TestCase):
     for name, step in ('norm', -1), ('loss', 11):
       last_spike = state.spikes.last_spike[name][:, 0]
       np.testing.assert_array_equal(last_spike, [step] * SHARDS)
-    with self.assertRaisesRegex(RuntimeError, r'\(signals: loss\)'):
+    with self.assertRaisesRegex(RuntimeError, r'\(signal: loss\)'):
+      monitoring.check_health(state)
+
+  @cases.parameters(
+      (['norm'], 'signal: norm'), (['norm', 'loss'], 'signals: loss, norm')
+  )
+  def test_check_health_names_the_signals(self, signals, words):
+    rule = SpikeRule(max_stds=6.0, window=4, signals=signals)
+    tx = guard(optax.identity(), spikes=rule, max_consecutive=1)
+    nans = jnp.full(2, NAN)
+
+    _, state = jax.jit(tx.update)(nans, tx.init(nans), value=nans[0])
+
+    names = {f'spike/last_mean/{name}' for name in signals}
+    self.assertContainsSubset(names, monitoring.metrics(state))
+    with self.assertRaisesRegex(RuntimeError, rf'spiking \({words}\)\. Check'):
       monitoring.check_health(state)
 
 

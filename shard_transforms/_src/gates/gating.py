@@ -110,7 +110,10 @@ class Gate:
         the axes; `None` if `inner` receives no weight.
       extra_args: The other extra arguments of `inner`.
       decide_by_sums: Computes the decision, instead of `accept`, from the sums
-        of the updates over the axes, if `inner` first sums all updates.
+        of the updates over the axes, if `inner` first sums all updates. XLA for
+        GPUs starts reductions in the order in which their results are used. If
+        all results waited for `accept`, all other reductions would start only
+        after the reduction that `accept` needs.
 
     Returns:
       The decision; the updates, which are zero if the step is skipped; and the

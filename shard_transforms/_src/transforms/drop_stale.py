@@ -170,9 +170,7 @@ def drop_stale(
         inner_state=gate.inner.init(params),
     )
 
-  def step(
-      weight_check, updates, state, params=None, *, weight=None, **extra_args
-  ):
+  def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, DropStaleState, axes, _CALLER)
     local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     local_step = collectives.oldest(local_step, updates, axes, weight)
@@ -188,7 +186,7 @@ def drop_stale(
       )
       accept, counts = total_weight > 0, weight > 0
     _, updates, inner_state = gate.update_or_skip(
-        weight_check,
+        check,
         accept,
         leaves.zero_unless(counts, updates),
         state.inner_state,

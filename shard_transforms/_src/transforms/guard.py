@@ -1,6 +1,7 @@
 """`guard`: skips updates that are NaN, infinite or spikes."""
 
 import functools
+import operator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -56,7 +57,8 @@ def _bad_shards(state, first):
   if jnp.ndim(state.last_bad_step):
     clause = f'Shards with {reason} updates: {sorted(set(bad_shards))}'
   if signals := spikes_lib.signals_since(state.spikes, first):
-    clause += f' (signals: {", ".join(signals)})'
+    noun = 'signal' if len(signals) == 1 else 'signals'
+    clause += f' ({noun}: {", ".join(signals)})'
   return clause
 
 
@@ -223,15 +225,9 @@ def guard(
     https://arxiv.org/abs/2204.02311.
   """
   axes = axes_lib.optional_axes(axis_name)
-  num_required = _num_required(on_bad, min_shards, axes)
-  if spikes is not None and not isinstance(spikes, spike_rule.SpikeRule):
-    raise TypeError(
-        f'`spikes` of `guard` must be a `SpikeRule`, got {spikes!r}.'
-    )
-  if max_consecutive is None:
-    max_consecutive = states.MAX_COUNT
-  max_consecutive = arguments.as_at_least('max_consecutive', max_consecutive, 1)
-  partition_specs.check(specs, _CALLER)
+  num_required = _check_options(
+      on_bad, min_shards, spikes, max_consecutive, specs, axes
+  )
   inner = arguments.as_inner(inner, _CALLER)
   gate = gating.gate(_CALLER, inner, axes, assume_weighted)
   # Whether each shard replaces bad updates before `inner`. If not, a NaN goes
@@ -239,16 +235,11 @@ def guard(
   is_sanitized = on_bad == 'exclude' or spikes is not None
 
   def init_fn(params):
-    # `unshard_state` calls `init` on one shard to get the shapes of the state,
-    # so one shard must be allowed for every `min_shards`.
     if axes_lib.size(axes, _CALLER) > 1 and num_required is not None:
       _check_num_shards(axes, num_required)
-    inner_state = inner.init(params)
-    return _initial_state(inner_state, spikes, max_consecutive, axes)
+    return _initial_state(inner.init(params), spikes, max_consecutive, axes)
 
-  def step(
-      weight_check, updates, state, params=None, *, weight=None, **extra_args
-  ):
+  def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, GuardState, axes, _CALLER)
     if num_required is not None:
       _check_num_shards(axes, num_required)
@@ -260,38 +251,34 @@ def guard(
     # not influence the decision.
     if axes and weight is not None:
       weight = local_weight = weights.as_weight(weight, (), _CALLER)
-    decide_by_sums = None
+    on_accelerator = bool(axes) and axes_lib.platform() != 'cpu'
+    by_sums = on_accelerator and not is_sanitized and weight is None
     if is_sanitized:
       value = extra_args.get('value')
-      check = spikes_lib.check(
+      health = spikes_lib.check(
           spikes, state.spikes, updates, value, sliced, specs
       )
-      decision = _decide(check, local_weight, axes, num_required)
-      updates = _sanitize(updates, check)
     else:
-      on_accelerator = bool(axes) and axes_lib.platform() != 'cpu'
       updates, is_finite = norms.check_finite(updates, sliced, on_accelerator)
-      check = spikes_lib.SpikeCheck(is_finite)
-      decision = _decide(check, local_weight, axes, num_required)
-      if axes and weight is not None:
-        updates = leaves.zero_unless(weight > 0, updates)
-      updates = _stop_derivative_unless(decision.accept, updates)
-      if on_accelerator and weight is None:
-        # XLA for GPUs starts reductions in the order in which their results are
-        # used. If all results waited for the decision, all other reductions
-        # would start only after the reduction of the decision.
-        decide_by_sums = functools.partial(norms.are_finite, sliced_over=sliced)
+      health = spikes_lib.SpikeCheck(is_finite)
+    decision = _decide(health, local_weight, axes, num_required)
+    if is_sanitized:
+      updates = _sanitize(updates, health)
+    else:
+      updates = _pass_on(updates, weight if axes else None, decision.accept)
     if on_bad == 'exclude':
       weight = jnp.where(decision.is_bad, 0, local_weight)
     accept, updates, inner_state = gate.update_or_skip(
-        weight_check,
+        check,
         decision.accept,
         updates,
         state.inner_state,
         params,
         weight,
         extra_args,
-        decide_by_sums,
+        functools.partial(norms.are_finite, sliced_over=sliced)
+        if by_sums
+        else None,
     )
     decision = decision._replace(accept=accept)
     return updates, _next_state(state, decision, spikes, axes, inner_state)
@@ -299,37 +286,46 @@ def guard(
   return gating.transformation(init_fn, step)
 
 
-def _num_required(on_bad, min_shards, axes):
+def _check_options(on_bad, min_shards, spikes, max_consecutive, specs, axes):
   """Returns the number of good shards that a step needs; `None` for all shards.
 
   Raises:
-    TypeError: If `min_shards` is not an integer.
+    TypeError: If an argument has the wrong type.
     ValueError: If an argument has an invalid value, or if it is given without
       another argument that it needs.
   """
   if on_bad not in ('skip', 'exclude'):
     raise ValueError(f"`on_bad` must be 'skip' or 'exclude', got {on_bad!r}.")
-  if on_bad == 'skip':
-    if min_shards is None:
-      return None
-    raise ValueError(
-        f"`min_shards={min_shards!r}` has no effect with `on_bad='skip'`, which"
-        " skips the step if any shard is bad. Set `on_bad='exclude'`, or leave"
-        ' out `min_shards`.'
+  if spikes is not None and not isinstance(spikes, spike_rule.SpikeRule):
+    raise TypeError(
+        f'`spikes` of `guard` must be a `SpikeRule`, got {spikes!r}.'
     )
-  if not axes:
+  if max_consecutive is not None:
+    arguments.as_at_least('max_consecutive', max_consecutive, 1)
+  partition_specs.check(specs, _CALLER)
+  if on_bad == 'exclude' and not axes:
     raise ValueError(
         "`on_bad='exclude'` excludes shards, so it needs `axis_name`. After a"
         ' reduction, the updates already contain the bad shards: put `guard`'
         ' around the reduction.'
     )
-  return arguments.as_at_least(
-      'min_shards', 1 if min_shards is None else min_shards, 1
-  )
+  if on_bad == 'exclude':
+    min_shards = 1 if min_shards is None else min_shards
+    return arguments.as_at_least('min_shards', min_shards, 1)
+  if min_shards is not None:
+    raise ValueError(
+        f"`min_shards={min_shards!r}` has no effect with `on_bad='skip'`, which"
+        " skips the step if any shard is bad. Set `on_bad='exclude'`, or leave"
+        ' out `min_shards`.'
+    )
+  return None
 
 
 def _check_num_shards(axes, num_required):
   """Checks that there are at least as many shards as a step needs.
+
+  `init` does not check a single shard, because `unshard_state` calls it on one
+  shard to get the shapes of the state.
 
   Raises:
     NameError: If an axis is not bound.
@@ -346,7 +342,9 @@ def _check_num_shards(axes, num_required):
 
 def _initial_state(inner_state, spikes, max_consecutive, axes):
   """Returns the state before the first update."""
-  max_consecutive = min(max_consecutive, states.MAX_COUNT)
+  if max_consecutive is None:
+    max_consecutive = states.MAX_COUNT
+  max_consecutive = min(operator.index(max_consecutive), states.MAX_COUNT)
   never = jnp.full([], states.NEVER, jnp.int32)
   return GuardState(
       num_updates=states.counter(),
@@ -441,13 +439,19 @@ def _sanitize(updates, check):
   return leaves.zero_unless(check.is_healthy, updates)
 
 
-@jax.custom_jvp
-def _stop_derivative_unless(accept, updates):
-  """Returns the updates; their derivative is zero in a skipped step.
+def _pass_on(updates, weight, accept):
+  """Zeros updates of weight zero, and the derivative of skipped updates.
 
   In a skipped step `inner` may compute with a NaN, and the derivative through
   that computation may be NaN.
   """
+  if weight is not None:
+    updates = leaves.zero_unless(weight > 0, updates)
+  return _stop_derivative_unless(accept, updates)
+
+
+@jax.custom_jvp
+def _stop_derivative_unless(accept, updates):
   del accept
   return updates
 

@@ -166,9 +166,7 @@ def scale_by_staleness(
   def init_fn(params):
     return ScaleByStalenessState(states.counter(), gate.inner.init(params))
 
-  def step(
-      weight_check, updates, state, params=None, *, weight=None, **extra_args
-  ):
+  def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
     local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     local_step = collectives.oldest(local_step, updates, axes, weight)
@@ -185,7 +183,7 @@ def scale_by_staleness(
       accept, weight = None, None
       updates = _scale(updates, factor)
     _, updates, inner_state = gate.update_or_skip(
-        weight_check,
+        check,
         accept,
         updates,
         state.inner_state,

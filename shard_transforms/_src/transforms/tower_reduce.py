@@ -206,38 +206,21 @@ def tower_reduce(
 
   def init_fn(params):
     axes_lib.size(axes, _CALLER)
-    state = TowerReduceState(
-        tower=states.counter(),
-        total=leaves_lib.accumulators(params if num_towers > 1 else ()),
-        total_weight=jnp.zeros([], weights.dtype_for(params)),
-        oldest_local_step=jnp.full([], _NO_STEP, jnp.int32),
-        inner_state=gate.inner.init(params),
-        summed=() if is_mean else SummedTowers(),
-    )
-    return state._replace(**states.store(_sums(state), axes))
+    window = _empty_window(params, num_towers, is_mean, axes)
+    return window._replace(inner_state=gate.inner.init(params))
 
-  def update_inner(
-      weight_check, updates, inner_state, params, total_weight, extra_args
-  ):
-    accept, weight = None, None
-    if total_weight is not None:
-      accept = collectives.psum(total_weight, axes) > 0
-      weight = weights.usable(weights.passed_on(total_weight, reduction))
+  def update_inner(check, updates, state, params, weight, extra_args):
+    accept = None
+    if weight is not None:
+      accept = collectives.psum(weight, axes) > 0
+      weight = weights.usable(weights.passed_on(weight, reduction))
     return gate.update_or_skip(
-        weight_check, accept, updates, inner_state, params, weight, extra_args
+        check, accept, updates, state.inner_state, params, weight, extra_args
     )[1:]
 
-  def step(
-      weight_check,
-      updates,
-      state,
-      params=None,
-      *,
-      weight=None,
-      local_step=None,
-      **extra_args,
-  ):
+  def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, TowerReduceState, axes, _CALLER)
+    local_step = extra_args.pop('local_step', None)
     if inner is None:
       weights.check_not_in_chain(weight, _CALLER)
     if weight is not None:
@@ -248,7 +231,7 @@ def tower_reduce(
         updates = _weighted(weight, updates, is_mean)
       extra_args |= weights.given(local_step=local_step)
       updates, inner_state = update_inner(
-          weight_check, updates, state.inner_state, params, weight, extra_args
+          check, updates, state, params, weight, extra_args
       )
       return updates, state._replace(inner_state=inner_state)
     window = _collect(state, updates, weight, local_step, axes)
@@ -259,15 +242,12 @@ def tower_reduce(
       sums = window._replace(**states.own(_sums(window), axes, _CALLER))
       if has_steps:
         extra_args['local_step'] = sums.oldest_local_step
-      divisor = weights.safe_divisor(sums.total_weight) if is_mean else 1
+      reduced = _reduced(sums, updates, params, is_mean)
+      weight = sums.total_weight if is_weighted else None
+      # The sums of the window already use the weights of outer gates.
+      check = gating.WeightCheck()
       updates, inner_state = update_inner(
-          # The sums of the window already use the weights of outer gates.
-          gating.WeightCheck(),
-          _divide(sums.total, divisor, updates, params),
-          window.inner_state,
-          params,
-          sums.total_weight if is_weighted else None,
-          extra_args,
+          check, reduced, window, params, weight, extra_args
       )
       return updates, _emptied(window, inner_state)
 
@@ -277,6 +257,19 @@ def tower_reduce(
     )
 
   return gating.transformation(init_fn, step)
+
+
+def _empty_window(params, num_towers, is_mean, axes):
+  """Returns the state before the first tower, without the inner state."""
+  state = TowerReduceState(
+      tower=states.counter(),
+      total=leaves_lib.accumulators(params if num_towers > 1 else ()),
+      total_weight=jnp.zeros([], weights.dtype_for(params)),
+      oldest_local_step=jnp.full([], _NO_STEP, jnp.int32),
+      inner_state=(),
+      summed=() if is_mean else SummedTowers(),
+  )
+  return state._replace(**states.store(_sums(state), axes))
 
 
 def _sums(state):
@@ -324,20 +317,21 @@ def _add(scale_by_weight, total, update):
   return lax.add(total, scale_by_weight(update))
 
 
-def _divide(total, divisor, updates, params):
+def _reduced(sums, updates, params, is_mean):
   """Returns the mean or sum of the towers of a full window.
 
   The mean of a window without weights is that of the towers it has collected,
   even if `num_towers` has changed since the window began.
 
   Args:
-    total: The sum of this shard.
-    divisor: The total weight of a mean; 1 for a sum.
+    sums: The state with the sums of this shard.
     updates: The updates of the last tower, which determine the dtypes of the
       result.
     params: The parameters, which determine the dtypes of leaves for which the
       last tower has no gradient.
+    is_mean: Whether to return the mean instead of the sum.
   """
+  divisor = weights.safe_divisor(sums.total_weight) if is_mean else 1
   divisor_in = functools.cache(jnp.asarray(divisor).astype)
 
   def divide(total, update, param):
@@ -350,7 +344,7 @@ def _divide(total, divisor, updates, params):
     return leaves_lib.as_dtype(quotient, leaves_lib.dtype_of(like))
 
   params = updates if params is None else params
-  return leaves_lib.tree_map(divide, total, updates, params)
+  return leaves_lib.tree_map(divide, sums.total, updates, params)
 
 
 def _weighted(weight, updates, is_mean):
