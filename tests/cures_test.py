@@ -474,11 +474,12 @@ ROWS = {
     ),
     'a begun window': Row(
         resized(),
-        "must be 'mean', 'sum' or 'weighted'",
+        'depends on how shards are reduced',
         {
-            'Give it to `shard_state` or `resize_state`': resized(
-                reduction='mean'
-            )
+            "Pass `reduction`, one of 'mean', 'sum'": resized(reduction='mean'),
+            "and 'weighted', to `shard_state` or `resize_state`": resized(
+                reduction='weighted'
+            ),
         },
     ),
     'a guard in a window': Row(

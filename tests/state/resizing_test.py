@@ -382,7 +382,7 @@ class WindowTest(parameterized.TestCase):
 
   @cases.parameters(
       # Weights that are numbers of towers, and others.
-      ('mean', 3, [3] * 8, {}, "The window at .total .* 'sum' or 'weighted'"),
+      ('mean', 3, [3] * 8, {}, "The window at .total .* 'sum' and 'weighted'"),
       ('sum', 1, range(8), {}, 'at .total .* or is summed'),
       ('mean', 0, [0] * 8, {'reduction': 'max'}, "`reduction` .*'max'"),
       ('mean', 0, [0] * 8, {'params': ZEROS[:1]}, 'got the shape .8, 2. at'),

@@ -60,9 +60,8 @@ def _unweighted_rule(reduction):
       resize='error',
       reason=(
           'The window at {name} was begun without weights, or is summed, so its'
-          ' result depends on how shards are reduced. Pass'
-          " `reduction='mean'`, 'sum' or 'weighted' to `shard_state` or"
-          ' `resize_state`.'
+          ' result depends on how shards are reduced. Pass `reduction`, one of'
+          " 'mean', 'sum' and 'weighted', to `shard_state` or `resize_state`."
       ),
   )
 
