@@ -176,7 +176,7 @@ def guard(
     else:
       updates = _pass_on(updates, weight if axes else None, decision.accept)
     if on_bad == 'exclude':
-      weight = jnp.where(decision.is_bad, 0, local_weight)
+      weight = decision.weight
     accept, updates, inner_state = gate.update_or_skip(
         check,
         decision.accept,
@@ -281,6 +281,8 @@ def _decide(check, weight, axes, num_required):
   counts = weight > 0
   is_good, is_bad = counts & check.is_healthy, counts & ~check.is_healthy
   is_spike, tally = leaves.zero_unless(counts, (check.is_spike, check.tally))
+  # `inner` receives the same array, so that XLA for GPUs merges its sum with
+  # this one: benchmarks/hardware.py h100:1x8 "drop_stale(guard)"
   good_weight = jnp.where(is_good, weight, 0)
   with jax.named_scope(_CALLER):
     num_good, num_bad, total_weight, tally = collectives.sum_scalars(
@@ -290,6 +292,7 @@ def _decide(check, weight, axes, num_required):
   return state_lib.Decision(
       accept=(total_weight > 0) & is_enough,
       is_bad=is_bad,
+      weight=good_weight,
       num_bad=num_bad,
       is_spike=is_spike,
       tally=tally,

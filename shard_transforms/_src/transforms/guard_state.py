@@ -127,6 +127,7 @@ class Decision(NamedTuple):
   Attributes:
     accept: Whether the step is accepted, bool []; the same on all shards.
     is_bad: Whether this shard is bad, bool [].
+    weight: The weight of this shard, float32 []; 0 if the shard is bad.
     num_bad: The number of bad shards, float32 [].
     is_spike: As in `SpikeCheck`, but false for shards that do not count.
     tally: The sum of `SpikeCheck.tally` over the shards.
@@ -134,6 +135,7 @@ class Decision(NamedTuple):
 
   accept: jax.Array
   is_bad: jax.Array
+  weight: jax.Array
   num_bad: jax.Array
   is_spike: Any
   tally: Any
