@@ -27,8 +27,8 @@ from shard_transforms._src.transforms.drop_stale import DropStaleState
 from shard_transforms._src.transforms.drop_stale import drop_stale
 from shard_transforms._src.transforms.gradients import per_shard
 from shard_transforms._src.transforms.gradients import value_and_grad
-from shard_transforms._src.transforms.guard import GuardState
 from shard_transforms._src.transforms.guard import guard
+from shard_transforms._src.transforms.guard_state import GuardState
 from shard_transforms._src.transforms.master_weights import MasterWeightsState
 from shard_transforms._src.transforms.master_weights import master_weights
 from shard_transforms._src.transforms.on_mesh import on_mesh
@@ -43,7 +43,7 @@ from shard_transforms._src.transforms.scale_by_staleness import (
 )
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
-from shard_transforms._src.transforms.spikes import SpikeRule
+from shard_transforms._src.transforms.spike_rule import SpikeRule
 from shard_transforms._src.transforms.spikes import SpikeState
 from shard_transforms._src.transforms.tower_reduce import TowerReduceState
 from shard_transforms._src.transforms.tower_reduce import tower_reduce

@@ -222,7 +222,7 @@ CALLS = {
         },
         '`groups` must contain at least': of(cross_shard_mean, AXIS, groups=[]),
         "`on_bad` must be 'skip' or 'exclude'": of(guard, SGD, on_bad='drop'),
-        "`on_bad='exclude'` of `guard` must come with `axis_name`": of(
+        "`on_bad='exclude'` .* needs `axis_name`.* around the reduction": of(
             guard, SGD, on_bad='exclude'
         ),
         '`decode` of a `Compressor` must return float32': of(
@@ -496,7 +496,7 @@ UPDATES = {
         r'`local_step` of `reduce_stacked.* \(\) or \(3,\), got \(2,\)': to(
             'stacked', local_step=np.zeros(2, int)
         ),
-        'must be decided the same way on all .* and give it `axis_name`': to(
+        'would decide differently whether .* and give it `axis_name`': to(
             'tracked stale', local_step=lambda: lax.axis_index(AXIS)
         ),
         # Updates that are already reduced, or reduced by hand.
@@ -528,7 +528,7 @@ UPDATES = {
             'shards of towers',
             state=other_state(tower_reduce(TOWERS, MEAN), PARAMS),
         ),
-        'inner transformation must keep the tree of its state': to(
+        'inner transformation changed the tree of its state': to(
             'stale',
             tx=lambda _: drop_stale(2, GROWING),
             state=lambda _: drop_stale(2, GROWING).init(PARAMS),

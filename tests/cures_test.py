@@ -365,7 +365,7 @@ ROWS = {
     ),
     'an axis that is not mapped': Row(
         on_part_of_mesh(axis_names={AXIS}),
-        'must have no axis that is not mapped',
+        'with axes that are not mapped',
         {
             'Name all axes in `axis_names`': on_part_of_mesh(
                 axis_names={AXIS, 'model'}
@@ -406,21 +406,21 @@ ROWS = {
     ),
     'an axis without inner': Row(
         lambda: st.drop_stale(2, axis_name=AXIS),
-        'must come with `inner`',
+        'needs `inner`',
         {
-            'write `drop_stale(staleness, optax.chain(...), axis_name': step(
+            'Write `drop_stale(staleness, optax.chain(...), axis_name': step(
                 st.drop_stale(2, MEAN_SGD, axis_name=AXIS), **STALE
             )
         },
     ),
     'steps that differ': Row(
         step(optax.chain(st.drop_stale(2, SGD), MEAN), **STALE),
-        'must be decided the same way',
+        'would decide differently',
         {
             'Put the gate around the reduction': step(
                 st.drop_stale(2, MEAN_SGD, axis_name=AXIS), **STALE
             ),
-            'or put it behind the reduction': step(
+            'or put it after the reduction': step(
                 optax.chain(MEAN, st.drop_stale(2, SGD)), **STALE
             ),
         },
@@ -474,11 +474,12 @@ ROWS = {
     ),
     'a begun window': Row(
         resized(),
-        "must be 'mean', 'sum' or 'weighted'",
+        'depends on how shards are reduced',
         {
-            'Give it to `shard_state` or `resize_state`': resized(
-                reduction='mean'
-            )
+            "Pass `reduction`, one of 'mean', 'sum'": resized(reduction='mean'),
+            "and 'weighted', to `shard_state` or `resize_state`": resized(
+                reduction='weighted'
+            ),
         },
     ),
     'a guard in a window': Row(

@@ -8,7 +8,7 @@ import numpy as np
 
 import cases
 from shard_transforms._src.analysis import weight_analysis
-from shard_transforms._src.gates import gating
+from shard_transforms._src.gates import branching
 
 AXIS = 'data'
 
@@ -57,7 +57,7 @@ def gathered(u, w):
 
 def in_gate(fn):
   def update(u, w):
-    return gating.run_when_due(
+    return branching.run_when_due(
         w > 0, lambda state, u, w: (fn(u, w), state), (), u, w
     )[0]
 

@@ -151,7 +151,7 @@ class MetricsTest(parameterized.TestCase):
 
     values = metrics(tx.init(params))
 
-    self.assertEqual(values['spike/last_mean/0'], 0)
+    self.assertEqual(values['spike/last_mean/norm'], 0)
     self.assertEqual(values['scale_by_staleness/global_step'], 0)
     self.assertEqual(values['divergence/diverged_count'], 0)
 

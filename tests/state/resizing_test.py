@@ -48,10 +48,10 @@ def averaged(inner):
 
 def spiked(state, last_spike):
   """Returns the state of a spike rule that has counted spikes."""
-  statistics = state.spikes.statistics
+  norm = state.spikes.statistics['norm']
   return replaced(
       state.spikes,
-      statistics=statistics._replace(mean=statistics.mean + 7),
+      statistics={'norm': norm._replace(mean=norm.mean + 7)},
       spike_count=5,
       last_spike=last_spike,
   )
@@ -372,7 +372,7 @@ class WindowTest(parameterized.TestCase):
     inner = shard_update(copying(), AXIS)
     tx = guard(inner, AXIS, on_bad='exclude', min_shards=3, spikes=SPIKES)
     state = state_of(tx, jnp.arange(9.0), 8)
-    last_spike = np.arange(8)[:, None]
+    last_spike = {'norm': np.arange(8)}
     state = replaced(state, bad_shard_count=4, spikes=spiked(state, last_spike))
 
     resized = resize_state(state, tx, jnp.arange(9.0), modes.mesh(4))
@@ -380,15 +380,15 @@ class WindowTest(parameterized.TestCase):
     expected = state_of(tx, jnp.arange(9.0), 4)
     spikes = expected.spikes._replace(
         spike_count=resized.spikes.spike_count,
-        last_spike=np.array([[1], [3], [5], [7]], np.int32),
+        last_spike={'norm': np.array([1, 3, 5, 7], np.int32)},
     )
     assert_same(resized, replaced(expected, bad_shard_count=4, spikes=spikes))
     self.assertEqual(resized.spikes.spike_count, 5)
 
   @cases.parameters(
       # Weights that are numbers of towers, and others.
-      ('mean', 3, [3] * 8, {}, "or 'weighted', got None.* at .total"),
-      ('sum', 1, range(8), {}, 'or is summed, at .total'),
+      ('mean', 3, [3] * 8, {}, "The window at .total .* 'sum' and 'weighted'"),
+      ('sum', 1, range(8), {}, 'at .total .* or is summed'),
       ('mean', 0, [0] * 8, {'reduction': 'max'}, "`reduction` .*'max'"),
       (
           'mean',

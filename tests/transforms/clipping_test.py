@@ -92,7 +92,7 @@ class ClipTest(parameterized.TestCase):
     specs = {'a': P('model'), 'b': P(), 'c': P(), 's': P()}
     clip = on_mesh(lambda tree: tx.update(tree, tx.init(tree))[0], specs)
 
-    with self.assertRaisesRegex(ValueError, r"must name \['model'\]"):
+    with self.assertRaisesRegex(ValueError, r"over the axes \['model'\]"):
       clip(tree_of())
 
   @cases.product(
@@ -120,7 +120,7 @@ class ClipTest(parameterized.TestCase):
     specs = {'a': P('model'), 'b': P(None, AXIS), 'c': P(), 's': P()}
     clip = on_mesh(lambda tree: tx.update(tree, tx.init(tree))[0]['c'], specs)
 
-    with self.assertRaisesRegex(ValueError, r"must name \['data'\], over"):
+    with self.assertRaisesRegex(ValueError, r"over the axes \['data'\], so"):
       clip(tree_of())
 
   @cases.parameters(

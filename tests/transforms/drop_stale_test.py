@@ -41,7 +41,7 @@ class DropStaleTest(parameterized.TestCase):
     np.testing.assert_array_equal(stale, np.cumsum(1 - passed))
 
   def test_an_axis_needs_inner(self):
-    message = "`axis_name` of `drop_stale` .* `inner`, got 'data' .*`drop_"
+    message = "axis_name='data'.* needs `inner`, .* Write `drop_stale"
     with self.assertRaisesRegex(ValueError, message):
       st.drop_stale(1, axis_name='data')
 

@@ -275,8 +275,8 @@ class DecisionTest(parameterized.TestCase):
           (state.bad_shard_count, [is_bad.sum()] * 4),
           (state.spikes.spike_count, [is_bad.sum()] * 4),
           (state.last_bad_step[:, 0], is_bad - 1),
-          (state.spikes.last_spike[:, 0, 0], is_bad - 1),
-          (state.spikes.statistics.mean[:, 0, 0], [2.0 * accept] * 4),
+          (state.spikes.last_spike['norm'][:, 0], is_bad - 1),
+          (state.spikes.last_mean['norm'], [2.0 * accept] * 4),
       ):
         np.testing.assert_array_equal(found, expected, err_msg=str(case))
 
@@ -293,7 +293,9 @@ class ModelAxisTest(parameterized.TestCase):
 
     specs = dict(in_specs=P(AXIS), out_specs=P())
     step = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
-    with self.assertRaisesRegex(ValueError, r"`specs` .* over \['model'\]"):
+    with self.assertRaisesRegex(
+        ValueError, r"sliced over \['model'\].* `specs`"
+    ):
       jax.eval_shape(step, jnp.ones(4))
 
   def test_refuses_what_is_no_spec(self):
@@ -376,7 +378,7 @@ class WireTest(parameterized.TestCase):
 class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
-      (dict(min_shards=2), ValueError, "must come with `on_bad='exclude'`"),
+      (dict(min_shards=2), ValueError, "has no effect .* `on_bad='exclude'`"),
       (dict(spikes=6.0), TypeError, '`spikes` .* must be a `SpikeRule`'),
       (dict(max_consecutive=0), ValueError, '`max_consecutive` must be at'),
       (dict(axis_name=()), ValueError, 'must name at least one axis'),
@@ -388,7 +390,7 @@ class RefusalTest(parameterized.TestCase):
   @cases.parameters(0, 9)
   def test_refuses_a_quorum_that_cannot_be(self, min_shards):
     given = dict(on_bad='exclude', min_shards=min_shards)
-    message = '`min_shards`.* must be at (least 1|most .* 8)'
+    message = '`min_shards(` must be at least 1|=9` .* exceeds .* shards, 8,)'
     with self.assertRaisesRegex(ValueError, message):
       tx = guard(mean_of(optax.sgd(1.0)), AXIS, **given)
       st.init_state(tx, jnp.zeros(2), modes.mesh())
@@ -396,7 +398,9 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_what_differs_between_shards_without_an_axis(self):
     tx = guard(optax.sgd(1.0))
 
-    with self.assertRaisesRegex(ValueError, 'decided the same .* `axis_name`'):
+    with self.assertRaisesRegex(
+        ValueError, 'decide differently .* `axis_name`'
+    ):
       run(tx, data())
 
   def test_a_reduction_by_hand_may_skip(self):

@@ -257,12 +257,17 @@ class RefusalTest(parameterized.TestCase):
   @cases.parameters(
       (('linear',), {}, ValueError, "`kind` .* 'exponential' or .*'linear'"),
       ((0.5,), {}, TypeError, '`kind` .* function of the age, got 0.5.*static'),
-      (('exponential',), {}, ValueError, '`rate` .*must come with .*None'),
-      (('inverse',), {'rate': 1}, ValueError, "`rate` .*got 1 with 'inverse'"),
+      (('exponential',), {}, ValueError, 'needs `rate` .*`rate=None`'),
+      (
+          ('inverse',),
+          {'rate': 1},
+          ValueError,
+          "`rate` .*kind='inverse'` .*rate=1`",
+      ),
       (('exponential',), {'rate': 0}, ValueError, '`rate` must be positive'),
       (('exponential',), {'rate': '1'}, TypeError, '`rate` must be a real'),
-      (('inverse', optax.identity()), {}, ValueError, 'must come together'),
-      (('inverse',), {'axis_name': AXIS}, ValueError, 'must come together'),
+      (('inverse', optax.identity()), {}, ValueError, 'needs both `inner` and'),
+      (('inverse',), {'axis_name': AXIS}, ValueError, 'needs both `inner` and'),
       (('inverse', 3), {'axis_name': AXIS}, TypeError, '`inner` of `scale_by'),
   )
   def test_refuses_bad_arguments(self, args, kwargs, error, message):

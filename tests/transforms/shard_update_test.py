@@ -515,14 +515,14 @@ class RefusalTest(parameterized.TestCase):
         axis_names={AXIS},
         check_vma=check_vma,
     )
-    with self.assertRaisesRegex(ValueError, r"not mapped, got \('model',\)"):
+    with self.assertRaisesRegex(ValueError, r"not mapped, \('model',\)"):
       jax.eval_shape(step, np.ones(16, 'f'))
 
   @cases.parameters(
       ({'if_reduced': 'guess'}, ValueError, '`if_reduced` must be'),
       (
           {'if_reduced': 'mean', 'reduction': 'sum'},
-          *(ValueError, "`reduction` .* must be 'mean' with if_reduced"),
+          *(ValueError, "if_reduced='mean'.* needs `reduction='mean'`"),
       ),
       ({'assume_elementwise': 1}, TypeError, '`assume_.* a boolean, got 1'),
       ({'groups': 'ab'}, TypeError, '`groups` must be'),

@@ -206,9 +206,9 @@ class LimitTest(parameterized.TestCase):
         np.testing.assert_array_equal(np.flatnonzero(~taken), skipped)
       if 'starts' in name:
         self.assertEqual(states[name].consecutive_spikes, 0)
-    nans = states['nan does not start again'].statistics
+    nans = states['nan does not start again'].statistics['norm']
     self.assertEqual(nans.num_recorded, 16)
-    variance = states['overflow'].statistics.variance
+    variance = states['overflow'].statistics['loss'].variance
     self.assertTrue(np.isfinite(variance).all())
 
   def test_an_infinite_norm_does_not_end_the_window(self):
@@ -221,8 +221,9 @@ class LimitTest(parameterized.TestCase):
 
     is_zero = np.all(updates['body'][0] == 0, -1)
     np.testing.assert_array_equal(is_zero.nonzero(), [[1]])
-    self.assertEqual(state.spikes.statistics.num_recorded[0], 8)
-    self.assertTrue(np.all(np.isfinite(state.spikes.statistics.mean)))
+    statistics = state.spikes.statistics['norm']
+    self.assertEqual(statistics.num_recorded[0], 8)
+    self.assertTrue(np.all(np.isfinite(statistics.mean)))
 
   def test_the_limit_is_so_many_deviations_above_the_mean(self):
     # The norms of two shards in two steps: mean 4, variance 1 within steps, and
@@ -269,9 +270,10 @@ class SignalsTest(parameterized.TestCase):
     _, updates, state, _ = run(tx, x, loss, 'shard_map')
 
     self.assertEqual(rule.names, ('norm', 'loss'))
-    expected = np.full((SHARDS, 2), -1)
-    expected[2, 0], expected[[6, 1], 1] = 7, [10, 11]
-    np.testing.assert_array_equal(state.spikes.last_spike[:, 0], expected)
+    expected = {name: np.full(SHARDS, -1) for name in rule.names}
+    expected['norm'][2], expected['loss'][[6, 1]] = 7, [10, 11]
+    last_spike = {x: last[:, 0] for x, last in state.spikes.last_spike.items()}
+    chex.assert_trees_all_equal(last_spike, expected)
     np.testing.assert_array_equal(state.spikes.spike_count, [3] * SHARDS)
     np.testing.assert_array_equal(state.bad_shard_count, [3] * SHARDS)
     for step, shard in (7, 2), (10, 6), (11, 1), (3, None):
@@ -291,9 +293,25 @@ class SignalsTest(parameterized.TestCase):
 
     is_zero = np.all(updates['head'][0] == 0, -1)
     np.testing.assert_array_equal(is_zero.nonzero(), [[8, 9, 10, 11]])
-    last = state.spikes.last_spike[:, 0]
-    np.testing.assert_array_equal(last, [[-1, 11]] * SHARDS)
-    with self.assertRaisesRegex(RuntimeError, r'\(signals: loss\)'):
+    for name, step in ('norm', -1), ('loss', 11):
+      last_spike = state.spikes.last_spike[name][:, 0]
+      np.testing.assert_array_equal(last_spike, [step] * SHARDS)
+    with self.assertRaisesRegex(RuntimeError, r'\(signal: loss\)'):
+      monitoring.check_health(state)
+
+  @cases.parameters(
+      (['norm'], 'signal: norm'), (['norm', 'loss'], 'signals: loss, norm')
+  )
+  def test_check_health_names_the_signals(self, signals, words):
+    rule = SpikeRule(max_stds=6.0, window=4, signals=signals)
+    tx = guard(optax.identity(), spikes=rule, max_consecutive=1)
+    nans = jnp.full(2, NAN)
+
+    _, state = jax.jit(tx.update)(nans, tx.init(nans), value=nans[0])
+
+    names = {f'spike/last_mean/{name}' for name in signals}
+    self.assertContainsSubset(names, monitoring.metrics(state))
+    with self.assertRaisesRegex(RuntimeError, rf'spiking \({words}\)\. Check'):
       monitoring.check_health(state)
 
 
@@ -317,8 +335,8 @@ class ClipTest(parameterized.TestCase):
       np.testing.assert_allclose(leaf[0], expected, rtol=1e-5)
     self.assertEqual(state.skipped_count[0], 1)
     np.testing.assert_array_equal(state.bad_shard_count, [1] * SHARDS)
-    last = state.spikes.last_spike[[3, 4], 0]
-    np.testing.assert_array_equal(last, [[7], [9]])
+    last_spike = state.spikes.last_spike['norm'][[3, 4], 0]
+    np.testing.assert_array_equal(last_spike, [7, 9])
 
   def test_keeps_every_bit_below_the_limit(self):
     x, loss = data()
@@ -379,14 +397,14 @@ class RecordTest(parameterized.TestCase):
       txs[record] = guard(inner, AXIS, on_bad='exclude', spikes=spikes)
     for record, trained in run(txs, x, loss).items():
       told = loss[:, 8] if record else np.delete(loss[:, 8], 3)
-      mean = trained.state.spikes.statistics.mean[0, 0]
-      np.testing.assert_allclose(mean, [told.mean()], rtol=1e-5)
+      mean = trained.state.spikes.statistics['loss'].mean[0, 0]
+      np.testing.assert_allclose(mean, told.mean(), rtol=1e-5)
 
 
 class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
-      ({}, ValueError, 'must have a limit, got neither'),
+      ({}, ValueError, 'has no limit, .* Set `max_norm`'),
       (dict(max_norm=0.0), ValueError, '`max_norm` must be positive, got 0.0'),
       (dict(max_stds=1, window=1), ValueError, '`window` must be at least 2'),
       (dict(max_stds=1, min_steps=1), ValueError, '`min_steps` must be at le'),
@@ -396,13 +414,17 @@ class RefusalTest(parameterized.TestCase):
       (dict(max_stds=1, on_spike='drop'), ValueError, '`on_spike` must be'),
       (
           dict(max_stds=1, signals=['loss'], on_spike='clip'),
-          *(ValueError, '`signals` must have the norm'),
+          *(ValueError, "limit the norm, .* Add 'norm' to `signals`"),
       ),
-      (dict(max_norm=1, signals=['loss']), ValueError, '`signals` must have'),
-      (dict(max_norm=1, restart_after=3), ValueError, 'after` .* `max_stds`'),
+      (dict(max_norm=1, signals=['loss']), ValueError, "Add 'norm' to"),
+      (
+          dict(max_norm=1, restart_after=3),
+          ValueError,
+          'after` .* Set `max_stds`',
+      ),
       (
           dict(max_norm=1, signals=['loss', 'norm']),
-          *(ValueError, "'loss' in `signals` must come with `max_stds`"),
+          *(ValueError, "'loss' in `signals` .* no effect without `max_stds`"),
       ),
   )
   def test_refuses_option(self, kwargs, error, message):
@@ -431,5 +453,5 @@ class RefusalTest(parameterized.TestCase):
     state = guard(optax.identity(), spikes=before).init(params)
     tx = guard(optax.identity(), spikes=after)
 
-    with self.assertRaisesRegex(ValueError, 'must have the statistics of'):
+    with self.assertRaisesRegex(ValueError, 'made for another `SpikeRule`'):
       tx.update(params, state)

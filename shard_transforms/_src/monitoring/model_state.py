@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import states
-from shard_transforms._src.transforms import guard
+from shard_transforms._src.transforms import guard_state
 
 # The states of chains, and of transformations that run `inner` in each step.
 _RUN_EACH_STEP = (
@@ -87,7 +87,7 @@ def unless_skipped(state: optax.OptState, after: Any, before: Any) -> Any:
 
 
 def _is_guard(node: Any) -> bool:
-  return isinstance(node, guard.GuardState)
+  return isinstance(node, guard_state.GuardState)
 
 
 def _guards_of_each_step(node: Any) -> Iterator[Any]:

@@ -8,7 +8,9 @@ keeps its shape.
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Sequence
+import functools
 import math
+import operator
 
 import jax
 from jax import lax
@@ -69,26 +71,27 @@ def buckets(
 
   The arguments are as in `map_packed`.
   """
-  found, filled = [], {}
+  assigned, open_buckets = [], {}
   for i, (key, leaf) in enumerate(zip(keys, leaves, strict=True)):
     size = leaf.size * leaf.dtype.itemsize * growth
-    bucket, room = filled.get(key, ([], 0))
+    bucket, room = open_buckets.get(key, ([], 0))
     if size >= level.leaf_bytes:
-      found.append([i])
+      assigned.append([i])
       continue
     if size > room or len(bucket) == level.num_leaves:
       bucket, room = [], level.bucket_bytes
-      found.append(bucket)
+      assigned.append(bucket)
     bucket.append(i)
-    filled[key] = bucket, room - size
-  return found
+    open_buckets[key] = bucket, room - size
+  return assigned
 
 
 def _join(leaves, bucket, lead):
   """Packs leaves into a buffer [*lead, elements]; keeps a single leaf as is."""
   if len(bucket) == 1:
     return leaves[bucket[0]]
-  flat = [leaves[i].reshape((*lead, -1)) for i in bucket]
+  flatten = functools.partial(lax.collapse, start_dimension=len(lead))
+  flat = list(map(flatten, operator.itemgetter(*bucket)(leaves)))
   return jnp.concatenate(flat, axis=-1)
 
 

@@ -6,6 +6,7 @@ axes, the inputs are expected to vary over all axes of a collective.
 
 from collections.abc import Hashable
 from collections.abc import Sequence
+import functools
 import math
 from typing import Any, Literal
 
@@ -19,11 +20,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 Axes = tuple[Hashable, ...]
 # A partition of the shards along one axis into groups of equal size.
 Groups = tuple[tuple[int, ...], ...]
-
-
-def total(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the sum of an array over the shards; `x` itself without axes."""
-  return psum(axes_lib.to_varying(x, axes), axes) if axes else x
 
 
 def agreed(decision: jax.Array) -> jax.Array:
@@ -102,10 +98,20 @@ def psum(x: jax.Array, axes: Axes) -> jax.Array:
   """
   if not axes:
     return x
+  if not axes_lib.varying_axes(x).issuperset(axes):
+    x = axes_lib.to_varying(x, axes)
   try:
     return lax.psum(x, axes)
   except (AssertionError, ValueError) as error:
     raise NotImplementedError(_no_sum(x, axes)) from error
+
+
+def sum_scalars(tree: Any, axes: Axes) -> Any:
+  """Returns the sums of the scalars of a tree, float32, by one collective."""
+  scalars, treedef = jax.tree.flatten(tree)
+  as_float32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+  totals = psum(jnp.stack(list(map(as_float32, scalars))), axes)
+  return treedef.unflatten(list(totals))
 
 
 def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
@@ -116,9 +122,9 @@ def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   # `vmap` does not support groups in collectives, and slicing a leaf would
   # gather it over mesh axes that are not mapped. Instead, sum an array with one
   # row per group.
-  own = _group_index(axis, groups)
-  numbers = lax.broadcasted_iota(jnp.int32, (len(groups),) + (1,) * x.ndim, 0)
-  return lax.psum(jnp.where(numbers == own, x[None], 0), axis)[own]
+  group = _group_index(axis, groups)
+  indices = lax.broadcasted_iota(jnp.int32, (len(groups),) + (1,) * x.ndim, 0)
+  return lax.psum(jnp.where(indices == group, x[None], 0), axis)[group]
 
 
 def parts(x: jax.Array, number: int) -> jax.Array:
@@ -237,7 +243,7 @@ def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
   """Returns the row index of this shard in `scatter` and `gather`, int32 []."""
   if groups is not None:
     ranks = {shard: i for group in groups for i, shard in enumerate(group)}
-    return _own_entry(ranks, axes[0])
+    return _entry_of_shard(ranks, axes[0])
   return lax.axis_index(axes_lib.in_mesh_order(axes))
 
 
@@ -251,10 +257,10 @@ def _no_sum(x, axes):
 
 def _group_index(axis, groups):
   indices = {shard: i for i, group in enumerate(groups) for shard in group}
-  return _own_entry(indices, axis)
+  return _entry_of_shard(indices, axis)
 
 
-def _own_entry(entries, axis):
+def _entry_of_shard(entries, axis):
   """Returns the entry of this shard in {shard: integer}, int32 []."""
   in_order = [entries[shard] for shard in range(len(entries))]
   return jnp.asarray(in_order, jnp.int32)[lax.axis_index(axis)]

@@ -85,17 +85,17 @@ class Reduction:
   def __post_init__(self):
     if self.if_reduced not in get_args(IfReduced):
       raise ValueError(
-          "`if_reduced` must be 'error' or 'mean', got" f' {self.if_reduced!r}.'
+          f"`if_reduced` must be 'error' or 'mean', got {self.if_reduced!r}."
       )
     if self.if_reduced == 'mean' and self.kind == 'sum':
       raise ValueError(
-          f"`reduction` of `{self.caller}` must be 'mean' with"
-          " if_reduced='mean', got 'sum'."
+          f"`if_reduced='mean'` of `{self.caller}` assumes that reduced leaves"
+          " are means, so it needs `reduction='mean'`, got 'sum'."
       )
     if self.groups is not None and len(self.axes) > 1:
       raise ValueError(
-          f'`groups` must come with one axis, got {self.axes!r}. Number the'
-          ' shards along a mesh of one axis.'
+          '`groups` number the shards along one axis, but `axis_name` names'
+          f' several, {self.axes!r}. Use a mesh with one axis for the shards.'
       )
 
   def __call__(
@@ -109,8 +109,8 @@ class Reduction:
     checked = check(tree, weight, self, allow_unreduced=self.sent == 'whole')
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
-      own = UNWEIGHTED if checked is None else share(checked, self)
-      reduced = reduce(leaves, own, self)
+      local_share = UNWEIGHTED if checked is None else share(checked, self)
+      reduced = reduce(leaves, local_share, self)
     return treedef.unflatten(reduced)
 
   def check_params(self, params: optax.Params | None) -> None:
@@ -168,15 +168,18 @@ def share(weight: jax.Array | None, options: Reduction) -> Share:
 
 
 def scatter(
-    rows: Sequence[chex.Array], own: Share, options: Reduction, num_rows: int
+    rows: Sequence[chex.Array],
+    local_share: Share,
+    options: Reduction,
+    num_rows: int,
 ) -> list[jax.Array]:
   """Returns this shard's row of the sum or mean of arrays [num_rows, ...]."""
-  return reduce(rows, own, options, options.scatter_over, num_rows)
+  return reduce(rows, local_share, options, options.scatter_over, num_rows)
 
 
 def reduce(
     leaves: Sequence[chex.Array],
-    own: Share,
+    local_share: Share,
     options: Reduction,
     sum_over: Callable[..., jax.Array] | None = None,
     num_rows: int | None = None,
@@ -185,7 +188,7 @@ def reduce(
 
   Args:
     leaves: Checked leaves.
-    own: The share of this shard.
+    local_share: The share of this shard.
     options: The reduction.
     sum_over: Takes an array and axes, and returns the sum over the shards, or
       one of the `num_rows` rows of the sum; `options.sum_over` by default.
@@ -193,26 +196,28 @@ def reduce(
   """
   sum_over = options.sum_over if sum_over is None else sum_over
   axes = options.axes if options.groups is None else ()
-  results, sent, values, keys = [], [], [], []
+  results, positions, values, keys = [], [], [], []
   for i, leaf in enumerate(leaves):
     results.append(leaves_lib.sum_of_empty(leaf, axes))
     if results[i] is None:
       x = jnp.asarray(leaf)
-      sent.append((i, x.dtype))
+      positions.append((i, x.dtype))
       dtype = leaves_lib.accumulator_dtype(x.dtype)
       values.append(leaves_lib.as_dtype(x, dtype))
-  if own.weight is not None:
-    values = list(map(weights.scale_by_weight(own.weight), values))
+  if local_share.weight is not None:
+    values = list(map(weights.scale_by_weight(local_share.weight), values))
   for x in values:
     varying = axes_lib.varying_axes(x)
     keys.append(Key(sent_over(x, options), x.dtype, varying))
-  reciprocal = functools.cache(functools.partial(_reciprocal, own.total))
+  reciprocal = functools.cache(
+      functools.partial(_reciprocal, local_share.total)
+  )
 
-  def send(buffer, key):
+  def reduce_buffer(buffer, key):
     summed = sum_over(buffer, key.axes)
     if options.kind == 'sum':
       return summed
-    if own.total is not None:
+    if local_share.total is not None:
       # XLA replaces a division by an array with a multiplication only for some
       # shapes, so packed leaves would not be bitwise equal to unpacked leaves.
       return lax.mul(summed, reciprocal(key.dtype))
@@ -227,8 +232,8 @@ def reduce(
   is_joined = not any(map(axes_lib.unreduced_axes, values))
   if is_joined and any(map(operator.attrgetter('axes'), keys)):
     levels = thresholds.levels(options.axes, options.sent)
-  reduced = bucketing.map_packed(send, values, keys, levels, num_rows)
-  for (i, dtype), x in zip(sent, reduced, strict=True):
+  reduced = bucketing.map_packed(reduce_buffer, values, keys, levels, num_rows)
+  for (i, dtype), x in zip(positions, reduced, strict=True):
     results[i] = leaves_lib.as_dtype(x, dtype)
   return results
 

@@ -84,12 +84,13 @@ def sum_of_squares(
     if not leaves_lib.is_float0(leaf):
       by_axes[sliced] += _squares(leaf).astype(dtype)
   with jax.named_scope(caller):
-    totals = [collectives.total(x, sliced) for sliced, x in by_axes.items()]
+    totals = [collectives.psum(x, sliced) for sliced, x in by_axes.items()]
   return sum(totals, jnp.zeros([], dtype))
 
 
 def _squares(leaf):
-  parts = map(leaves_lib.as_accumulator, _real_parts(jnp.asarray(leaf)))
+  leaf = leaves_lib.as_accumulator(leaf)
+  parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
   return functools.reduce(lax.add, [jnp.sum(jnp.square(x)) for x in parts])
 
 
@@ -97,52 +98,43 @@ def are_finite(
     tree: optax.Updates, sliced_over: tuple[Hashable, ...]
 ) -> jax.Array:
   """Returns whether all elements of all slices are finite, bool []."""
-  zeros = [
-      _sum_of_zeros(leaf)
-      for leaf in jax.tree.leaves(tree)
-      if not leaves_lib.is_float0(leaf)
-  ]
-  return _are_zero(zeros, sliced_over)
+  return check_finite(tree, sliced_over)[1]
 
 
-def read_first(
-    tree: optax.Updates, sliced_over: tuple[Hashable, ...]
+def check_finite(
+    tree: optax.Updates,
+    sliced_over: tuple[Hashable, ...],
+    read_first: bool = False,
 ) -> tuple[optax.Updates, jax.Array]:
-  """Returns a tree and its `are_finite`, such that each leaf is checked first.
+  """Returns a tree, and whether all elements of all slices are finite, bool [].
 
-  Barriers force the check of a leaf before any other use. Otherwise, XLA for
-  TPUs fuses the check with the matrix product that computes a gradient, and
-  then does not reduce the gradient in place. XLA for GPUs checks all gradients
-  at the end, and keeps them in memory until then.
+  With `read_first`, barriers force the check of a leaf before any other use.
+  Otherwise, XLA for TPUs fuses the check with the matrix product that computes
+  a gradient, and then does not reduce the gradient in place. XLA for GPUs
+  checks all gradients at the end, and keeps them in memory until then.
   """
   leaves, treedef = jax.tree.flatten(tree)
-  zeros = []
+  total = jnp.float32(0)
   for i, leaf in enumerate(leaves):
-    if not leaves_lib.is_float0(leaf):
+    if leaves_lib.is_float0(leaf):
+      continue
+    if read_first:
       leaf = lax.optimization_barrier(jnp.asarray(leaf))
-      checked = lax.optimization_barrier((leaf, _sum_of_zeros(leaf)))
-      leaves[i], total = checked
-      zeros.append(total)
-  return treedef.unflatten(leaves), _are_zero(zeros, sliced_over)
+    zero = _zero_if_finite(leaf)
+    if read_first:
+      leaves[i], zero = lax.optimization_barrier((leaf, zero))
+    total = lax.add(total, zero)
+  return treedef.unflatten(leaves), collectives.psum(total, sliced_over) == 0
 
 
-def _are_zero(totals, sliced_over):
-  total = functools.reduce(lax.add, totals, jnp.float32(0))
-  return collectives.total(total, sliced_over) == 0
-
-
-def _real_parts(leaf):
-  return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
-
-
-def _sum_of_zeros(leaf):
+def _zero_if_finite(leaf):
   """Returns 0, float32 [], or NaN if an element of a leaf is not finite."""
-  totals = []
-  for part in map(leaves_lib.as_accumulator, _real_parts(jnp.asarray(leaf))):
-    # 0 times an element is 0, or NaN if the element is not finite. The sum of
-    # these products cannot overflow, and takes half the time of an elementwise
-    # check.
-    zeros = lax.mul(part, lax.full_like(part, 0))
-    total = lax.reduce_sum(zeros, tuple(range(part.ndim)))
-    totals.append(leaves_lib.as_dtype(total, jnp.float32))
-  return functools.reduce(lax.add, totals)
+  leaf = leaves_lib.as_accumulator(leaf)
+  # 0 times an element is 0, or NaN if the element is not finite. The sum of
+  # these products cannot overflow, and takes half the time of an elementwise
+  # check.
+  zeros = lax.mul(leaf, lax.full_like(leaf, 0))
+  if jnp.iscomplexobj(zeros):
+    zeros = lax.real(zeros)
+  total = lax.reduce_sum(zeros, tuple(range(zeros.ndim)))
+  return leaves_lib.as_dtype(total, jnp.float32)

@@ -38,11 +38,11 @@ class ShardedReduction(leaf_sums.Reduction):
     """
     if unmapped := axes_lib.unmapped_axes(self.axes):
       raise ValueError(
-          f'The mesh of `{self.caller}` must have no axis that is'
-          f' not mapped, got {unmapped!r}: cutting a leaf would gather what'
-          ' such an axis shards. Name all axes in `axis_names` of'
-          ' `jax.shard_map`; in `on_mesh`, leave out `axis_name`, and give'
-          ' how parameters are sharded over the other axes as `in_specs`.'
+          f'`{self.caller}` slices leaves on a mesh with axes that are not'
+          f' mapped, {unmapped!r}, and slicing a leaf would gather it over'
+          ' these axes. Name all axes in `axis_names` of `jax.shard_map`; in'
+          ' `on_mesh`, leave out `axis_name`, and pass the specs of the'
+          ' parameters over the other axes as `in_specs`.'
       )
 
   def axes_of_sums(self) -> tuple[Hashable, ...]:
@@ -68,11 +68,11 @@ class ShardedReduction(leaf_sums.Reduction):
   ) -> list[jax.Array]:
     """Returns this shard's slice of the sum or mean of checked leaves."""
     is_sent = self.sends_in_slices(leaves)
-    slices, in_rows, whole, rows = {}, [], [], []
+    slices, in_rows, unsliced, rows = {}, [], [], []
     for i, leaf in enumerate(leaves):
       division = self._division(leaf)
       if division is None or not is_sent[i]:
-        whole.append(i)
+        unsliced.append(i)
       elif self.sends_in_rows(leaf):
         in_rows.append(i)
         rows.append(division.rows(leaf))
@@ -80,9 +80,9 @@ class ShardedReduction(leaf_sums.Reduction):
         send = functools.partial(self._scatter_along, division)
         (slices[i],) = leaf_sums.reduce([leaf], share, self, send)
     scattered = leaf_sums.scatter(rows, share, self, self.num_shards())
-    reduced = leaf_sums.reduce([leaves[i] for i in whole], share, self)
-    own = [*scattered, *jax.tree.leaves(self.own(reduced))]
-    slices |= zip(in_rows + whole, own, strict=True)
+    reduced = leaf_sums.reduce([leaves[i] for i in unsliced], share, self)
+    local_slices = [*scattered, *jax.tree.leaves(self.own(reduced))]
+    slices |= zip(in_rows + unsliced, local_slices, strict=True)
     return [slices[i] for i in range(len(leaves))]
 
   def own(self, tree: optax.Updates) -> optax.Updates:
@@ -92,31 +92,34 @@ class ShardedReduction(leaf_sums.Reduction):
     if self.groups is None:
       index = list(map(lax.axis_index, self._divided_over()))
 
-    def own(leaf):
+    def slice_leaf(leaf):
       if not leaves_lib.is_sliced(leaf, math.prod(num_slices)):
         return leaf
       return divisions.divide(jnp.shape(leaf), num_slices).local_slice(
           leaf, index
       )
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(slice_leaf, tree)
 
   def gather(self, tree: optax.Updates, like: optax.Updates) -> optax.Updates:
     """Gathers the slices of all shards into a tree shaped like `like`."""
     leaves, treedef = jax.tree.flatten(tree)
-    kinds = treedef.flatten_up_to(like)
-    cut = {i: x for i, x in enumerate(map(self._division, kinds)) if x}
-    own = axes_lib.to_varying({i: leaves[i] for i in cut}, self.axes)
+    full_leaves = treedef.flatten_up_to(like)
+    divided = enumerate(map(self._division, full_leaves))
+    divided = {i: division for i, division in divided if division is not None}
+    slices = axes_lib.to_varying({i: leaves[i] for i in divided}, self.axes)
     # If updates are gathered along any dimension but the first, XLA chooses a
     # layout for which it must copy the parameters: benchmarks/hardware.py
     #   h100:1x8 --shapes=gpt2 shard_update
     in_one_step = len(self.num_slices()) == 1
-    in_rows = [i for i in cut if in_one_step or self.sends_in_rows(kinds[i])]
+    in_rows = [
+        i for i in divided if in_one_step or self.sends_in_rows(full_leaves[i])
+    ]
 
     def gather(buffer, _):
       return collectives.gather(buffer, self.axes, self.groups)
 
-    packed = [own.pop(i) for i in in_rows]
+    packed = [slices.pop(i) for i in in_rows]
     keys = [(x.dtype, axes_lib.varying_axes(x)) for x in packed]
     with jax.named_scope(self.caller):
       levels = thresholds.levels(self.axes, self.sent)
@@ -124,9 +127,9 @@ class ShardedReduction(leaf_sums.Reduction):
           gather, packed, keys, levels, growth=self.num_shards()
       )
       for i, row in zip(in_rows, rows, strict=True):
-        leaves[i] = cut[i].join(row)
-      for i, part in own.items():
-        leaves[i] = self._gather_along(cut[i], part)
+        leaves[i] = divided[i].join(row)
+      for i, x in slices.items():
+        leaves[i] = self._gather_along(divided[i], x)
     return treedef.unflatten(leaves)
 
   def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
@@ -182,12 +185,12 @@ class ShardedReduction(leaf_sums.Reduction):
       leaf = layout.with_layout_constraint(leaf, rows_first)
     return leaf
 
-  def _gather_along(self, division, own):
+  def _gather_along(self, division, leaf):
     """All-gathers the slices of a leaf, one axis at a time."""
     order = list(zip(self._divided_over(), division.dims, strict=True))
     for axis, dim in reversed(order):
-      own = collectives.join_along(own, axis, dim)
-    return division.crop(own)
+      leaf = collectives.join_along(leaf, axis, dim)
+    return division.crop(leaf)
 
 
 def _scatter_slices(leaf, axis, dim):

@@ -80,7 +80,7 @@ def clip_by_global_norm(
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     leaves_lib.check_inexact(updates, caller)
-    _check_alike(updates, axes)
+    _check_same_axes(updates, axes)
     partition_specs.check_names_all(specs, axes, caller)
     norm = jnp.sqrt(norms.sum_of_squares(updates, axes, specs, caller))
     is_small = norm <= jnp.asarray(max_norm, norm.dtype)
@@ -99,21 +99,23 @@ def clip_by_global_norm(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_alike(tree, axes):
+def _check_same_axes(tree, axes):
   """Checks that all leaves vary over the same axes, apart from `axes`.
 
   Raises:
     ValueError: If only some leaves vary over an axis, and so may be slices.
   """
-  kinds = {
+  axes_of_leaves = {
       axes_lib.varying_axes(leaf).difference(axes)
       for leaf in jax.tree.leaves(tree)
       if not leaves_lib.is_float0(leaf)
   }
-  if len(kinds) > 1:
-    some = frozenset.union(*kinds) - frozenset.intersection(*kinds)
+  if len(axes_of_leaves) > 1:
+    all_axes = frozenset.union(*axes_of_leaves)
+    differing = all_axes - frozenset.intersection(*axes_of_leaves)
     raise ValueError(
-        '`axis_name` of `clip_by_global_norm` must name'
-        f' {sorted(some, key=str)}, over which some leaves vary and some do'
-        ' not. Otherwise shards would clip the same leaf by different norms.'
+        'Only some of the leaves vary over the axes'
+        f' {sorted(differing, key=str)}, so shards would clip the same leaf by'
+        ' different norms. Name these axes in `axis_name` of'
+        ' `clip_by_global_norm`.'
     )

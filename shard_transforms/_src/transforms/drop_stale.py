@@ -10,6 +10,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import states
+from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 
@@ -155,9 +156,9 @@ def drop_stale(
   axes = axes_lib.optional_axes(axis_name)
   if axes and inner is None:
     raise ValueError(
-        f'`axis_name` of `drop_stale` must come with `inner`, got {axis_name!r}'
-        ' alone. A link of a chain cannot tell the next which shards to leave'
-        ' out: write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
+        f'`drop_stale(axis_name={axis_name!r})` needs `inner`, because a'
+        ' transformation cannot pass weights to the next element of a chain.'
+        ' Write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
     )
   gate = gating.gate(_CALLER, inner, axes, assume_weighted, may_be_local=False)
 
@@ -169,21 +170,23 @@ def drop_stale(
         inner_state=gate.inner.init(params),
     )
 
-  def step(checked, updates, state, params=None, *, weight=None, **extra_args):
+  def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, DropStaleState, axes, _CALLER)
     local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     local_step = collectives.oldest(local_step, updates, axes, weight)
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
-    accept, num_stale, counts = is_fresh, jnp.where(is_fresh, 0, 1), is_fresh
+    accept, counts, num_stale = is_fresh, is_fresh, jnp.where(is_fresh, 0, 1)
     if axes:
-      given = gate.as_weight(checked, weight)
-      weight = jnp.where(is_fresh, given, 0)
-      total_weight, num_stale = collectives.total(
-          jnp.stack([weight, jnp.where(is_fresh, 0.0, 1.0)]), axes
+      if weight is None:
+        weight = jnp.float32(1)
+      weight = weights.as_weight(weight, (), _CALLER)
+      weight = jnp.where(is_fresh, weight, 0)
+      total_weight, num_stale = collectives.sum_scalars(
+          (weight, ~is_fresh), axes
       )
       accept, counts = total_weight > 0, weight > 0
-    updates, inner_state = gate.update_or_skip(
-        checked,
+    _, updates, inner_state = gate.update_or_skip(
+        check,
         accept,
         leaves.where_or_zeros(counts, updates),
         state.inner_state,

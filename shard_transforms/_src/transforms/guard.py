@@ -1,96 +1,25 @@
 """`guard`: skips updates that are NaN, infinite or spikes."""
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import partition_specs
-from shard_transforms._src.base import states
+from shard_transforms._src.base import weights
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import norms
+from shard_transforms._src.transforms import guard_state as state_lib
+from shard_transforms._src.transforms import spike_rule
 from shard_transforms._src.transforms import spikes as spikes_lib
 
 _CALLER = 'guard'
-
-
-def _stalled(state: Any) -> str | None:
-  """Returns the error message of `check_health`; `None` if training is fine."""
-  num_skipped = states.local_max(state.consecutive_skipped)
-  if num_skipped < states.local_max(state.max_consecutive):
-    return None
-  num_updates = states.local_max(state.num_updates)
-  first = num_updates - num_skipped
-  why = 'non-finite' if state.spikes == () else 'non-finite or spiking'
-  bad = _bad_shards(state.last_bad_step, first, why)
-  if names := spikes_lib.spikes_since(state.spikes, first):
-    bad += f' (signals: {", ".join(names)})'
-  span = f'update ({first})'
-  if num_skipped > 1:
-    span = f'{num_skipped} updates ({first}-{num_updates - 1})'
-  return (
-      f'`guard` skipped the last {span}, so training has stalled.{bad}. Check'
-      ' the data and the learning rate, and restart from a checkpoint from'
-      f' before update {first}.'
-  )
-
-
-class GuardState(NamedTuple):
-  """State of `guard`; only its per-shard fields differ between shards.
-
-  `last_bad_step`, and `last_spike` in `spikes`, are kept per shard. With
-  `axis_name`, they have a leading axis, of length 1 inside the mapped function
-  and of the number of shards outside.
-
-  Attributes:
-    num_updates: Number of updates so far, int32 [].
-    skipped_count: Number of skipped updates, int32 [].
-    consecutive_skipped: Number of updates skipped since the last accepted
-      update, int32 [].
-    bad_shard_count: Number of bad updates, counted over all shards, int32 [].
-    last_bad_step: Index of the last bad update of a shard, counted from 0,
-      int32 []; -1 if the shard had no bad update.
-    max_consecutive: Number of consecutive skipped updates at which
-      `check_health` raises, int32 [].
-    spikes: Statistics and counts of spikes, a `SpikeState`; `()` without
-      `spikes`.
-    inner_state: State of the inner transformation.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import shard_transforms
-    >>> tx = shard_transforms.guard(optax.sgd(0.1))
-    >>> _, state = tx.update(jnp.array([1.0, jnp.nan]), tx.init(jnp.zeros(2)))
-    >>> print(state.skipped_count, state.last_bad_step)
-    1 0
-  """
-
-  num_updates: jax.Array
-  skipped_count: jax.Array
-  consecutive_skipped: jax.Array
-  bad_shard_count: jax.Array
-  last_bad_step: jax.Array
-  max_consecutive: jax.Array
-  spikes: spikes_lib.SpikeState | tuple[()]
-  inner_state: optax.OptState
-
-  rules = {
-      'num_updates': states.Rule(metric='same'),
-      'skipped_count': states.Rule(metric='same'),
-      'consecutive_skipped': states.Rule(metric='same', health_check=_stalled),
-      'bad_shard_count': states.Rule(metric='same'),
-      'last_bad_step': states.Rule(
-          resize='maximum', empty=states.NEVER, metric='maximum'
-      ),
-  }
 
 
 def guard(
@@ -98,7 +27,7 @@ def guard(
     axis_name: axes_lib.AxisName | None = None,
     *,
     on_bad: Literal['skip', 'exclude'] = 'skip',
-    spikes: spikes_lib.SpikeRule | None = None,
+    spikes: spike_rule.SpikeRule | None = None,
     min_shards: int | None = None,
     max_consecutive: int | None = None,
     specs: partition_specs.SpecTree = None,
@@ -205,125 +134,118 @@ def guard(
     https://arxiv.org/abs/2204.02311.
   """
   axes = axes_lib.optional_axes(axis_name)
-  num_enough = _num_enough(on_bad, min_shards, axes)
-  if spikes is not None and not isinstance(spikes, spikes_lib.SpikeRule):
-    raise TypeError(
-        f'`spikes` of `guard` must be a `SpikeRule`, got {spikes!r}.'
-    )
-  most = states.MAX_COUNT if max_consecutive is None else max_consecutive
-  most = min(
-      arguments.as_at_least('max_consecutive', most, 1), states.MAX_COUNT
+  num_required = _check_options(
+      on_bad, min_shards, spikes, max_consecutive, specs, axes
   )
-  partition_specs.check(specs, _CALLER)
   inner = arguments.as_inner(inner, _CALLER)
   gate = gating.gate(_CALLER, inner, axes, assume_weighted)
-  # Whether each shard sanitizes its update before `inner`. If not, a NaN goes
-  # through the reduction, which then does not wait for the decision.
-  is_early = on_bad == 'exclude' or spikes is not None
+  # If not, a NaN goes through the reduction, which then does not wait.
+  is_sanitized = on_bad == 'exclude' or spikes is not None
 
   def init_fn(params):
-    # `unshard_state` calls `init` on one shard to get the shapes of the state,
-    # so one shard must be allowed for every `min_shards`.
-    if axes_lib.size(axes, _CALLER) > 1 and num_enough is not None:
-      _check_enough_shards(axes, num_enough)
-    known = () if spikes is None else spikes_lib.start(spikes, axes)
-    return _start(inner.init(params), known, most, axes)
+    if axes_lib.size(axes, _CALLER) > 1 and num_required is not None:
+      _check_num_shards(axes, num_required)
+    inner_state = inner.init(params)
+    return state_lib.initial_state(inner_state, spikes, max_consecutive, axes)
 
-  def step(checked, updates, state, params=None, *, weight=None, **extra_args):
-    arguments.check_update(updates, state, GuardState, axes, _CALLER)
-    if num_enough is not None:
-      _check_enough_shards(axes, num_enough)
-    spikes_lib.check_fits(spikes, state.spikes)
+  def step(check, updates, state, params=None, *, weight=None, **extra_args):
+    arguments.check_update(updates, state, state_lib.GuardState, axes, _CALLER)
+    if num_required is not None:
+      _check_num_shards(axes, num_required)
+    if spikes is not None or state.spikes:
+      spikes_lib.check_state(spikes, state.spikes)
     sliced = _sliced_over(updates, axes, specs)
-    if is_early:
+    local_weight = jnp.float32(1)
+    # After a reduction, the weights still differ between shards, so they must
+    # not influence the decision.
+    if axes and weight is not None:
+      weight = local_weight = weights.as_weight(weight, (), _CALLER)
+    on_accelerator = bool(axes) and axes_lib.platform() != 'cpu'
+    by_sums = on_accelerator and not is_sanitized and weight is None
+    if is_sanitized:
       value = extra_args.get('value')
-      judgement = spikes_lib.judge(
+      health = spikes_lib.check(
           spikes, state.spikes, updates, value, sliced, specs
       )
     else:
-      updates, judgement = _check(updates, sliced, axes)
-    counted = jnp.float32(1)
-    # After a reduction, the weights still differ between shards, so they must
-    # not influence the decision.
-    if axes:
-      counted = gate.as_weight(checked, weight)
-      weight = None if weight is None else counted
-    decision = _decide(judgement, counted, axes, num_enough)
+      updates, is_finite = norms.check_finite(updates, sliced, on_accelerator)
+      health = spikes_lib.SpikeCheck(is_finite)
+    decision = _decide(health, local_weight, axes, num_required)
+    if is_sanitized:
+      updates = _sanitize(updates, health)
+    else:
+      updates = _pass_on(updates, weight if axes else None, decision.accept)
     if on_bad == 'exclude':
       weight = decision.weight
-    if is_early:
-      updates = _repaired(updates, judgement.is_healthy, judgement.factor)
-    else:
-      updates = _counted(updates, weight if axes else None, decision.accept)
-    accept, updates, inner_state = gate.update_and_decide(
-        checked,
+    accept, updates, inner_state = gate.update_or_skip(
+        check,
         decision.accept,
-        None if is_early else _by_sums(weight, axes, sliced),
         updates,
         state.inner_state,
         params,
         weight,
         extra_args,
+        functools.partial(norms.are_finite, sliced_over=sliced)
+        if by_sums
+        else None,
     )
-    decision = decision._replace(accept=accept)
-    return updates, _count(state, decision, spikes, axes, inner_state)
+    state = state._replace(inner_state=inner_state)
+    return updates, state_lib.next_state(state, accept, decision, spikes, axes)
 
   return gating.transformation(init_fn, step)
 
 
-def _start(inner_state, spikes, max_consecutive, axes):
-  """Returns the state before the first update."""
-  never = jnp.full([], states.NEVER, jnp.int32)
-  return GuardState(
-      num_updates=states.counter(),
-      skipped_count=states.counter(),
-      consecutive_skipped=states.counter(),
-      bad_shard_count=states.counter(),
-      last_bad_step=states.with_shard_axis(never, axes),
-      max_consecutive=jnp.asarray(max_consecutive, jnp.int32),
-      spikes=spikes,
-      inner_state=inner_state,
-  )
-
-
-def _num_enough(on_bad, min_shards, axes):
+def _check_options(on_bad, min_shards, spikes, max_consecutive, specs, axes):
   """Returns the number of good shards that a step needs; `None` for all shards.
 
   Raises:
-    TypeError: If `min_shards` is not an integer.
+    TypeError: If an argument has the wrong type.
     ValueError: If an argument has an invalid value, or if it is given without
       another argument that it needs.
   """
   if on_bad not in ('skip', 'exclude'):
     raise ValueError(f"`on_bad` must be 'skip' or 'exclude', got {on_bad!r}.")
+  if spikes is not None and not isinstance(spikes, spike_rule.SpikeRule):
+    raise TypeError(
+        f'`spikes` of `guard` must be a `SpikeRule`, got {spikes!r}.'
+    )
+  if max_consecutive is not None:
+    arguments.as_at_least('max_consecutive', max_consecutive, 1)
+  partition_specs.check(specs, _CALLER)
   if on_bad == 'exclude' and not axes:
     raise ValueError(
-        "`on_bad='exclude'` of `guard` must come with `axis_name`, got None."
-        ' A reduced update already contains the bad shards.'
+        "`on_bad='exclude'` excludes shards, so it needs `axis_name`. After a"
+        ' reduction, the updates already contain the bad shards: put `guard`'
+        ' around the reduction.'
     )
   if on_bad == 'exclude':
-    least = 1 if min_shards is None else min_shards
-    return arguments.as_at_least('min_shards', least, 1)
+    min_shards = 1 if min_shards is None else min_shards
+    return arguments.as_at_least('min_shards', min_shards, 1)
   if min_shards is not None:
     raise ValueError(
-        "`min_shards` of `guard` must come with `on_bad='exclude'`, got"
-        f' {min_shards!r} with {on_bad!r}, where no shard may be bad.'
+        f"`min_shards={min_shards!r}` has no effect with `on_bad='skip'`, which"
+        " skips the step if any shard is bad. Set `on_bad='exclude'`, or leave"
+        ' out `min_shards`.'
     )
   return None
 
 
-def _check_enough_shards(axes, num_enough):
+def _check_num_shards(axes, num_required):
   """Checks that there are at least as many shards as a step needs.
+
+  `init` does not check a single shard, because `unshard_state` calls it on one
+  shard to get the shapes of the state.
 
   Raises:
     NameError: If an axis is not bound.
     ValueError: If there are fewer shards.
   """
   num_shards = axes_lib.size(axes, _CALLER)
-  if num_shards < num_enough:
+  if num_shards < num_required:
     raise ValueError(
-        '`min_shards` of `guard` must be at most the number of shards,'
-        f' {num_shards}, got {num_enough!r}.'
+        f'`min_shards={num_required}` of `guard` exceeds the number of shards,'
+        f' {num_shards}, so that every step would be skipped. Set at most'
+        f' `min_shards={num_shards}`.'
     )
 
 
@@ -334,92 +256,66 @@ def _sliced_over(updates, axes, specs):
     NameError: If such an axis is not bound.
     ValueError: If `specs` is missing where JAX does not track types.
   """
-  found = frozenset()
+  axes_of_leaves = []
   if specs is not None:
     specs = jax.tree.leaves(specs, is_leaf=partition_specs.is_spec)
-    found = found.union(*map(partition_specs.axes_of, specs))
+    axes_of_leaves = map(partition_specs.axes_of, specs)
   elif axes:
-    found = found.union(*map(axes_lib.varying_axes, jax.tree.leaves(updates)))
-    unknown = set(axes_lib.untracked_axes()).difference(axes)
-    if unknown:
+    axes_of_leaves = map(axes_lib.varying_axes, jax.tree.leaves(updates))
+    untracked = set(axes_lib.untracked_axes()).difference(axes)
+    if untracked:
       raise ValueError(
-          '`specs` of `guard` must say which leaves are sliced over'
-          f' {sorted(unknown, key=str)}, because JAX does not track it here,'
-          ' got None. Give the `PartitionSpec`s of the leaves, or `P()` for'
-          ' none.'
+          'JAX does not track here which leaves are sliced over'
+          f' {sorted(untracked, key=str)}. Pass the `PartitionSpec`s of the'
+          ' leaves as `specs` of `guard`, or `P()` if no leaf is sliced.'
       )
-  sliced = tuple(sorted(found.difference(axes), key=str))
+  all_axes = frozenset().union(*axes_of_leaves)
+  sliced = tuple(sorted(all_axes.difference(axes), key=str))
   axes_lib.size(sliced, _CALLER)
   return sliced
 
 
-class _Decision(NamedTuple):
-  """The joint decision of all shards.
-
-  Attributes:
-    accept: Whether the step is accepted, bool []; the same on all shards.
-    is_bad: Whether this shard is bad, bool [].
-    weight: The weight of this shard, float32 []; 0 if the shard is bad.
-    num_bad: The number of bad shards, float32 [].
-    is_spike: Whether each signal of this shard is a spike, bool [signals].
-    of_spikes: The sum of `Judgement.tally` over the shards.
-  """
-
-  accept: jax.Array
-  is_bad: jax.Array
-  weight: jax.Array
-  num_bad: jax.Array
-  is_spike: jax.Array
-  of_spikes: jax.Array
-
-
-def _decide(judgement, given, axes, num_enough):
+def _decide(check, weight, axes, num_required):
   """Returns the joint decision, which takes one reduction of a few scalars."""
   # A shard of weight zero is not bad.
-  counts, is_healthy = given > 0, judgement.is_healthy
-  good, bad = counts & is_healthy, counts & ~is_healthy
-  own_weight = jnp.where(good, given, 0)
-  is_spike, of_spikes = leaves.where_or_zeros(
-      counts, (judgement.is_spike, judgement.tally)
-  )
-  as_float = functools.partial(jnp.asarray, dtype=jnp.float32)
-  tally = jnp.stack(list(map(as_float, (good, bad, own_weight))))
+  counts = weight > 0
+  is_good, is_bad = counts & check.is_healthy, counts & ~check.is_healthy
+  is_spike, tally = leaves.where_or_zeros(counts, (check.is_spike, check.tally))
+  # `inner` receives the same array, so that XLA for GPUs merges its sum with
+  # this one: benchmarks/hardware.py h100:1x8 "drop_stale(guard)"
+  good_weight = jnp.where(is_good, weight, 0)
   with jax.named_scope(_CALLER):
-    totals = collectives.total(jnp.concatenate([tally, of_spikes]), axes)
-  num_good, num_bad, total_weight = totals[0], totals[1], totals[2]
-  is_enough = num_bad == 0 if num_enough is None else num_good >= num_enough
-  return _Decision(
+    num_good, num_bad, total_weight, tally = collectives.sum_scalars(
+        (is_good, is_bad, good_weight, tally), axes
+    )
+  is_enough = num_bad == 0 if num_required is None else num_good >= num_required
+  return state_lib.Decision(
       accept=(total_weight > 0) & is_enough,
-      is_bad=bad,
-      weight=own_weight,
+      is_bad=is_bad,
+      weight=good_weight,
       num_bad=num_bad,
       is_spike=is_spike,
-      of_spikes=totals[3:],
+      tally=tally,
   )
 
 
-def _check(updates, sliced, axes):
-  """Returns the updates and a `Judgement` of whether they are finite."""
-  if not axes or axes_lib.platform() == 'cpu':
-    is_finite = norms.are_finite(updates, sliced)
-  else:
-    updates, is_finite = norms.read_first(updates, sliced)
-  return updates, spikes_lib.without_rule(is_finite)
+def _sanitize(updates, check):
+  """Scales down updates that are spikes, and zeros updates that are bad."""
+
+  def scale(leaf):
+    if leaves.is_float0(leaf):
+      return leaf
+    leaf = jnp.asarray(leaf)
+    wide = leaves.as_accumulator(leaf)
+    factor = leaves.as_dtype(check.factor, wide.dtype)
+    return leaves.as_dtype(wide * factor, leaf.dtype)
+
+  if check.factor is not None:
+    updates = jax.tree.map(scale, updates)
+  return leaves.where_or_zeros(check.is_healthy, updates)
 
 
-def _by_sums(weight, axes, sliced):
-  """Returns the function that decides from sums over the shards, or `None`.
-
-  XLA for GPUs starts reductions in the order in which their results are used.
-  If all results waited for the decision, all other reductions would start only
-  after the reduction of the decision.
-  """
-  if not axes or weight is not None or axes_lib.platform() == 'cpu':
-    return None
-  return functools.partial(norms.are_finite, sliced_over=sliced)
-
-
-def _counted(updates, weight, accept):
+def _pass_on(updates, weight, accept):
   """Zeros updates of weight zero, and the derivative of skipped updates.
 
   In a skipped step `inner` may compute with a NaN, and the derivative through
@@ -427,71 +323,16 @@ def _counted(updates, weight, accept):
   """
   if weight is not None:
     updates = leaves.where_or_zeros(weight > 0, updates)
-  return _without_derivative_unless(accept, updates)
+  return _stop_derivative_unless(accept, updates)
 
 
 @jax.custom_jvp
-def _without_derivative_unless(accept, updates):
+def _stop_derivative_unless(accept, updates):
   del accept
   return updates
 
 
-@_without_derivative_unless.defjvp
+@_stop_derivative_unless.defjvp
 def _derivative_unless(primals, tangents):
   accept, updates = primals
   return updates, leaves.where_or_zeros(accept, tangents[1])
-
-
-def _repaired(updates, is_healthy, factor):
-  """Scales down updates that are spikes, and zeros updates that are bad."""
-  if factor is not None:
-    updates = jax.tree.map(functools.partial(_scale, factor), updates)
-  return leaves.where_or_zeros(is_healthy, updates)
-
-
-def _scale(factor, leaf):
-  if leaves.is_float0(leaf):
-    return leaf
-  leaf = jnp.asarray(leaf)
-  wide = leaves.as_accumulator(leaf)
-  factor = leaves.as_dtype(factor, wide.dtype)
-  return leaves.as_dtype(wide * factor, leaf.dtype)
-
-
-def _count(state, decision, spikes, axes, inner_state):
-  """Returns the state after an update."""
-  accept, num_updates = decision.accept, state.num_updates
-  last_bad_step = states.without_shard_axis(state.last_bad_step, axes, _CALLER)
-  last_bad_step = jnp.where(decision.is_bad, num_updates, last_bad_step)
-  skipped_in_a_row = states.safe_add(state.consecutive_skipped, 1)
-  found = decision.is_spike, decision.of_spikes, accept, num_updates
-  return GuardState(
-      num_updates=states.safe_add(num_updates, 1),
-      skipped_count=states.safe_add(state.skipped_count, ~accept),
-      consecutive_skipped=jnp.where(accept, 0, skipped_in_a_row),
-      bad_shard_count=states.safe_add(state.bad_shard_count, decision.num_bad),
-      last_bad_step=states.with_shard_axis(last_bad_step, axes),
-      max_consecutive=state.max_consecutive,
-      spikes=(
-          ()
-          if spikes is None
-          else spikes_lib.after(spikes, state.spikes, *found, axes)
-      ),
-      inner_state=inner_state,
-  )
-
-
-def _bad_shards(last_bad_step, first, why):
-  """Returns a clause that lists the shards that were bad since an update."""
-  parts = states.addressable_parts(last_bad_step)
-  found = sorted(
-      {start + int(i) for start, x in parts for i in np.flatnonzero(x >= first)}
-  )
-  if not found:
-    return (
-        ' No shard of this process was bad: one of another process was, or all'
-        ' weights were zero'
-    )
-  if not jnp.ndim(last_bad_step):
-    return f' The updates were {why}'
-  return f' Shards with {why} updates: {found}'

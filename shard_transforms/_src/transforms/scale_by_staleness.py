@@ -21,7 +21,9 @@ _CALLER = 'scale_by_staleness'
 # updates could underflow to zero.
 _LEAST_EXPONENTIAL = 2.0**-60
 
-Kind = Literal['inverse', 'exponential'] | Callable[[jax.Array], chex.Numeric]
+StalenessFactor = (
+    Literal['inverse', 'exponential'] | Callable[[jax.Array], chex.Numeric]
+)
 
 
 class ScaleByStalenessState(NamedTuple):
@@ -48,7 +50,7 @@ class ScaleByStalenessState(NamedTuple):
 
 
 def scale_by_staleness(
-    kind: Kind,
+    kind: StalenessFactor,
     inner: optax.GradientTransformation | None = None,
     *,
     rate: chex.Numeric | None = None,
@@ -154,36 +156,45 @@ def scale_by_staleness(
   factor_of = _as_factor(kind, rate, _LEAST_EXPONENTIAL if axes else 0)
   if bool(axes) != (inner is not None):
     raise ValueError(
-        '`inner` and `axis_name` of `scale_by_staleness` must come together,'
-        f' got {inner!r} and {axis_name!r}. Ages that differ between shards'
-        ' are weights, for the reduction in `inner`; else write'
-        ' `optax.chain(scale_by_staleness(kind), ...)`.'
+        '`scale_by_staleness` needs both `inner` and `axis_name` or neither,'
+        f' got {inner!r} and {axis_name!r}. If ages differ between shards, pass'
+        ' the reduction as `inner`, which receives the factors as weights; if'
+        ' not, write `optax.chain(scale_by_staleness(kind), ...)`.'
     )
   gate = gating.gate(_CALLER, inner, axes, assume_weighted, may_be_local=False)
 
   def init_fn(params):
     return ScaleByStalenessState(states.counter(), gate.inner.init(params))
 
-  def step(checked, updates, state, params=None, *, weight=None, **extra_args):
+  def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
-    step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
-    step = collectives.oldest(step, updates, axes, weight)
-    dtype = weights.dtype_for(updates)
-    factor = factor_of(_age(step, state.global_step), dtype)
+    local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
+    local_step = collectives.oldest(local_step, updates, axes, weight)
+    age = _age(local_step, state.global_step)
+    factor = factor_of(age, weights.dtype_for(updates))
     if axes:
-      given = gate.as_weight(checked, weight)
-      weight = weights.sanitized(weights.scale_by_weight(given)(factor))
-      accept = collectives.total(weight, axes) > 0
+      if weight is None:
+        weight = jnp.float32(1)
+      weight = weights.as_weight(weight, (), _CALLER)
+      weight = weights.sanitized(weights.scale_by_weight(weight)(factor))
+      accept = collectives.psum(weight, axes) > 0
       updates = leaves_lib.where_or_zeros(weight > 0, updates)
     else:
       accept, weight = None, None
       updates = _scale(updates, factor)
-    updates, inner_state = gate.update_or_skip(
-        checked, accept, updates, state.inner_state, params, weight, extra_args
+    _, updates, inner_state = gate.update_or_skip(
+        check,
+        accept,
+        updates,
+        state.inner_state,
+        params,
+        weight,
+        extra_args,
     )
-    is_step = True if accept is None else accept
+    num_steps = 1 if accept is None else accept
     return updates, ScaleByStalenessState(
-        states.safe_add(state.global_step, is_step), inner_state
+        global_step=states.safe_add(state.global_step, num_steps),
+        inner_state=inner_state,
     )
 
   return gating.transformation(init_fn, step)
@@ -221,8 +232,8 @@ def _as_factor(kind, rate, least):
     )
   if (rate is None) == (kind == 'exponential'):
     raise ValueError(
-        "`rate` of `scale_by_staleness` must come with 'exponential', and with"
-        f' no other `kind`, got {rate!r} with {kind!r}.'
+        "`scale_by_staleness` needs `rate` if `kind` is 'exponential', and only"
+        f' then, got `kind={kind!r}` and `rate={rate!r}`.'
     )
   if kind == 'inverse':
     return lambda age, dtype: 1 / jnp.maximum(age, 1).astype(dtype)
@@ -244,7 +255,7 @@ def _as_scalar(factor, dtype):
     TypeError: If the factor is not real.
     ValueError: If the factor is not a scalar.
   """
-  name = 'The factor that `kind` of `scale_by_staleness` gives'
+  name = 'The factor that `kind` of `scale_by_staleness` returns'
   dtype = leaves_lib.dtype_of_number(factor)
   if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(f'{name} must be a real number, got {factor!r}.')
@@ -264,11 +275,13 @@ def _scale(updates, factor):
   arguments.check_varies_with(
       updates, jax.tree.map(lambda _: factor, updates), _CALLER
   )
-  weigh = weights.scale_by_weight(weights.sanitized(factor))
+  scale_by_factor = weights.scale_by_weight(weights.sanitized(factor))
 
   def scale(update):
     if leaves_lib.is_float0(update):
       return update
-    return weigh(jnp.asarray(update)).astype(leaves_lib.dtype_of(update))
+    return scale_by_factor(jnp.asarray(update)).astype(
+        leaves_lib.dtype_of(update)
+    )
 
   return jax.tree.map(scale, updates)

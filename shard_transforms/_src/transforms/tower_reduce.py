@@ -14,6 +14,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
+from shard_transforms._src.gates import branching
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 
@@ -28,10 +29,10 @@ class SummedTowers(NamedTuple):
 def _total_rule(state, reduction):
   """Returns the resize rule of totals, which keeps the result of the window."""
   if _is_unweighted(state, reduction):
-    return _rule_of_unweighted(reduction)
+    return _unweighted_rule(reduction)
   if state.tower and isinstance(state.summed, SummedTowers):
     # The sum already contains the weights, and `inner` counts each shard once.
-    return _rule_of_unweighted('mean' if reduction == 'weighted' else reduction)
+    return _unweighted_rule('mean' if reduction == 'weighted' else reduction)
   return states.Rule(resize='sum')
 
 
@@ -52,22 +53,21 @@ def _equal_parts(rows, num_shards):
 
 
 def _is_unweighted(state, reduction):
-  may_be = state.tower and np.all(state.total_weight == state.tower)
-  return may_be and reduction != 'weighted'
+  has_towers = np.all(state.total_weight == state.tower) and state.tower
+  return has_towers and reduction != 'weighted'
 
 
-def _rule_of_unweighted(reduction):
-  """Returns the rule of the totals of a window without weights."""
-  if reduction is None:
-    return states.Rule(
-        reason=(
-            "`reduction` must be 'mean', 'sum' or 'weighted', got None: the"
-            ' result of the window that was begun without weights, or is'
-            ' summed, at {name}, depends on how shards are reduced. Give it to'
-            ' `shard_state` or `resize_state`.'
-        ),
-    )
-  return states.Rule(resize=reduction)
+def _unweighted_rule(reduction):
+  """Returns the resize rule of the totals of a window without weights."""
+  if reduction is not None:
+    return states.Rule(resize=reduction)
+  return states.Rule(
+      reason=(
+          'The window at {name} was begun without weights, or is summed, so its'
+          ' result depends on how shards are reduced. Pass `reduction`, one of'
+          " 'mean', 'sum' and 'weighted', to `shard_state` or `resize_state`."
+      ),
+  )
 
 
 class TowerReduceState(NamedTuple):
@@ -205,81 +205,88 @@ def tower_reduce(
   arguments.check_reduction(reduction)
   axes = axes_lib.optional_axes(axis_name)
   gate = gating.gate(_CALLER, inner, axes, assume_weighted)
-  divides = reduction == 'mean'
+  is_mean = reduction == 'mean'
 
   def init_fn(params):
     axes_lib.size(axes, _CALLER)
-    sums = _Sums(
-        total=leaves_lib.accumulators(params if num_towers > 1 else ()),
-        total_weight=jnp.zeros([], weights.dtype_for(params)),
-        oldest_local_step=jnp.full([], _NO_STEP, jnp.int32),
-    )
-    return TowerReduceState(
-        tower=states.counter(),
-        **states.with_shard_axis(sums, axes)._asdict(),
-        inner_state=gate.inner.init(params),
-        summed=() if divides else SummedTowers(),
-    )
+    window = _empty_window(params, num_towers, is_mean, axes)
+    return window._replace(inner_state=gate.inner.init(params))
 
-  def step(checked, updates, state, params=None, *, weight=None, **extra_args):
+  def update_inner(check, updates, state, params, weight, extra_args):
+    accept = None
+    if weight is not None:
+      accept = collectives.psum(weight, axes) > 0
+      weight = weights.sanitized(weights.outgoing_weight(weight, reduction))
+    return gate.update_or_skip(
+        check, accept, updates, state.inner_state, params, weight, extra_args
+    )[1:]
+
+  def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, TowerReduceState, axes, _CALLER)
+    local_step = extra_args.pop('local_step', None)
     if inner is None:
       weights.check_not_in_chain(weight, _CALLER)
     if weight is not None:
-      weight = gate.as_weight(checked, weight)
-    local_step = extra_args.pop('local_step', None)
+      weight = weights.as_weight(weight, (), _CALLER)
     if num_towers == 1:
       _check_single(state)
-      extra_args |= weights.drop_none(local_step=local_step)
-      accept = None
       if weight is not None:
-        accept = collectives.total(weight, axes) > 0
-        updates = _weighted(weight, updates, divides)
-        weight = weights.outgoing_weight(weight, reduction)
-      given = updates, state.inner_state, params, weight, extra_args
-      updates, inner_state = gate.update_or_skip(checked, accept, *given)
+        updates = _weighted(weight, updates, is_mean)
+      extra_args |= weights.drop_none(local_step=local_step)
+      updates, inner_state = update_inner(
+          check, updates, state, params, weight, extra_args
+      )
       return updates, state._replace(inner_state=inner_state)
     window = _collect(state, updates, weight, local_step, axes)
     # `end` must not close over arrays: `jax.checking_leaks` would find them.
     is_weighted, has_steps = weight is not None, local_step is not None
-    # The sums of the window already use the weights of outer gates.
-    checked = checked._replace(unchecked=(), may_be_local=True)
 
     def end(window, updates, params, /, **extra_args):
-      sums = _own_sums(window, axes)
+      sums = window._replace(
+          **states.without_shard_axis(_sums(window), axes, _CALLER)
+      )
       if has_steps:
         extra_args['local_step'] = sums.oldest_local_step
-      accept, total_weight = None, None
-      if is_weighted:
-        accept = collectives.total(sums.total_weight, axes) > 0
-        total_weight = weights.sanitized(
-            weights.outgoing_weight(sums.total_weight, reduction)
-        )
-      reduced = _reduced(sums, updates, params, divides)
-      given = reduced, window.inner_state, params, total_weight, extra_args
-      updates, inner_state = gate.update_or_skip(checked, accept, *given)
+      reduced = _reduced(sums, updates, params, is_mean)
+      weight = sums.total_weight if is_weighted else None
+      # The sums of the window already use the weights of outer gates.
+      check = gating.WeightCheck()
+      updates, inner_state = update_inner(
+          check, reduced, window, params, weight, extra_args
+      )
       return updates, _emptied(window, inner_state)
 
     is_last = collectives.agreed(window.tower >= num_towers)
-    return gating.run_when_due(
+    return branching.run_when_due(
         is_last, end, window, updates, params, extra_args=extra_args
     )
 
   return gating.transformation(init_fn, step)
 
 
-class _Sums(NamedTuple):
-  """The per-shard fields of the state."""
+def _empty_window(params, num_towers, is_mean, axes):
+  """Returns the state before the first tower, without the inner state."""
+  state = TowerReduceState(
+      tower=states.counter(),
+      total=leaves_lib.accumulators(params if num_towers > 1 else ()),
+      total_weight=jnp.zeros([], weights.dtype_for(params)),
+      oldest_local_step=jnp.full([], _NO_STEP, jnp.int32),
+      inner_state=(),
+      summed=() if is_mean else SummedTowers(),
+  )
+  return state._replace(**states.with_shard_axis(_sums(state), axes))
 
-  total: optax.Updates
-  total_weight: jax.Array
-  oldest_local_step: jax.Array
+
+def _sums(state):
+  """Returns the fields of a state that are kept per shard, by name."""
+  names = 'total', 'total_weight', 'oldest_local_step'
+  return {name: getattr(state, name) for name in names}
 
 
-def _own_sums(window, axes):
-  """Returns the sums of this shard, without the leading axis of shards."""
-  sums = _Sums(*(getattr(window, name) for name in _Sums._fields))
-  return states.without_shard_axis(sums, axes, _CALLER)
+def _without_shard_axis(state, axes):
+  """Returns a state whose per-shard fields are the values of this shard."""
+  local_sums = states.without_shard_axis(_sums(state), axes, _CALLER)
+  return state._replace(**local_sums)
 
 
 def _collect(state, updates, weight, local_step, axes):
@@ -290,58 +297,55 @@ def _collect(state, updates, weight, local_step, axes):
     ValueError: If updates do not fit the window, or differ between shards where
       the window does not.
   """
-  total, total_weight, oldest = _own_sums(state, axes)
-  arguments.check_like(updates, total, _CALLER)
-  arguments.check_varies_with(updates, total, _CALLER)
+  window = state._replace(
+      **states.without_shard_axis(_sums(state), axes, _CALLER)
+  )
+  arguments.check_like(updates, window.total, _CALLER)
+  arguments.check_varies_with(updates, window.total, _CALLER)
+  oldest_local_step, tower_weight = window.oldest_local_step, 1
+  if weight is not None:
+    tower_weight = weight.astype(window.total_weight.dtype)
   if local_step is not None:
     step = arguments.as_local_step(local_step, _CALLER)
     if weight is not None:
       # A tower of weight zero adds no gradient to the window.
       step = jnp.where(weights.sanitized(weight) > 0, step, _NO_STEP)
-    oldest = jnp.minimum(oldest, step)
+    oldest_local_step = jnp.minimum(oldest_local_step, step)
   add = functools.partial(_add, weights.scale_by_weight(weight))
-  sums = _Sums(
-      leaves_lib.tree_map(add, total, updates),
-      # `+=` would modify a state of NumPy arrays in place.
-      total_weight + _counted(weight, total_weight.dtype),
-      oldest,
-  )
-  window = state._replace(
+  window = window._replace(
       tower=states.safe_add(state.tower, 1),
-      **states.with_shard_axis(sums, axes)._asdict(),
+      total=leaves_lib.tree_map(add, window.total, updates),
+      total_weight=window.total_weight + tower_weight,
+      oldest_local_step=oldest_local_step,
   )
+  window = window._replace(**states.with_shard_axis(_sums(window), axes))
   states.check_stays_replicated(state, window, _CALLER)
   return window
 
 
-def _counted(weight, dtype):
-  """Returns the weight of a tower; 1 without weights."""
-  return 1 if weight is None else weight.astype(dtype)
-
-
-def _add(weigh, total, update):
+def _add(scale_by_weight, total, update):
   if total is None or update is None or leaves_lib.is_float0(update):
     return total
   update = leaves_lib.as_dtype(jnp.asarray(update), total.dtype)
-  return lax.add(total, weigh(update))
+  return lax.add(total, scale_by_weight(update))
 
 
-def _reduced(sums, updates, params, divides):
+def _reduced(sums, updates, params, is_mean):
   """Returns the mean or sum of the towers of a full window.
 
   The mean of a window without weights is that of the towers it has collected,
   even if `num_towers` has changed since the window began.
 
   Args:
-    sums: The sums of this shard.
+    sums: The state with the sums of this shard.
     updates: The updates of the last tower, which determine the dtypes of the
       result.
     params: The parameters, which determine the dtypes of leaves for which the
       last tower has no gradient.
-    divides: Whether to return the mean instead of the sum.
+    is_mean: Whether to return the mean instead of the sum.
   """
-  divisor = weights.safe_divisor(sums.total_weight) if divides else 1
-  in_dtype = functools.cache(jnp.asarray(divisor).astype)
+  divisor = weights.safe_divisor(sums.total_weight) if is_mean else 1
+  divisor_in = functools.cache(jnp.asarray(divisor).astype)
 
   def divide(total, update, param):
     if total is None:
@@ -349,23 +353,25 @@ def _reduced(sums, updates, params, divides):
     like = param if update is None else update
     if like is None or jnp.iscomplexobj(total) > jnp.iscomplexobj(like):
       like = total
-    reduced = lax.div(total, in_dtype(total.dtype))
-    return leaves_lib.as_dtype(reduced, leaves_lib.dtype_of(like))
+    quotient = lax.div(total, divisor_in(total.dtype))
+    return leaves_lib.as_dtype(quotient, leaves_lib.dtype_of(like))
 
-  likes = updates if params is None else params
-  return leaves_lib.tree_map(divide, sums.total, updates, likes)
+  params = updates if params is None else params
+  return leaves_lib.tree_map(divide, sums.total, updates, params)
 
 
-def _weighted(weight, updates, divides):
+def _weighted(weight, updates, is_mean):
   """Returns the mean or sum of a single tower; zero if its weight is zero."""
-  zero_unless_counted = leaves_lib.where_or_zeros_fn(weight > 0)
-  weigh = zero_unless_counted if divides else weights.scale_by_weight(weight)
+  if is_mean:
+    scale = leaves_lib.where_or_zeros_fn(weight > 0)
+  else:
+    scale = weights.scale_by_weight(weight)
 
   def apply(update):
     if update is None or leaves_lib.is_float0(update) or not jnp.size(update):
       return update
     x = jnp.asarray(update)
-    return leaves_lib.as_dtype(weigh(leaves_lib.as_accumulator(x)), x.dtype)
+    return leaves_lib.as_dtype(scale(leaves_lib.as_accumulator(x)), x.dtype)
 
   return leaves_lib.tree_map(apply, updates)
 

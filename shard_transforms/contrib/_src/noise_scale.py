@@ -183,7 +183,7 @@ def _estimates(updates, reduced, weight, axes):
       [weight * _square(updates), weight, jnp.ones_like(weight)]
   )
   with jax.named_scope(_CALLER):
-    total_square, total_weight, num_shards = collectives.total(
+    total_square, total_weight, num_shards = collectives.psum(
         jnp.where(counts, local_sums, 0), axes
     )
   degrees = jnp.where(num_shards > 1, num_shards - 1, jnp.nan)

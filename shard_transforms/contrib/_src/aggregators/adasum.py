@@ -187,7 +187,7 @@ def _merge_neighbours(nodes: _Nodes, axes: tuple, over: str) -> _Nodes:
   dtype = nodes.sizes.dtype
   dots = [jnp.asarray(_each(_dots, *pair), dtype) for pair in pairs]
   lengths = [x.shape[1] for x in dots]
-  dots = collectives.total(jnp.concatenate(dots, axis=1), axes)
+  dots = collectives.psum(jnp.concatenate(dots, axis=1), axes)
   if over == 'tree':
     dots = jnp.broadcast_to(dots.sum(1, keepdims=True), dots.shape)
   factors = _factors(dots, nodes.sizes[:end])

@@ -66,7 +66,7 @@ def only_shard_values(
   """Returns the values of the only shard, or zeros if it does not count."""
   if counts is not None:
     leaves = list(map(leaves_lib.where_or_zeros_fn(counts), leaves))
-  return [collectives.total(leaf, axes) for leaf in leaves]
+  return [collectives.psum(leaf, axes) for leaf in leaves]
 
 
 def map_elements(

@@ -14,7 +14,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
-from shard_transforms._src.gates import gating
+from shard_transforms._src.gates import branching
 from shard_transforms.contrib._src.local_updates import local_state
 from shard_transforms.contrib._src.local_updates import (
     outer_step as outer_step_lib,
@@ -248,7 +248,9 @@ def _local_step(
   # to compile, and 57 or 129 MB of temporary memory (JAX 0.10, 0.12) instead of
   # 49 or 54.
   state = own_params, inner_state
-  return gating.run_when_due(jnp.array(True), step, state, updates, weight)[1]
+  return branching.run_when_due(jnp.array(True), step, state, updates, weight)[
+      1
+  ]
 
 
 def _update(inner, extra_args, updates, state, own_params):

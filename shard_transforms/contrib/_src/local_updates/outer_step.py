@@ -15,6 +15,7 @@ from shard_transforms._src.analysis import divergence_analysis
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.gates import branching
 from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 from shard_transforms.contrib._src.local_updates import schedule
@@ -87,12 +88,12 @@ class OuterStep:
       pseudo_gradient = jax.tree.map(jnp.subtract, anchor, local_params)
       accept = None
       if weight is not None:
-        accept = collectives.total(weight, self.axes) > 0
+        accept = collectives.psum(weight, self.axes) > 0
       gate = gating.Gate(
           'local_updates', self.outer, self.axes, self.assume_weighted
       )
-      moved, state = gate.update_or_skip(
-          gating.Checked(),
+      _, moved, state = gate.update_or_skip(
+          gating.WeightCheck(),
           accept,
           pseudo_gradient,
           state,
@@ -113,7 +114,7 @@ class OuterStep:
       )
       _check_reduced(result_axes[: _num_leaves(anchor)], self.axes)
 
-    moved, state = gating.run_when_due(
+    moved, state = branching.run_when_due(
         is_due,
         run,
         state,
@@ -173,7 +174,7 @@ class OuterStep:
 
     is_any_due = functools.reduce(jnp.logical_or, are_due)
     state = local_params, inner_state
-    return gating.run_when_due(is_any_due, run, state, are_due, after)[1]
+    return branching.run_when_due(is_any_due, run, state, are_due, after)[1]
 
   def _mix_leaf(self, local_params, anchor):
     """Mixes a leaf of the anchor into the local parameters."""

@@ -13,7 +13,8 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
-from shard_transforms._src.gates import gating
+from shard_transforms._src.gates import branching
+from shard_transforms._src.gates import selection
 from shard_transforms._src.reduction import collectives
 from shard_transforms.contrib._src.reproducible import partial_sums
 from shard_transforms.contrib._src.reproducible import tree_reduction
@@ -150,12 +151,14 @@ def transformation(
           before, params, sums, total, like, extra_args
       )
       accept = total > 0 if is_weighted else None
-      updates, inner_state = gating.select(accept, updates, inner_state, before)
+      updates, inner_state = selection.select(
+          accept, updates, inner_state, before
+      )
       tower = jnp.zeros_like(window.tower)
       return updates, window._replace(tower=tower, inner_state=inner_state)
 
     is_last = collectives.agreed(window.tower >= num_towers)
-    return gating.run_when_due(
+    return branching.run_when_due(
         is_last, end, window, updates, params, extra_args=extra_args
     )
 
