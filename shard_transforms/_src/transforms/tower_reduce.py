@@ -242,9 +242,7 @@ def tower_reduce(
     is_weighted, has_steps = weight is not None, local_step is not None
 
     def end(window, updates, params, /, **extra_args):
-      sums = window._replace(
-          **states.without_shard_axis(_sums(window), axes, _CALLER)
-      )
+      sums = _without_shard_axis(window, axes)
       if has_steps:
         extra_args['local_step'] = sums.oldest_local_step
       reduced = _reduced(sums, updates, params, is_mean)
@@ -297,9 +295,7 @@ def _collect(state, updates, weight, local_step, axes):
     ValueError: If updates do not fit the window, or differ between shards where
       the window does not.
   """
-  window = state._replace(
-      **states.without_shard_axis(_sums(state), axes, _CALLER)
-  )
+  window = _without_shard_axis(state, axes)
   arguments.check_like(updates, window.total, _CALLER)
   arguments.check_varies_with(updates, window.total, _CALLER)
   oldest_local_step, tower_weight = window.oldest_local_step, 1
