@@ -32,6 +32,27 @@ GUARDS = {
 
 class UnlessSkippedTest(parameterized.TestCase):
 
+  def test_accepts_nodes_that_do_not_support_equality(self):
+    # Such as the state of BatchNorm of equinox.
+    @jax.tree_util.register_pytree_node_class
+    class Node:
+
+      def __init__(self, x):
+        self.x = x
+
+      def tree_flatten(self):
+        return (self.x,), None
+
+      @classmethod
+      def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+    state = GUARD.init(jnp.zeros(2))
+
+    kept = st.unless_skipped(state, Node(jnp.ones(2)), Node(jnp.zeros(2)))
+
+    np.testing.assert_array_equal(kept.x, np.ones(2))
+
   def test_keeps_the_state_before_a_skipped_step(self):
     x = np.ones((8, 4, 3), np.float32)
     x[3, 2] = np.nan

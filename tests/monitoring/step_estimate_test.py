@@ -217,6 +217,26 @@ class TimesTest(parameterized.TestCase):
     self.assertAlmostEqual(estimate[0], seconds)
     self.assertAlmostEqual(estimate[1], seconds)
 
+  @cases.parameters(
+      # XLA reports the peak of what is needed at the same time.
+      (500, 500 + 20),
+      # A peak above the sum, none, and one that does not include arguments.
+      (900, 400 + 50 - 40 + 300 + 20),
+      (0, 400 + 50 - 40 + 300 + 20),
+      (300, 400 + 50 - 40 + 300 + 20),
+  )
+  def test_memory_is_the_peak_if_xla_reports_it(self, peak, expected):
+    estimate = self.estimate(
+        argument_size_in_bytes=400,
+        output_size_in_bytes=50,
+        alias_size_in_bytes=40,
+        temp_size_in_bytes=300,
+        generated_code_size_in_bytes=20,
+        peak_memory_in_bytes=peak,
+    )
+
+    self.assertEqual(estimate.memory_bytes, expected)
+
   @cases.parameters((999, True), (1000, True), (1001, False))
   def test_memory_includes_arguments_results_and_temporaries(
       self, num_bytes, fits

@@ -31,8 +31,10 @@ _REMEDIES = {
     'invariant': (
         'it is already reduced; `jax.grad` of replicated parameters is a sum.'
         ' Differentiate with `shard_transforms.value_and_grad`, and reduce only'
-        ' once; use `tower_reduce` instead of `MultiSteps`. If it is a mean,'
-        " reduce with `if_reduced='mean'`."
+        ' once; use `tower_reduce` instead of `MultiSteps`. `lax.pmean` of such'
+        ' a sum is still the sum. Only if the gradient is that of a mean over'
+        ' the shards, or comes from `cross_shard_mean`, pass'
+        " `if_reduced='mean'`."
     ),
     'unreduced': (
         'its sum over the shards is pending. Compute the gradient of each shard'

@@ -109,10 +109,16 @@ def _check_same_types(after, before):
   """
 
   def types(tree):
-    return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+    return [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
 
-  if types(after) != types(before):
+  # Trees are not compared with `==`, because their nodes may not support it.
+  has_same_tree = jax.tree.structure(after) == jax.tree.structure(before)
+  if not has_same_tree or types(after) != types(before):
+    shown = [
+        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+        for tree in (after, before)
+    ]
     raise ValueError(
         '`after` and `before` of `unless_skipped` must have the same trees,'
-        f' shapes and dtypes, got {types(after)} and {types(before)}.'
+        f' shapes and dtypes, got {shown[0]} and {shown[1]}.'
     )

@@ -93,14 +93,23 @@ class StepEstimate:
 
   @property
   def memory_bytes(self) -> int:
-    """The bytes that the step needs on one device."""
+    """The bytes that the step needs on one device.
+
+    This is the peak that XLA reports, and the program. If XLA does not report a
+    peak that includes the arguments, it is the sum of the arguments, results
+    and temporary arrays, which are not all needed at the same time.
+    """
     memory = self.report.memory
     if memory is None:
       return 0
+    args = memory.argument_size_in_bytes
     # Results in the memory of donated arguments do not need more memory.
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    return needed + results + memory.generated_code_size_in_bytes
+    needed = args + results + memory.temp_size_in_bytes
+    peak = getattr(memory, 'peak_memory_in_bytes', 0)
+    if peak >= args:
+      needed = min(needed, peak)
+    return needed + memory.generated_code_size_in_bytes
 
   @property
   def fits(self) -> bool:
