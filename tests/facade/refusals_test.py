@@ -329,7 +329,7 @@ VALUE_ERRORS = [
     ),
     ('has 8 shards, but .* with 4', apply_on_another_axis),
     (
-        'must be per shard',
+        'is the same on all shards .* N times too large',
         lambda t: t.cross(lambda opt, x: opt.minimize(lambda: mean(t.b * x))),
     ),
     (
