@@ -411,6 +411,12 @@ class RefusalTest(parameterized.TestCase):
       (dict(max_stds=1, two_sided=1), TypeError, '`two_sided` must be a bool'),
       (dict(max_stds=1, restart_after=0), ValueError, '`restart_after` must'),
       (dict(max_stds=1, signals=None), ValueError, '`signals` .* got None'),
+      (
+          dict(max_stds=1, signals='loss'),
+          TypeError,
+          r"sequence of names, .* Write `signals=\('loss',\)`",
+      ),
+      (dict(max_stds=1, window=None), TypeError, '`window` must be an integer'),
       (dict(max_stds=1, on_spike='drop'), ValueError, '`on_spike` must be'),
       (
           dict(max_stds=1, signals=['loss'], on_spike='clip'),
@@ -433,7 +439,7 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       (None, TypeError, '`value` of `guard` must be the loss, .* got None'),
-      (3, TypeError, '`value` of `guard` must be the loss, a real number'),
+      (3, TypeError, '`value` of `guard` must be .* floating-point .* got 3'),
       (np.ones(2), ValueError, r'must be a scalar, got the shape \(2,\)'),
   )
   def test_refuses_value(self, value, error, message):
