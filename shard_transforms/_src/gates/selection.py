@@ -211,8 +211,8 @@ def check_state(old_state: Any, state: Any) -> None:
           'The inner transformation changed its state at'
           f' {leaves_lib.name_of(path)} from'
           f' {old.dtype.name}{list(jnp.shape(old))} to'
-          f' {new.dtype.name}{list(jnp.shape(new))}. Cast the updates to the'
-          ' dtypes of the parameters.'
+          f' {new.dtype.name}{list(jnp.shape(new))}. Pass updates with the'
+          ' shapes and dtypes of the parameters.'
       )
 
 
