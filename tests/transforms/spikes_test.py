@@ -400,6 +400,20 @@ class RecordTest(parameterized.TestCase):
       mean = trained.state.spikes.statistics['loss'].mean[0, 0]
       np.testing.assert_allclose(mean, told.mean(), rtol=1e-5)
 
+  def test_accepts_a_state_of_numpy_arrays(self):
+    tx = guard(optax.sgd(1.0), spikes=SpikeRule(max_stds=3.0, window=2))
+    state = tx.init(jnp.zeros(2))
+    restored = jax.tree.map(np.asarray, state)
+
+    updated = tx.update(jnp.ones(2), restored)
+
+    chex.assert_trees_all_equal(
+        updated, tx.update(jnp.ones(2), state), strict=True
+    )
+    np.testing.assert_array_equal(
+        restored.spikes.statistics['norm'].mean, np.zeros(2)
+    )
+
 
 class RefusalTest(parameterized.TestCase):
 

@@ -72,8 +72,8 @@ class Statistics(NamedTuple):
     row = self.num_recorded % len(self.mean)
     variance = jnp.maximum(square - deviation**2, 0)
     return Statistics(
-        mean=self.mean.at[row].set(self.last_mean + deviation),
-        variance=self.variance.at[row].set(variance),
+        mean=jnp.asarray(self.mean).at[row].set(self.last_mean + deviation),
+        variance=jnp.asarray(self.variance).at[row].set(variance),
         num_recorded=states.safe_add(self.num_recorded, 1),
     )
 
