@@ -437,6 +437,15 @@ ROWS = {
             ),
         },
     ),
+    'weights that differ': Row(
+        step(optax.chain(MEAN, st.tower_reduce(1, SGD)), weight=weight),
+        'a `weight` does',
+        {
+            'Put the gate around the reduction': step(
+                st.tower_reduce(1, MEAN_SGD, axis_name=AXIS), weight=weight
+            )
+        },
+    ),
     'no step': Row(
         step(st.drop_stale(2, MEAN_SGD, axis_name=AXIS)),
         'is the global step',
