@@ -161,7 +161,9 @@ def tower_reduce(
     inner: The transformation that is applied once per window.
     axis_name: The mapped axis, or a sequence of mapped axes, over whose shards
       the updates differ; the sum is then kept per shard (see `init_state`).
-      `None` if updates are already the same on all shards.
+      `None` if updates are already the same on all shards. Weights must then
+      be the same as well: if JAX tracks types, other weights raise an error; if
+      it does not, shards without any weight skip the window and diverge.
     reduction: `'mean'` or `'sum'` over the towers.
     assume_weighted: Turns off the check that `inner` uses `weight` in all its
       sums over shards. Set it only if `inner` is refused although it uses the
