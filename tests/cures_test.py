@@ -404,6 +404,18 @@ ROWS = {
             )
         },
     ),
+    'the state of one tower': Row(
+        step(
+            st.tower_reduce(4, MEAN_SGD, axis_name=AXIS),
+            state_of=st.tower_reduce(1, MEAN_SGD, axis_name=AXIS),
+        ),
+        'made with `num_towers=1`',
+        {
+            'Make the state with `init`': step(
+                st.tower_reduce(4, MEAN_SGD, axis_name=AXIS)
+            )
+        },
+    ),
     'an axis without inner': Row(
         lambda: st.drop_stale(2, axis_name=AXIS),
         'needs `inner`',
@@ -423,6 +435,15 @@ ROWS = {
             'or put it after the reduction': step(
                 optax.chain(MEAN, st.drop_stale(2, SGD)), **STALE
             ),
+        },
+    ),
+    'weights that differ': Row(
+        step(optax.chain(MEAN, st.tower_reduce(1, SGD)), weight=weight),
+        'a `weight` does',
+        {
+            'Put the gate around the reduction': step(
+                st.tower_reduce(1, MEAN_SGD, axis_name=AXIS), weight=weight
+            )
         },
     ),
     'no step': Row(

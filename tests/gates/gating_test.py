@@ -374,7 +374,7 @@ class StateTest(parameterized.TestCase):
       (
           'one tower',
           {'mu': jnp.ones(4)},
-          r" at .*\['mu'\] from .*\d\[3\] to .*\d\[4\]",
+          r" at .*\['mu'\] from .*\d\[3\] to .*\d\[4\]\. Pass .* the shapes",
       ),
       (
           *('drop_stale', {'mu': jnp.ones(3), 'n': jnp.ones(())}),

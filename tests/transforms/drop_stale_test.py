@@ -121,6 +121,45 @@ class ReducedUpdatesTest(parameterized.TestCase):
     expected = np.delete(x, 3, 0).mean(0)
     np.testing.assert_allclose(found, [expected] * 8, rtol=1e-5, atol=1e-6)
 
+  @cases.product(
+      gate=(
+          st.drop_stale(1, optax.identity()),
+          st.scale_by_staleness('inverse'),
+      )
+  )
+  def test_uses_the_weight_like_the_reduction(self, gate):
+    tx = optax.chain(st.cross_shard_mean(modes.AXIS), gate)
+    weights = np.ones(8, np.float32)
+    weights[3] = np.inf
+    steps = np.arange(8, dtype=np.int32)
+    steps[3] = -9
+
+    def shard(_, own):
+      x, weight, step = own
+      state = tx.init(x)
+      return tx.update(x, state, weight=weight, local_step=step)[0]
+
+    run = modes.map_shards('shard_map', shard)
+    updates = run((), (DATA[:, 0], weights, steps))
+
+    # The reduction leaves the shard out, so its age does not matter.
+    expected = np.delete(DATA[:, 0], 3, 0).mean(0)
+    np.testing.assert_allclose(updates, [expected] * 8, rtol=1e-5, atol=1e-6)
+
+  @cases.parameters(
+      (np.ones(5, 'f'), ValueError, r'must have the shape \(\), got \(5,\)'),
+      ('1', TypeError, "must be a real number, got '1'"),
+  )
+  def test_refuses_a_wrong_weight(self, weight, error, message):
+    for tx in st.drop_stale(1), st.scale_by_staleness('inverse'):
+
+      def shard(x, step, tx=tx):
+        return tx.update(x, tx.init(x), weight=weight, local_step=step)[0]
+
+      run = modes.map_shards('shard_map', shard)
+      with self.assertRaisesRegex(error, f'`weight` of .* {message}'):
+        run(jnp.ones(5), np.arange(8, dtype=np.int32))
+
   def test_a_tower_without_weight_does_not_make_the_window_old(self):
     tx = st.tower_reduce(2, st.drop_stale(1, optax.sgd(1.0)))
     state = tx.init(jnp.zeros(()))

@@ -184,9 +184,9 @@ def check_agreed(decision: jax.Array) -> None:
     raise ValueError(
         'The shards would decide differently whether a transformation runs: the'
         f' decision, of the type {jax.typeof(decision)}, varies over'
-        f' {sorted(axes, key=str)}, because a `local_step` or an update does.'
-        ' Put the gate around the reduction, and give it `axis_name`, or put it'
-        ' after the reduction.'
+        f' {sorted(axes, key=str)}, because an update, a `local_step` or a'
+        ' `weight` does. Put the gate around the reduction, and give it'
+        ' `axis_name`, or put it after the reduction.'
     )
 
 
@@ -211,8 +211,8 @@ def check_state(old_state: Any, state: Any) -> None:
           'The inner transformation changed its state at'
           f' {leaves_lib.name_of(path)} from'
           f' {old.dtype.name}{list(jnp.shape(old))} to'
-          f' {new.dtype.name}{list(jnp.shape(new))}. Cast the updates to the'
-          ' dtypes of the parameters.'
+          f' {new.dtype.name}{list(jnp.shape(new))}. Pass updates with the'
+          ' shapes and dtypes of the parameters.'
       )
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import weights
 
 Axes = tuple[Hashable, ...]
 # A partition of the shards along one axis into groups of equal size.
@@ -31,8 +32,9 @@ def agreed(decision: jax.Array) -> jax.Array:
 def oldest(
     local_step: jax.Array,
     updates: Any,
-    axes: Axes = (),
-    weight: jax.Array | None = None,
+    axes: Axes,
+    weight: Any,
+    caller: str,
 ) -> jax.Array:
   """Returns the smallest local step of the shards that share reduced updates.
 
@@ -44,7 +46,13 @@ def oldest(
     local_step: The local step of this shard, int32 [].
     updates: The updates, some of which may be reduced.
     axes: The axes over which local steps are not combined.
-    weight: The weight of this shard in the reduction, [].
+    weight: The weight of this shard in the reduction, [], or `None`.
+    caller: The public name, for errors.
+
+  Raises:
+    TypeError: If `weight` is needed, and is not a real number.
+    ValueError: If `weight` is needed, and is not a scalar, or is a concrete
+      value that is negative or not finite.
   """
 
   def reduced_axes(x):
@@ -55,7 +63,8 @@ def oldest(
     return local_step
   if weight is not None:
     largest_step = jnp.iinfo(jnp.int32).max
-    local_step = jnp.where(weight > 0, local_step, largest_step)
+    counts = weights.as_weight(weight, (), caller) > 0
+    local_step = jnp.where(counts, local_step, largest_step)
   return lax.pmin(local_step, reduced_axes(local_step))
 
 

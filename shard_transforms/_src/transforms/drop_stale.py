@@ -173,7 +173,7 @@ def drop_stale(
   def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, DropStaleState, axes, _CALLER)
     local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
-    local_step = collectives.oldest(local_step, updates, axes, weight)
+    local_step = collectives.oldest(local_step, updates, axes, weight, _CALLER)
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
     accept, counts, num_stale = is_fresh, is_fresh, jnp.where(is_fresh, 0, 1)
     if axes:

@@ -24,10 +24,13 @@ def _stalled(state: Any) -> str | None:
   span = f'update ({first})'
   if num_skipped > 1:
     span = f'{num_skipped} updates ({first}-{num_updates - 1})'
+  restart = 'start again'
+  if first > 0:
+    restart = f'restart from a checkpoint from before update {first}'
   return (
       f'`guard` skipped the last {span}, so training has stalled.'
       f' {_bad_shards(state, first)}. Check the data and the learning rate, and'
-      f' restart from a checkpoint from before update {first}.'
+      f' {restart}.'
   )
 
 

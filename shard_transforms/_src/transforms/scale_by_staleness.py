@@ -169,7 +169,7 @@ def scale_by_staleness(
   def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, ScaleByStalenessState, axes, _CALLER)
     local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
-    local_step = collectives.oldest(local_step, updates, axes, weight)
+    local_step = collectives.oldest(local_step, updates, axes, weight, _CALLER)
     age = _age(local_step, state.global_step)
     factor = factor_of(age, weights.dtype_for(updates))
     if axes:

@@ -86,7 +86,8 @@ class SpikeRule:
         arguments.as_positive(name, limit)
     for name in ('two_sided', 'record_spikes'):
       arguments.check_bool(name, getattr(self, name))
-    for name, least in (('window', 2), ('min_steps', 2), ('restart_after', 1)):
+    arguments.as_at_least('window', self.window, 2)
+    for name, least in (('min_steps', 2), ('restart_after', 1)):
       if (value := getattr(self, name)) is not None:
         arguments.as_at_least(name, value, least)
     _check_choices(self)
@@ -106,9 +107,15 @@ def _check_choices(rule):
   """Checks that the options of a rule are valid and compatible.
 
   Raises:
+    TypeError: If `signals` is a string.
     ValueError: If an option is invalid, or needs another option.
   """
   signals, on_spike = rule.signals, rule.on_spike
+  if isinstance(signals, str):
+    raise TypeError(
+        '`signals` must be a sequence of names, got the string'
+        f' {signals!r}. Write `signals=({signals!r},)`.'
+    )
   names = set(map(str, signals)) if isinstance(signals, Collection) else set()
   if not names or not names.issubset(_SIGNALS):
     raise ValueError(

@@ -72,8 +72,8 @@ class Statistics(NamedTuple):
     row = self.num_recorded % len(self.mean)
     variance = jnp.maximum(square - deviation**2, 0)
     return Statistics(
-        mean=self.mean.at[row].set(self.last_mean + deviation),
-        variance=self.variance.at[row].set(variance),
+        mean=jnp.asarray(self.mean).at[row].set(self.last_mean + deviation),
+        variance=jnp.asarray(self.variance).at[row].set(variance),
         num_recorded=states.safe_add(self.num_recorded, 1),
     )
 
@@ -161,8 +161,9 @@ def check_state(rule: spike_rule.SpikeRule | None, state: Any) -> None:
   if windows != expected:
     raise ValueError(
         '`guard` got a state that was made for another `SpikeRule`: its windows'
-        f' have the lengths {windows}, but `spikes` needs {expected}. Make the'
-        ' state with the same `spikes`.'
+        f' have the lengths {windows}, but `spikes` needs {expected} (`{{}}`'
+        ' without `spikes`, 0 without `max_stds`). Make the state with the same'
+        ' `spikes`.'
     )
 
 
@@ -212,7 +213,8 @@ def check(
   """Checks the update and the loss of a shard, over all slices of the update.
 
   Raises:
-    TypeError: If the rule uses the loss, and `value` is not a real number.
+    TypeError: If the rule uses the loss, and `value` is not a floating-point
+      number.
     ValueError: If `specs` contradicts the types, or `value` is not a scalar.
   """
   if rule is None or not isinstance(state, SpikeState):
@@ -290,16 +292,16 @@ def _as_loss(value):
   """Returns the loss of this shard, float32 [].
 
   Raises:
-    TypeError: If the loss is missing, or is not a real number.
+    TypeError: If the loss is missing, or is not a floating-point number.
     ValueError: If the loss is not a scalar.
   """
   name = '`value` of `guard`'
   dtype = leaves_lib.dtype_of_number(value)
   if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     raise TypeError(
-        f'{name} must be the loss, a real number, got {value!r}. Call'
-        ' `tx.update(updates, state, params, value=loss)`, or leave the loss'
-        ' out of `signals`.'
+        f'{name} must be the loss, a floating-point number, got {value!r}.'
+        ' Call `tx.update(updates, state, params, value=loss)`, or leave the'
+        ' loss out of `signals`.'
     )
   if jnp.shape(value):
     raise ValueError(

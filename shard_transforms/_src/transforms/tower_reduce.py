@@ -161,7 +161,9 @@ def tower_reduce(
     inner: The transformation that is applied once per window.
     axis_name: The mapped axis, or a sequence of mapped axes, over whose shards
       the updates differ; the sum is then kept per shard (see `init_state`).
-      `None` if updates are already the same on all shards.
+      `None` if updates are already the same on all shards. Weights must then
+      be the same as well: if JAX tracks types, other weights raise an error; if
+      it does not, shards without any weight skip the window and diverge.
     reduction: `'mean'` or `'sum'` over the towers.
     assume_weighted: Turns off the check that `inner` uses `weight` in all its
       sums over shards. Set it only if `inner` is refused although it uses the
@@ -228,8 +230,8 @@ def tower_reduce(
       weights.check_not_in_chain(weight, _CALLER)
     if weight is not None:
       weight = weights.as_weight(weight, (), _CALLER)
+    _check_num_towers(state, updates, num_towers)
     if num_towers == 1:
-      _check_single(state)
       if weight is not None:
         updates = _weighted(weight, updates, is_mean)
       extra_args |= weights.drop_none(local_step=local_step)
@@ -384,14 +386,22 @@ def _emptied(window, inner_state):
   )
 
 
-def _check_single(state):
-  """Checks that a state was made with `num_towers=1`.
+def _check_num_towers(state, updates, num_towers):
+  """Checks that a state has sums if and only if a window has several towers.
 
   Raises:
-    ValueError: If the state has sums of several towers.
+    ValueError: If the state was made for one tower, and windows have several,
+      or the other way around.
   """
-  if jax.tree.leaves(state.total):
+  no_sums = jax.tree.structure(())
+  if num_towers == 1:
+    is_wrong = bool(jax.tree.leaves(state.total))
+  else:
+    is_wrong = jax.tree.structure(state.total) == no_sums
+    is_wrong &= jax.tree.structure(updates) != no_sums
+  if is_wrong:
+    other = 'more towers' if num_towers == 1 else '`num_towers=1`'
     raise ValueError(
-        '`tower_reduce(num_towers=1)` got a state that was made with more'
-        ' towers. Make the state with `init` of this transformation.'
+        f'`tower_reduce(num_towers={num_towers})` got a state that was made'
+        f' with {other}. Make the state with `init` of this transformation.'
     )
