@@ -163,6 +163,9 @@ CALLS = {
         '`mesh` must be a `jax.sharding.Mesh`, got 3': of(
             resize_state, PARAMS, SGD, PARAMS, 3
         ),
+        '`mesh` must be a `jax.sharding.Mesh`, got None': of(
+            init_state, SGD, PARAMS, None
+        ),
         "`stacked` must be a boolean, got 'x'": of(
             state_specs, SGD, PARAMS, MESH, stacked='x'
         ),

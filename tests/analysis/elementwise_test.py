@@ -198,6 +198,8 @@ FUNCTIONS_OF_ELEMENTS = (
     lambda u, p: lax.cond(True, lambda: u, lambda: 2 * p),
     lambda u, p: jnp.nextafter(u, p),
     lambda u, p: lax.fori_loop(0, 3, lambda _, x: x + p, u),
+    # An equation without results.
+    lambda u, p: (jax.debug.print('{} {}', u, jnp.sum(p)), u)[1],
     # A loop of constant length.
     lambda u, p: lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * p), (0, u)

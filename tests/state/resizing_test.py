@@ -658,3 +658,22 @@ class DeclaredStateTest(parameterized.TestCase):
 
     with self.assertRaisesRegex(error, f'`rules` of `State` .*{message}'):
       resize_state(state, tx, (), modes.mesh(2), reduction='sum')
+
+  @cases.parameters(([1, 2], [1, 2]), (3.0, [3, 3]), (np.zeros(3), None))
+  def test_the_rows_of_a_function_are_checked(self, rows, expected):
+    class State(NamedTuple):
+      seen: jax.Array
+      rules = {'seen': Rule(resize=lambda *_: lambda *_: rows)}
+
+    tx = optax.GradientTransformation(
+        lambda params: State(st.per_shard(jnp.zeros(1), AXIS)),
+        optax.identity().update,
+    )
+    state = saved(tx, (), 4)
+
+    if expected is not None:
+      resized = resize_state(state, tx, (), modes.mesh(2))
+      np.testing.assert_array_equal(resized.seen, expected)
+      return
+    with self.assertRaisesRegex(ValueError, r'\.seen .*\(2,\).*\(3,\)'):
+      resize_state(state, tx, (), modes.mesh(2))

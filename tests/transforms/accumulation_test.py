@@ -242,6 +242,15 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'outside of `jax.shard_map`'):
       mapped(PARAMS, X)
 
+  def test_refuses_specs_of_another_tree(self):
+    fn = accumulated_value_and_grad(
+        loss_fn, 'data', 2, mesh=make_mesh((4,)), param_specs={'up': P()}
+    )
+
+    message = '`param_specs` of .* must have the tree of the parameters'
+    with self.assertRaisesRegex(ValueError, message):
+      fn(PARAMS, X)
+
   def test_refuses_a_weight_that_is_not_a_scalar(self):
     fn = accumulated_value_and_grad(
         loss_fn, 'data', 2, mesh=make_mesh((4,)), weight_fn=lambda x: x[:, 0]

@@ -123,6 +123,9 @@ class ElementAnalysis(interpreter.Analysis[Fact]):
       return facts
     if equation.name in primitives.SENDING:
       return [self._received(equation, fact) for fact in facts]
+    # An equation without results, such as `debug_print`, only has effects.
+    if not equation.outputs:
+      return []
     return [self._result(equation, facts)] * len(equation.outputs)
 
   def _received(self, equation, fact):

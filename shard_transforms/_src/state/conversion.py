@@ -230,8 +230,7 @@ def resize_state(
 def _types_on_old_mesh(state, trace, in_specs):
   """Returns the types on the mesh of a state; `None` if it is not known."""
   mesh = _mesh_of(state)
-  specs = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
-  axes = set().union(*map(partition_specs.axes_of, specs))
+  axes = partition_specs.axes_of(in_specs)
   if mesh is None or not axes <= set(mesh.axis_names):
     return None
   # The axes of the old mesh may have other names, and `on_mesh` only supports

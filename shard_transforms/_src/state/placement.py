@@ -71,6 +71,7 @@ def init_state(
     >>> print(state.tower.shape, state.total['w'].shape)
     () (8, 3)
   """
+  specs.check_mesh(mesh)
   return make_state(
       tx, params, mesh, mesh.axis_names, in_specs=in_specs, stacked=stacked
   )
@@ -91,7 +92,6 @@ def make_state(
   parameter is sharded like the parameter.
   """
   param_specs = specs.checked_specs(tx, params, in_specs, 'init_state')
-  specs.check_mesh(mesh)
   arguments.check_bool('stacked', stacked)
   stacked_axes = specs.free_axes(mesh, in_specs) if stacked else ()
   types = state_types.state_types(tx, params, mesh, param_specs, stacked_axes)

@@ -64,7 +64,8 @@ def resized(
   Raises:
     TypeError: If the leaf has another dtype.
     ValueError: If the leaf cannot be converted, is on other processes, or was
-      created for other parameters.
+      created for other parameters, or if a function of the rule returns rows of
+      another shape.
   """
   fields.check_dtype(name, leaf, like)
   if jnp.shape(leaf) == like.shape and rule.resize != 'reset':
@@ -89,7 +90,13 @@ def resized(
   if isinstance(leaf, jax.Array) and is_key(leaf):
     return _resized_keys(leaf, num_shards)
   if callable(rule.resize):
-    rows = rule.resize(leaf, num_shards)
+    rows = np.asarray(rule.resize(leaf, num_shards))
+    if rows.shape not in (like.shape, like.shape[1:]):
+      raise ValueError(
+          f'The function that the rule of {name} declares as `resize` must'
+          f' return rows of the shape {like.shape}, or one row of the shape'
+          f' {like.shape[1:]}, got the shape {rows.shape}.'
+      )
   else:
     rows = _merged_or_extended(rule, leaf, num_shards)
   if rows.dtype.kind == 'f' and not jnp.issubdtype(leaf.dtype, jnp.inexact):

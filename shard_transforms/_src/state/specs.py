@@ -154,7 +154,7 @@ def free_axes(
   Raises:
     ValueError: If every axis shards a parameter.
   """
-  used = set().union(*map(specs_lib.axes_of, jax.tree.leaves(in_specs)))
+  used = specs_lib.axes_of(in_specs)
   free = tuple(axis for axis in mesh.axis_names if axis not in used)
   if not free:
     raise ValueError(

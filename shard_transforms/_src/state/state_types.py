@@ -66,7 +66,7 @@ def state_types(
     leaves = _with_divisions(state, on_one_shard(), mesh)
   else:
     leaves = jax.tree.map(_Leaf, state)
-  if any(map(specs_lib.axes_of, jax.tree.leaves(param_specs))):
+  if specs_lib.axes_of(param_specs):
     # The trace binds the axes that `tx.init` may need.
     leaves = _traced(
         lambda params: map_with_params(

@@ -138,7 +138,8 @@ class UnshardedTypes:
   def _check_whole_params(self, path, types):
     # Slices of sharded parameters cannot be distinguished from slices of
     # unsharded parameters. All other rules handle sharded parameters.
-    if types.rule is fields.DIVIDED and _is_sharded(self.in_specs):
+    is_sharded = bool(partition_specs.axes_of(self.in_specs))
+    if types.rule is fields.DIVIDED and is_sharded:
       raise ValueError(
           '`in_specs` shards parameters whose state is sharded further, such as'
           f' by `shard_update`: got {self.in_specs!r} for'
@@ -179,7 +180,9 @@ def unsharded_types(
       shapes,
       mesh,
       param_specs,
-      on_one_shard=None if _is_sharded(in_specs) else types_on_one_shard,
+      on_one_shard=(
+          None if partition_specs.axes_of(in_specs) else types_on_one_shard
+      ),
   )
   rules_of = fields.full_rules_of
   on_mesh = fields.sharded_fields(rules_of, state)
@@ -193,11 +196,6 @@ def unsharded_types(
       full = _full_types(rule, types, types, leaves_lib.name_of(path))
       sharded_fields[path] = ShardedField(rule, on_mesh[path][1], types, full)
   return UnshardedTypes(mesh, in_specs, state, sharded_fields)
-
-
-def _is_sharded(in_specs):
-  specs = jax.tree.leaves(in_specs, is_leaf=partition_specs.is_spec)
-  return any(map(partition_specs.axes_of, specs))
 
 
 def _full_types(rule, field, on_one_shard, name):

@@ -88,9 +88,10 @@ def accumulated_value_and_grad(
     TypeError: If an argument has the wrong type; when called, if a weight is
       not a number.
     ValueError: If an argument has an invalid value; when called, if there is no
-      mesh with the axes `axis_name`, if such an axis is already mapped, if rows
-      cannot be divided evenly, or if stacked leaves have different numbers of
-      towers.
+      mesh with the axes `axis_name`, if such an axis is already mapped, if
+      `param_specs` does not have the tree of the parameters or a prefix of it,
+      if rows cannot be divided evenly, or if stacked leaves have different
+      numbers of towers.
 
   Examples:
     >>> import jax
@@ -168,10 +169,15 @@ def accumulated_value_and_grad(
 
 
 def _specs_of_params(params, param_specs):
-  """Returns the `PartitionSpec` of each parameter."""
+  """Returns the `PartitionSpec` of each parameter.
+
+  Raises:
+    ValueError: If `param_specs` does not have the tree of the parameters or a
+      prefix of this tree.
+  """
   if param_specs is None:
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
-  return jax.tree.broadcast(param_specs, params)
+  return partition_specs.of_params(param_specs, params, _CALLER, 'param_specs')
 
 
 def _num_shards(mesh, axes):
