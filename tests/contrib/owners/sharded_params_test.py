@@ -265,6 +265,38 @@ class MappedTest(parameterized.TestCase):
     expected, _ = inner.update(grads, inner.init(params), params)
     assert_close(found, rows(expected))
 
+  @cases.parameters(
+      # Each owner takes its branch, or adds up its own rows.
+      (
+          optax.masked(
+              optax.add_decayed_weights(0.1),
+              lambda params: {name: name == 'w0' for name in params},
+          ),
+      )
+      * 2,
+      (
+          st.clip_by_global_norm(0.1, (AXIS, MODEL)),
+          st.clip_by_global_norm(0.1),
+      ),
+  )
+  def test_reduces_over_an_axis_after_one_that_slices(self, inner, alone):
+    case = Case(matrices(4, ROWS), inner)
+    params, grads = map(case.params, (0, 1))
+    tx = contrib.owned_update(
+        inner, (AXIS, MODEL), param_specs=ROWS, if_sliced='mean'
+    )
+
+    @jax.jit
+    @jax.shard_map(mesh=case.mesh, in_specs=ROWS, out_specs=ROWS)
+    def update(params, grads):
+      own = st.per_shard(grads, MODEL)
+      return tx.update(own, tx.init(params), params)[0]
+
+    found = update(params, grads)
+
+    expected, _ = alone.update(grads, alone.init(params), params)
+    assert_close(found, expected)
+
   @pytest.mark.thorough
   def test_gradients_of_a_loss_that_gathers(self):
     case = Case(matrices(5, ROWS, (16, 16)), muon(), (8,))
