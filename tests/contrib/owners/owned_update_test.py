@@ -749,6 +749,15 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r'its state at .*mu from its upd'):
       trace(step, PAIR, 2.0)
 
+  @cases.parameters((KeyError,), (TypeError,), (ValueError,), (AttributeError,))
+  def test_leaves_what_needs_extra_arguments_to_update(self, kind):
+    tx = owned(needs_value(kind))
+
+    init_state(tx, PAIR, modes.mesh())
+
+    with self.assertRaises(kind):
+      trace(lambda params: updated(needs_value(kind), params), PAIR)
+
   def test_refuses_a_branch_on_all_leaves(self):
     inner = optax.apply_if_finite(optax.lars(0.1), 3)
 

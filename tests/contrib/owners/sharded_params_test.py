@@ -265,6 +265,61 @@ class MappedTest(parameterized.TestCase):
     expected, _ = inner.update(grads, inner.init(params), params)
     assert_close(found, rows(expected))
 
+  @cases.parameters(
+      # Each owner takes its branch, or adds up its own rows.
+      (
+          optax.masked(
+              optax.add_decayed_weights(0.1),
+              lambda params: {name: name == 'w0' for name in params},
+          ),
+      )
+      * 2,
+      (
+          st.clip_by_global_norm(0.1, (AXIS, MODEL)),
+          st.clip_by_global_norm(0.1),
+      ),
+  )
+  def test_reduces_over_an_axis_after_one_that_slices(self, inner, alone):
+    case = Case(matrices(4, ROWS), inner)
+    params, grads = map(case.params, (0, 1))
+    tx = contrib.owned_update(
+        inner, (AXIS, MODEL), param_specs=ROWS, if_sliced='mean'
+    )
+
+    @jax.jit
+    @jax.shard_map(mesh=case.mesh, in_specs=ROWS, out_specs=ROWS)
+    def update(params, grads):
+      own = st.per_shard(grads, MODEL)
+      return tx.update(own, tx.init(params), params)[0]
+
+    found = update(params, grads)
+
+    expected, _ = alone.update(grads, alone.init(params), params)
+    assert_close(found, expected)
+
+  def test_takes_empty_slices_and_slices_of_integers(self):
+    params = {'w': np.ones((16, 8), 'f'), 'empty': np.ones((0, 8), 'f')}
+    specs = {'w': ROWS, 'empty': P(None, AXIS)}
+    decay = optax.masked(
+        optax.add_decayed_weights(0.5), {'w': True, 'empty': True, 'n': False}
+    )
+    in_specs = {**specs, 'n': ROWS}
+    tx = contrib.owned_update(
+        decay, AXIS, param_specs=in_specs, if_sliced='mean'
+    )
+
+    @jax.jit
+    @jax.shard_map(mesh=modes.mesh(), in_specs=(in_specs,), out_specs=specs)
+    def update(params):
+      grads = {**params, 'n': np.zeros(1, jax.dtypes.float0)}
+      updates, _ = tx.update(grads, tx.init(params), params)
+      assert updates.pop('n').dtype == jax.dtypes.float0
+      return updates
+
+    found = update({**params, 'n': np.arange(8)})
+
+    assert_close(found, {name: 1.5 * x for name, x in params.items()})
+
   @pytest.mark.thorough
   def test_gradients_of_a_loss_that_gathers(self):
     case = Case(matrices(5, ROWS, (16, 16)), muon(), (8,))

@@ -64,9 +64,13 @@ class Exchange:
 
   def owner(self) -> jax.Array:
     """Returns the index of this shard among the owners, int32 []."""
-    if not self._layout.owner_axes:
+    axes, groups = self._layout.owner_axes, self.reduction.groups
+    if not axes:
       return jnp.int32(0)
-    return collectives.row_index(self._layout.owner_axes, self.reduction.groups)
+    if groups is not None:
+      return collectives.row_index(axes, groups)
+    # Owners are numbered along `owner_axes`, which need not be in mesh order.
+    return lax.axis_index(axes)
 
   def reduced(
       self, leaves: Sequence[jax.Array], share: leaf_sums.Share

@@ -63,7 +63,7 @@ class LeafPartition:
     types = types, state_types, types
     try:
       program = self.trace(self.inner.update, types, params)
-    except (TypeError, KeyError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
       # `inner` may need an extra argument, or updates of another tree than the
       # parameters. Only `update` receives these, so it checks `inner`.
       params = positions

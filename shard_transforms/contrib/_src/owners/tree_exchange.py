@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, Literal
 
@@ -71,7 +72,7 @@ class TreeExchange:
       replicated = [
           i
           for i in unowned
-          if layouts[i].matrix is None or not any(layouts[i].slicing)
+          if leaves_lib.is_float0(leaves[i]) or not any(layouts[i].slicing)
       ]
       sums = leaf_sums.reduce([leaves[i] for i in replicated], share, reduction)
       shared = dict(zip(replicated, sums, strict=True))
@@ -94,11 +95,12 @@ class TreeExchange:
   def _unsharded(self, x, layout, share):
     """Returns the unsharded sum or mean of a leaf that is sliced."""
     reduction = self.stacks.reduction
-    if axes := tuple(a for a in reduction.axes if a in layout.matrix.reduced):
+    slicing = set(itertools.chain(*layout.slicing))
+    if axes := tuple(a for a in reduction.axes if a not in slicing):
       over = dataclasses.replace(reduction, axes=axes)
       (x,) = leaf_sums.reduce([x], share, over)
     if self.if_sliced == 'sum' and reduction.kind == 'mean':
-      sliced = set(reduction.axes).intersection(layout.matrix.sliced)
+      sliced = slicing.intersection(reduction.axes)
       x = x / x.dtype.type(math.prod(map(lax.axis_size, sliced)))
     return exchange_lib.gathered(x, layout.slicing)
 
@@ -130,9 +132,9 @@ class TreeExchange:
     def returned(i, param):
       layout = stacks.layouts[param]
       if i not in keys:
-        is_sliced = layout.matrix is not None
-        sliced = exchange_lib.sliced(shared[i], layout.slicing)
-        return sliced if is_sliced else shared[i]
+        if leaves_lib.is_float0(shared[i]):
+          return shared[i]
+        return exchange_lib.sliced(shared[i], layout.slicing)
       layers = [matrices[s, keys[i]][row] for s, row in stacks.rows[param]]
       x = layers[0] if len(layers) == 1 else jnp.stack(layers)
       shape = layers[0].shape[len(layout.local_layers) :]
