@@ -41,7 +41,8 @@ CASES = (
 
 def run_in_process(mode, *names, seconds=PATIENCE):
   source = pathlib.Path(shard_transforms.__file__).parents[1]
-  paths = [str(source), os.environ.get('PYTHONPATH', '')]
+  helpers = pathlib.Path(cases.__file__).parent
+  paths = [str(source), str(helpers), os.environ.get('PYTHONPATH', '')]
   env = {
       **os.environ,
       'JAX_PLATFORMS': 'cpu',
