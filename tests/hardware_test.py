@@ -146,7 +146,7 @@ def run(code, *arguments):
       env={**kept, 'XLA_FLAGS': '', 'PYTHONPATH': str(ROOT / 'benchmarks')},
       capture_output=True,
       text=True,
-      timeout=600,
+      timeout=1800,
   )
   if done.returncode:
     raise RuntimeError(done.stderr[-3000:])
