@@ -469,7 +469,7 @@ class SetUpTest(parameterized.TestCase):
         'st.init_state(optax.adam(0.1), jax.numpy.ones(8), mesh)'
     )
 
-    with self.assertRaisesRegex(RuntimeError, 'Pass the shapes of the parameters'):
+    with self.assertRaisesRegex(RuntimeError, 'Pass the shapes of the'):
       run(code)
 
   def test_recipe_of_the_page_prints_the_shown_output(self):
