@@ -1,7 +1,8 @@
 """Newer transformations, whose interfaces may still change.
 
-The core does not import them. Each is a folder or a module of `contrib/_src`
-that only uses the core, and can be removed without changing anything else.
+`shard_transforms._src` does not import them. Each is a folder or a module of
+`contrib/_src` that does not import the others, so that it can be removed;
+`exchanges` is shared by the aggregators and the compressors.
 """
 
 from shard_transforms.contrib import compression as compression
