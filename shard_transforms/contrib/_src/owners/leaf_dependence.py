@@ -1,10 +1,11 @@
 """The parameters that each result of an `update` depends on.
 
-The jaxpr of `inner.update` shows whether `inner` treats each leaf alone: on
-which updates and which state each result depends. Results may depend on any
-parameters, because those are available to all shards. The analysis may find a
-dependence on an input that does not change the result, for example if leaves
-are concatenated and split again, but it never misses a dependence.
+The jaxpr of `inner.update` shows whether `inner` treats each leaf
+independently: on which updates and which state each result depends. Results may
+depend on any parameters, because those are available to all shards. The
+analysis may find a dependence on an input that does not change the result, for
+example if leaves are concatenated and split again, but it never misses a
+dependence.
 """
 
 from collections.abc import Sequence

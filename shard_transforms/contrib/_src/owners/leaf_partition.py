@@ -32,7 +32,7 @@ def owner_types(stacks: stacks_lib.Stacks, types: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPartition:
-  """Partitions a state by parameters, if `inner` treats each leaf alone.
+  """Partitions a state by parameters, if `inner` treats leaves separately.
 
   Attributes:
     inner: The transformation.
@@ -104,7 +104,7 @@ class LeafPartition:
       types: tuple[Any, Any, Any],
       state_params: Sequence[int],
   ) -> leaf_dependence.LeafDependence:
-    """Traces `update`, and checks that it treats each leaf alone.
+    """Traces `update`, and checks that it treats each leaf independently.
 
     Args:
       update: The function.
@@ -176,7 +176,7 @@ class LeafPartition:
     )
 
   def _check(self, dependence):
-    """Checks that `inner` treats each leaf alone.
+    """Checks that `inner` treats each leaf independently.
 
     Raises:
       ValueError: If it does not.
@@ -192,13 +192,13 @@ class LeafPartition:
       problem = dependence.problem()
       advice += (
           ' To clip, use `shard_transforms.clip_by_global_norm(max_norm,'
-          ' axis_name)`. If `inner` does treat each leaf alone, set'
+          ' axis_name)`. If `inner` does treat each leaf independently, set'
           ' `assume_leafwise=True`.'
       )
     if problem:
       raise ValueError(
-          f'`inner` of `{caller}` must treat each leaf of the parameters alone,'
-          f' but {problem}.{advice}'
+          f'`inner` of `{caller}` must treat each leaf of the parameters'
+          f' independently, but {problem}.{advice}'
       )
 
 

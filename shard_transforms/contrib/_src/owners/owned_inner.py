@@ -34,7 +34,8 @@ class OwnedInner:
     if_sliced: The meaning of the gradients of slices.
     whole_dims: The number of the last dimensions that form a matrix, or `None`
       if all dimensions do.
-    assume_leafwise: Whether `inner` is assumed to treat each leaf alone.
+    assume_leafwise: Whether `inner` is assumed to treat each leaf
+      independently.
   """
 
   inner: optax.GradientTransformationExtraArgs

@@ -92,11 +92,11 @@ def owned_update(
   `inner` is traced on the tree of the unsharded parameters, so that paths,
   masks, labels, random numbers and the number of leaves are those of the
   replicated optimizer, and each shard runs its part of the resulting program.
-  `inner` must treat each leaf alone. If it mixes leaves that have owners, as
-  `optax.clip_by_global_norm` and `optax.flatten` do, it is refused. A `psum`
-  over `axis_name` of a sum of values of single leaves counts each leaf once.
-  Side effects such as `jax.debug.print` are refused. Under `jax.vmap`, each
-  shard updates all leaves and uses its own.
+  `inner` must treat each leaf independently. If it mixes leaves that have
+  owners, as `optax.clip_by_global_norm` and `optax.flatten` do, it is refused.
+  A `psum` over `axis_name` of a sum of values of single leaves counts each leaf
+  once. Side effects such as `jax.debug.print` are refused. Under `jax.vmap`,
+  each shard updates all leaves and uses its own.
 
   Create the state with `init_state`, map it with the specs of `state_specs`,
   and pass `in_specs=param_specs` to both. It fits one number of shards;
@@ -117,10 +117,10 @@ def owned_update(
       `axis_name` (FSDP) and others (tensor parallelism).
     whole_dims: The number of the last dimensions that form a matrix, if leaves
       contain stacked layers, such as 2 for [layers, m, n] and [experts, m, n].
-      `inner` receives one layer, [1, m, n], and must treat each layer alone,
-      as Muon does with `muon_weight_dimension_numbers`. This is not checked:
-      LAMB would scale each layer by its own norm, unlike the replicated
-      optimizer. `None` means that a leaf is one matrix.
+      `inner` receives one layer, [1, m, n], and must treat each layer
+      independently, as Muon does with `muon_weight_dimension_numbers`. This is
+      not checked: LAMB would scale each layer by its own norm, unlike the
+      replicated optimizer. `None` means that a leaf is one matrix.
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of equal size. Each group
       reduces separately and holds the state once.
@@ -132,9 +132,9 @@ def owned_update(
       by their number. `'mean'`: it is the gradient of the mean of the losses,
       and is used as it is. With `reduction='sum'`, it must be summed.
     assume_leafwise: Whether to skip the check that `inner` treats each leaf
-      alone. Set it if `inner` is refused although it does; if it does not, it
-      then trains incorrectly without an error. State that belongs to several
-      leaves is refused in any case.
+      independently. Set it if `inner` is refused although it does; if it does
+      not, it then trains incorrectly without an error. State that belongs to
+      several leaves is refused in any case.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `OwnedUpdateState`. Its
