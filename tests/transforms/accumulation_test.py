@@ -242,6 +242,18 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'outside of `jax.shard_map`'):
       mapped(PARAMS, X)
 
+  def test_refuses_specs_with_an_axis_that_the_mesh_lacks(self):
+    fn = accumulated_value_and_grad(
+        lambda w, x: jnp.mean(w * x),
+        *('data', 2),
+        mesh=make_mesh((4,)),
+        param_specs=P('dtaa'),
+    )
+
+    message = r"names the axes \['dtaa'\], but the mesh has \('data',\)"
+    with self.assertRaisesRegex(ValueError, message):
+      fn(jnp.ones(4), jnp.ones(8))
+
   def test_refuses_specs_of_another_tree(self):
     fn = accumulated_value_and_grad(
         loss_fn, 'data', 2, mesh=make_mesh((4,)), param_specs={'up': P()}

@@ -89,9 +89,9 @@ def accumulated_value_and_grad(
       not a number.
     ValueError: If an argument has an invalid value; when called, if there is no
       mesh with the axes `axis_name`, if such an axis is already mapped, if
-      `param_specs` does not have the tree of the parameters or a prefix of it,
-      if rows cannot be divided evenly, or if stacked leaves have different
-      numbers of towers.
+      `param_specs` does not have the tree of the parameters or a prefix of it
+      or names an axis that the mesh does not have, if rows cannot be divided
+      evenly, or if stacked leaves have different numbers of towers.
 
   Examples:
     >>> import jax
@@ -125,7 +125,7 @@ def accumulated_value_and_grad(
     num_shards = _num_shards(mesh, axes)
     towers = _check_rows(batch, num_shards, num_towers)
     count = towers * num_shards if reduction == 'mean' else None
-    specs = _specs_of_params(params, param_specs)
+    specs = _specs_of_params(params, param_specs, mesh)
     # JAX cannot close over arrays that are sharded on axes of type `Explicit`.
     arrays, join = leaves_lib.split_arrays(kwargs)
 
@@ -168,15 +168,24 @@ def accumulated_value_and_grad(
   return value_and_grad_fn
 
 
-def _specs_of_params(params, param_specs):
+def _specs_of_params(params, param_specs, mesh):
   """Returns the `PartitionSpec` of each parameter.
 
   Raises:
     ValueError: If `param_specs` does not have the tree of the parameters or a
-      prefix of this tree.
+      prefix of this tree, or names an axis that the mesh does not have.
   """
   if param_specs is None:
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
+  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  if missing := partition_specs.axes_of(param_specs).difference(
+      mesh.axis_names
+  ):
+    raise ValueError(
+        f'`param_specs` of `{_CALLER}` names the axes'
+        f' {sorted(missing, key=str)}, but the mesh has {mesh.axis_names}. Name'
+        ' axes of the mesh.'
+    )
   return partition_specs.of_params(param_specs, params, _CALLER, 'param_specs')
 
 
