@@ -44,7 +44,11 @@ def seconds_in_turn(
     before: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> np.ndarray:
-  """Times calls in turn, beginning each round with the next one.
+  """Times calls in turn, in another order in each round.
+
+  A call may leave the machine in a state in which the next one is slower, so
+  that with a fixed order the same call always pays. The orders are the same in
+  all processes.
 
   Args:
     calls: Functions without arguments.
@@ -56,8 +60,9 @@ def seconds_in_turn(
     The seconds, of shape [number of calls, rounds].
   """
   seconds = np.zeros([len(calls), rounds])
+  rng = np.random.default_rng(0)
   for turn in range(rounds):
-    for i in np.roll(np.arange(len(calls)), -turn).tolist():
+    for i in rng.permutation(len(calls)).tolist():
       before()
       start = clock()
       jax.block_until_ready(calls[i]())
