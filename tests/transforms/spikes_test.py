@@ -440,6 +440,10 @@ class RefusalTest(parameterized.TestCase):
       ),
       (dict(max_norm=1, signals=['loss']), ValueError, "Add 'norm' to"),
       (
+          dict(max_norm=1, record_spikes=True),
+          *(ValueError, '`record_spikes` .* no effect without `max_stds`'),
+      ),
+      (
           dict(max_norm=1, restart_after=3),
           ValueError,
           'after` .* Set `max_stds`',

@@ -155,9 +155,10 @@ def scale_by_staleness(
   axes = axes_lib.optional_axes(axis_name)
   factor_of = _as_factor(kind, rate, _LEAST_EXPONENTIAL if axes else 0)
   if bool(axes) != (inner is not None):
+    only = 'axis_name' if axes else 'inner'
     raise ValueError(
         '`scale_by_staleness` needs both `inner` and `axis_name` or neither,'
-        f' got {inner!r} and {axis_name!r}. If ages differ between shards, pass'
+        f' got only `{only}`. If ages differ between shards, pass'
         ' the reduction as `inner`, which receives the factors as weights; if'
         ' not, write `optax.chain(scale_by_staleness(kind), ...)`.'
     )

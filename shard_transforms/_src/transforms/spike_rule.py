@@ -135,7 +135,7 @@ def _check_choices(rule):
     )
   need_stds = [
       f'`{name}`'
-      for name in ('min_steps', 'restart_after', 'two_sided')
+      for name in ('min_steps', 'restart_after', 'two_sided', 'record_spikes')
       if getattr(rule, name) not in (None, False)
   ]
   if 'loss' in names:
