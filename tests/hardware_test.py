@@ -127,7 +127,9 @@ def facts(case):
   if model in ('gpt2', 'gpt2_50304'):
     # The position embedding, one layer of seven leaves, and the tokens.
     shapes = [*shapes[:8], shapes[-1]]
-  found = hardware.measure(case, shapes, mesh, hardware.rows_of(model))
+  # Products of many rows take XLA for TPUs as long as the rest.
+  rows = 4 if 'owned_update' in case else hardware.rows_of(model)
+  found = hardware.measure(case, shapes, mesh, rows)
   times, payload = collections.Counter(), collections.Counter()
   for c in found.report.collectives:
     times[c.primitive] += c.times
@@ -275,8 +277,8 @@ class HardwareTest(parameterized.TestCase):
     self.assertGreater(scattered, 0.99 * megabytes)
     of_ring = 2 * (1 - 1 / SHARDS[name]) * megabytes
     # XLA sends a few rows of the embedding on for themselves.
-    most = 1.011 if 'gpt2' in case else 1.001
-    self.assertLess(found['sent'] / 1e6, most * of_ring)
+    extra = 5 if 'gpt2' in case else 0
+    self.assertLess(found['sent'] / 1e6, 1.001 * of_ring + extra)
 
   @cases.parameters(*SQUARES)
   def test_report_warns_of_a_sum_that_is_cut(self, name):
@@ -332,7 +334,7 @@ class HardwareTest(parameterized.TestCase):
 
     # Each of the eight matrices is 0.125 of the parameters.
     self.assertLess(found['temporary'], 0.25 * PARAMS_MB)
-    self.assertLess(found['code'], 4 * plain['code'])
+    self.assertLess(found['code'], 2 * plain['code'])
 
   @cases.parameters((TPU, 1.05), (GPU, 1.15))
   def test_an_embedding_is_updated_in_place(self, name, most):
@@ -349,7 +351,7 @@ class HardwareTest(parameterized.TestCase):
 
     # Gradients are summed in float32. All but a few bytes of short leaves, and
     # rows of the embedding that XLA sends on for themselves.
-    self.assertLess(found['sent'], 0.754 * wide['sent'])
+    self.assertLess(found['sent'], 0.76 * wide['sent'])
     self.assertAlmostEqual(
         found['payload']['reduce_scatter'], wide['payload']['reduce_scatter']
     )
