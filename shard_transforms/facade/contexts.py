@@ -183,11 +183,6 @@ def shard_context(
     yield shards
 
 
-def shards() -> Shards | None:
-  """Returns the shards of the current context, if any."""
-  return around.shards
-
-
 def towers() -> Towers | None:
   """Returns the towers of the current context, if there are several."""
   current = around.towers
@@ -196,8 +191,10 @@ def towers() -> Towers | None:
 
 def mapped_axes() -> tuple[Hashable, ...]:
   """Returns the axis of the current shards, if it is bound here."""
-  axes = [around.shards.axis_name] if around.shards else []
-  return tuple(axis for axis in axes if axes_lib.is_bound(axis))
+  shards = around.shards
+  if shards is None or not axes_lib.is_bound(shards.axis_name):
+    return ()
+  return (shards.axis_name,)
 
 
 def call_of(

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
+from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
-from shard_transforms.facade import leaves
 from shard_transforms.facade import passes
 
 
@@ -140,7 +140,7 @@ class Graph:
         x
         for x in self._collections.get(name, ())
         if not (
-            isinstance(x, leaves.Leaf) and passes.is_hidden((self, name, x))
+            isinstance(x, arrays_lib.Leaf) and passes.is_hidden((self, name, x))
         )
     ]
     items = _latest([visible, *frames.collected((self, name))])
@@ -155,13 +155,13 @@ class Graph:
           x for x in items if re.match(scope, getattr(x, 'name', None) or '')
       ]
     values = _values(items)
-    if not leaves.is_step():
+    if not arrays_lib.is_step():
       return values
     # Regularization losses have names. Computed outside of the loss that is
     # differentiated, they would be constants.
     in_loss = contexts.around.loss is not None
     return [
-        x() if isinstance(x, leaves.Rate) and (in_loss or not x.name) else x
+        x() if isinstance(x, arrays_lib.Rate) and (in_loss or not x.name) else x
         for x in values
     ]
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import leaves
 from shard_transforms.facade import scopes
 from shard_transforms.facade import variables as variables_lib
 
@@ -100,7 +100,7 @@ def get_variable(
       graph.shared[name] = variable
       regularizer_fn: Any = regularizer or scope.regularizer
       if regularizer_fn is not None:
-        loss = leaves.Rate(lambda: regularizer_fn(variable), name)
+        loss = arrays_lib.Rate(lambda: regularizer_fn(variable), name)
         if regularizer_fn(variable) is not None:
           graph.keep(_KEYS.REGULARIZATION_LOSSES, loss, variable)
   return variable

@@ -89,7 +89,7 @@ def shard(
   """
   if infeed_queue is not None:
     raise NotImplementedError('`infeed_queue` must be None: pass `inputs`.')
-  if contexts.shards() is not None:
+  if contexts.around.shards is not None:
     raise NotImplementedError(
         '`shard` cannot be nested. Call the inner computation directly.'
     )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import optax
@@ -21,13 +21,6 @@ from shard_transforms.facade import workers
 from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
-
-
-class Averages(Protocol):
-  """An object that updates averages of variables."""
-
-  def apply(self, variables: Sequence[Variable], /) -> object:
-    """Updates the averages from the current values."""
 
 
 class SyncReplicasOptimizer(workers.Worker):
@@ -85,7 +78,7 @@ class SyncReplicasOptimizer(workers.Worker):
       opt: optimizer.Optimizer,
       replicas_to_aggregate: int,
       total_num_replicas: int | None = None,
-      variable_averages: Averages | None = None,
+      variable_averages: Any = None,
       variables_to_average: Sequence[Variable] | None = None,
       use_locking: bool = False,
       name: str = 'sync_replicas',

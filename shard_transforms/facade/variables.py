@@ -14,7 +14,6 @@ from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import leaves
 from shard_transforms.facade import passes
 
 
@@ -45,7 +44,7 @@ class Shape(tuple[int, ...]):
     return math.prod(self)
 
 
-class Variable(leaves.ArrayLeaf):
+class Variable(arrays_lib.ArrayLeaf):
   """A named array that can be assigned: `tf.Variable`.
 
   It can be used wherever an array can: in arithmetic, in functions of
@@ -237,7 +236,7 @@ class Variable(leaves.ArrayLeaf):
 
   def _change(self, operation, delta):
     """Assigns the result of an operation, atomically as in TensorFlow."""
-    delta = leaves.operand(delta)
+    delta = arrays_lib.operand(delta)
     with passes.settled():
       return self.assign(operation(self, delta))
 
