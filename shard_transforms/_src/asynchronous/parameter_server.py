@@ -13,7 +13,6 @@ import numpy as np
 import optax
 
 from shard_transforms._src.analysis import weight_analysis
-from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.transforms import drop_stale
@@ -69,7 +68,7 @@ class ParameterServer:
     self._gate = None if staleness == math.inf else jax.jit(gate.update)
     state: Any = gate.init(params)
     self.restore(params, state._replace(inner_state=tx.init(params)), {})
-    self._is_learner = isinstance(tx, learner.Learner)
+    self._is_learner = isinstance(tx, task_lib.Learner)
     step = functools.partial(_learn if self._is_learner else _step, tx)
     self._step = jax.jit(step, donate_argnums=(0, 1))
     trees = jax.eval_shape(lambda: (self._params, self._opt_state))
