@@ -166,7 +166,7 @@ class Rate(Leaf):
 
 def is_step() -> bool:
   """Whether the caller is in a step, which recomputes its numbers."""
-  is_creating = contexts.around.is_creating
+  is_creating = contexts.current.is_creating
   return is_creating or frames.is_step() or frames.is_staged()
 
 

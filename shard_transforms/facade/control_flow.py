@@ -66,11 +66,11 @@ def select(
     ValueError: If the branches return different structures or shapes.
   """
   outputs, frames_of_branches, runs = [], [], []
-  before = contexts.around.run
+  before = contexts.current.run
   for branch in (true_fn, false_fn):
     with contexts.replaced(run=before), frames.frame('undecided') as frame:
       outputs.append(jax.tree.map(jnp.asarray, branch()))
-      runs.append(contexts.around.run)
+      runs.append(contexts.current.run)
     frames_of_branches.append(frame)
   passes.join(runs)
   if any(output is None for output in outputs):
@@ -127,5 +127,5 @@ def control_dependencies(
   """
   inputs = tuple(control_inputs or ())
   group(*inputs)
-  with passes.settled() if inputs else contextlib.nullcontext():
+  with passes.after_assignments() if inputs else contextlib.nullcontext():
     yield

@@ -145,7 +145,7 @@ def _shards(caller):
   Raises:
     ValueError: Outside of a `shard_context`.
   """
-  shards = contexts.around.shards
+  shards = contexts.current.shards
   if shards is None:
     raise ValueError(
         f'`{caller}` was used outside of a shard context, so it does not know'

@@ -56,7 +56,7 @@ def compute_gradients(
   arity = _arity(loss, None if requested is None else len(requested))
   # The first evaluation may create variables, which do not have gradients yet;
   # the second also differentiates with respect to these.
-  repeated_loss = passes.repeated(loss)
+  repeated_loss = passes.from_present_pass(loss)
   for _ in range(2):
     variables = _all_trainable() if requested is None else requested
     if variables:

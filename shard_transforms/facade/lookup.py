@@ -90,7 +90,7 @@ def get_variable(
     dtype = scope.dtype if dtype is None else dtype
     if initializer is None:
       initializer = scope.initializer
-    with frames.outside(), scopes.name_scope(''):
+    with frames.outside_of_traces(), scopes.name_scope(''):
       initial_value: Any = _initial(initializer, shape, dtype, name, graph)
       _check('shape', np.shape(initial_value), shape, name)
       if trainable is None:
@@ -116,7 +116,7 @@ def _in_loss(graph, name):
     ValueError: If variables exist for none or several prefixes, or if the
       variables of the loss have different prefixes.
   """
-  loss = contexts.around.loss
+  loss = contexts.current.loss
   if loss is None or len(loss.prefixes) < 2:
     return name
   *_, call_prefix = loss.prefixes

@@ -151,7 +151,7 @@ class ExponentialMovingAverage:
       with (
           graph.as_default(),
           graph.lock,
-          frames.outside(),
+          frames.outside_of_traces(),
           scopes.slot_scope(),
       ):
         value, name = variable.value(), self._new_name(variable)

@@ -107,7 +107,7 @@ class Variable(arrays_lib.ArrayLeaf):
       constraint: Callable[[jax.Array], jax.Array] | None = None,
       use_resource: bool | None = None,
   ):
-    is_repeated = contexts.around.call is not None
+    is_repeated = contexts.current.call is not None
     if frames.is_tracing() or is_repeated or frames.is_staged():
       raise ValueError(
           f'`tf.Variable` ({name or "without a name"!r}) was called inside a'
@@ -237,7 +237,7 @@ class Variable(arrays_lib.ArrayLeaf):
   def _change(self, operation, delta):
     """Assigns the result of an operation, atomically as in TensorFlow."""
     delta = arrays_lib.operand(delta)
-    with passes.settled():
+    with passes.after_assignments():
       return self.assign(operation(self, delta))
 
   def __reduce__(self):

@@ -34,7 +34,7 @@ class LocalStep(Variable):
 
   def __init__(self):
     self._of_thread = threading.local()
-    with frames.outside(), graph_lib.Graph().as_default():
+    with frames.outside_of_traces(), graph_lib.Graph().as_default():
       super().__init__(_UNRECORDED, trainable=False, name='local_step')
 
   @property
@@ -48,7 +48,7 @@ class LocalStep(Variable):
 
   def value(self) -> jax.Array:
     """Returns the current array, without warnings about the order of lines."""
-    with passes.settled():
+    with passes.after_assignments():
       return super().value()
 
   @property
@@ -92,7 +92,7 @@ class Worker(wrapper.Wrapper):
 
   def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
     """Records the step, then computes gradients with the wrapped optimizer."""
-    with passes.settled():
+    with passes.after_assignments():
       read_at = self._present_step().value()
     computed = super().compute_gradients(*args, **kwargs)
     self._local_step.record(read_at)
@@ -188,7 +188,10 @@ class DropStaleGradientOptimizer(Worker):
           '`apply_gradients` was called before `compute_gradients`, which'
           ' records the step of the gradients. Call both in the same thread.'
       )
-    with self._held([variable for _, variable in pairs]), frames.transaction():
+    with (
+        self._locked([variable for _, variable in pairs]),
+        frames.transaction(),
+    ):
       update, state = self._tx.update(
           jnp.float32(1),  # Stays 1, or becomes 0.
           self._state(global_step),
@@ -203,7 +206,7 @@ class DropStaleGradientOptimizer(Worker):
 
   def _state(self, global_step):
     """Returns the state of `drop_stale`."""
-    with passes.settled():
+    with passes.after_assignments():
       return self._tx.init(())._replace(
           global_step=jnp.asarray(global_step.value(), jnp.int32),
           stale_count=self.stale_counter.value(),
