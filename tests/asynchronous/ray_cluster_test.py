@@ -177,7 +177,6 @@ class FaultsTest(runs.FolderTest):
       )
     killer.join()
 
-    self.assertContainsSubset({WORKER, DRIVER}, killer.kills)
     self.check(result, task)
     # Killed workers are replaced.
     workers = asynchronous.read_journal(self.folder)['worker'][-150:]
