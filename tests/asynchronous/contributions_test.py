@@ -108,12 +108,15 @@ class LearnerTest(runs.FolderTest):
       node = runs.Node(jnp.zeros(2))
       return 0, jnp.bfloat16(1), jax.random.key(0), node
 
-    def advance(params, state, *_):
-      number, _, key, node = state
-      weak = jnp.where(True, 3, 1)
-      return params, (number + 1, weak, key, runs.Node(node.leaf + 1))
+    class Advance:
+      __hash__ = None
 
-    learner = asynchronous.Learner(init, advance)
+      def __call__(self, params, state, *_):
+        number, _, key, node = state
+        weak = jnp.where(True, 3, 1)
+        return params, (number + 1, weak, key, runs.Node(node.leaf + 1))
+
+    learner = asynchronous.Learner(init, Advance())
 
     result = runs.train(SAMPLES, learner, num_updates=3)
 

@@ -68,7 +68,7 @@ class ParameterServer:
     state: Any = drop_stale.drop_stale(0).init(params)
     self.restore(params, state._replace(inner_state=tx.init(params)), {})
     self._is_learner = isinstance(tx, task_lib.Learner)
-    self._step = functools.partial(_LEARN if self._is_learner else _STEP, tx)
+    self._step = _compiled(_learn if self._is_learner else _step, tx)
     trees = jax.eval_shape(lambda: (self._params, self._opt_state))
     analysis = (False, '') if self._is_learner else _analyze(tx, *trees)
     self._needs_read_params, text = analysis
@@ -206,6 +206,20 @@ def _is_key(x):
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def _compiled(step, tx):
+  """Returns a compiled step; the same one for the same optimizer."""
+  try:
+    return _compiled_once(step, tx)
+  except TypeError:  # Its functions may be objects that are not hashable.
+    return _compiled_once.__wrapped__(step, tx)
+
+
+# Resuming and replaying a run with the same optimizer does not compile again.
+@functools.lru_cache(maxsize=8)
+def _compiled_once(step, tx):
+  return jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _count(staleness, counts, local_step):
   """Returns the next counts of `drop_stale`."""
@@ -217,7 +231,7 @@ def _analyze(tx, params, state):
   """Returns whether an optimizer uses `read_params`, and its lowered step."""
   steps = np.zeros(1, np.int32)
   arguments = params, state, (params,), steps, None, params
-  traced = jax.jit(_step, static_argnums=0).trace(tx, *arguments)
+  traced = jax.jit(functools.partial(_step, tx)).trace(*arguments)
   # Gates forward every argument, so that signatures are not enough.
   marks = [weight_analysis.UPDATES] * len(jax.tree.leaves(params))
   marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks
@@ -264,10 +278,3 @@ def _step(tx, params, state, grads, local_steps, weights, read_params):
         tower, window, params, local_step=local_steps[i], **extra_args
     )
   return optax.apply_updates(params, updates), window.inner_state
-
-
-# Resuming and replaying a run with the same optimizer does not compile again.
-_LEARN, _STEP = (
-    jax.jit(function, static_argnums=0, donate_argnums=(1, 2))
-    for function in (_learn, _step)
-)
