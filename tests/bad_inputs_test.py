@@ -29,7 +29,6 @@ from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import init_state
-from shard_transforms import master_weights
 from shard_transforms import per_shard
 from shard_transforms import reduce_stacked_towers
 from shard_transforms import resize_state
@@ -40,6 +39,7 @@ from shard_transforms import state_specs
 from shard_transforms import tower_reduce
 from shard_transforms.contrib import cross_check
 from shard_transforms.contrib import majority_vote
+from shard_transforms.contrib import master_weights
 from shard_transforms.contrib import owned_update
 from shard_transforms.contrib import reproducible
 from shard_transforms.contrib.compression import Compressor

@@ -188,7 +188,7 @@ SAME: dict[str, Any] = dict(
 )
 
 HALF = np.ones(8, jnp.bfloat16)
-MASTERS = st.master_weights(SGD)
+MASTERS = st.contrib.master_weights(SGD)
 
 
 def half_alone(inner, outer):

@@ -145,7 +145,8 @@ class MetricsTest(parameterized.TestCase):
   def test_every_state_declares_metrics(self):
     params = jnp.zeros(2)
     inner = optax.chain(
-        st.scale_by_staleness('inverse'), st.monitoring.track_divergence(AXIS)
+        st.contrib.scale_by_staleness('inverse'),
+        st.monitoring.track_divergence(AXIS),
     )
     tx = st.guard(inner, spikes=st.SpikeRule(max_stds=3.0, window=4))
 

@@ -262,7 +262,7 @@ GATES = {
     'none': lambda tx: tx,
     'guard': lambda tx: guard(tx, AXIS, on_bad='exclude'),
     'drop_stale': lambda tx: drop_stale(2, tx, axis_name=AXIS),
-    'scale_by_staleness': lambda tx: st.scale_by_staleness(
+    'scale_by_staleness': lambda tx: st.contrib.scale_by_staleness(
         'inverse', tx, axis_name=AXIS
     ),
 }

@@ -13,7 +13,7 @@ import harness
 import modes
 import one_device
 import shard_transforms as st
-from shard_transforms import scale_by_staleness
+from shard_transforms.contrib import scale_by_staleness
 
 AXIS = modes.AXIS
 RATE = 0.4

@@ -37,7 +37,7 @@ class ScaleByStalenessState(NamedTuple):
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
-    >>> tx = shard_transforms.scale_by_staleness('inverse')
+    >>> tx = shard_transforms.contrib.scale_by_staleness('inverse')
     >>> state = optax.chain(tx, optax.sgd(0.1)).init(jnp.zeros(2))
     >>> print(optax.tree_utils.tree_get(state, 'global_step'))
     0
@@ -126,7 +126,7 @@ def scale_by_staleness(
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
-    >>> tx = shard_transforms.scale_by_staleness('inverse')
+    >>> tx = shard_transforms.contrib.scale_by_staleness('inverse')
     >>> state = tx.init(jnp.zeros(()))
     >>> for local_step in 0, 0, 0, 1:
     ...   updates, state = tx.update(jnp.ones(()), state, local_step=local_step)
@@ -139,7 +139,7 @@ def scale_by_staleness(
     Three shards; the first one read its parameters two steps ago:
 
     >>> mean = shard_transforms.cross_shard_mean('data')
-    >>> tx = shard_transforms.scale_by_staleness(
+    >>> tx = shard_transforms.contrib.scale_by_staleness(
     ...     'inverse', mean, axis_name='data')
     >>> def step(update, local_step):
     ...   state = tx.init(update)._replace(global_step=jnp.int32(2))

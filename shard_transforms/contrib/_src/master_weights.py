@@ -26,7 +26,7 @@ class MasterWeightsState(NamedTuple):
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
-    >>> tx = shard_transforms.master_weights(optax.adam(0.1))
+    >>> tx = shard_transforms.contrib.master_weights(optax.adam(0.1))
     >>> state = tx.init({'w': jnp.ones(3, jnp.bfloat16), 'b': jnp.ones(3)})
     >>> print(state.master_weights)
     {'b': MaskedNode(), 'w': Array([1., 1., 1.], dtype=float32)}
@@ -102,7 +102,8 @@ def master_weights(
     ...     params = optax.apply_updates(params, updates)
     ...   return params
     >>> sgd, one = optax.sgd(0.001), jnp.bfloat16(1)
-    >>> print(train(sgd, one), train(shard_transforms.master_weights(sgd), one))
+    >>> tx = shard_transforms.contrib.master_weights(sgd)
+    >>> print(train(sgd, one), train(tx, one))
     1 0.898438
 
   References:
