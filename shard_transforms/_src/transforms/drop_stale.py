@@ -23,10 +23,10 @@ class DropStaleState(NamedTuple):
 
   Attributes:
     global_step: Number of accepted updates, int32 [].
-    stale_count: Number of updates that were dropped because of their age,
-      int32 [].
-    stale_shard_count: Number of dropped updates, counted over all shards, int32
-      []; without `axis_name`, all shards together count as one.
+    stale_count: Number of steps that were dropped while at least one shard was
+      too late, int32 [].
+    stale_shard_count: Number of updates that were too late, counted over all
+      shards, int32 []; without `axis_name`, all shards together count as one.
     inner_state: State of the inner transformation.
 
   Examples:
@@ -160,7 +160,9 @@ def drop_stale(
         ' transformation cannot pass weights to the next element of a chain.'
         ' Write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
     )
-  gate = gating.gate(_CALLER, inner, axes, assume_weighted, may_be_local=False)
+  gate = gating.make_gate(
+      _CALLER, inner, axes, assume_weighted, may_be_unsummed=False
+  )
 
   def init_fn(params):
     return DropStaleState(
@@ -203,7 +205,7 @@ def drop_stale(
         inner_state=inner_state,
     )
 
-  return gating.transformation(init_fn, step)
+  return gating.gated_transformation(init_fn, step)
 
 
 def _is_fresh(local_step, global_step, staleness):
