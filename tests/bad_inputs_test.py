@@ -499,7 +499,7 @@ UPDATES = {
         r'`local_step` of `reduce_stacked.* \(\) or \(3,\), got \(2,\)': to(
             'stacked', local_step=np.zeros(2, int)
         ),
-        'would decide differently whether .* and give it `axis_name`': to(
+        '`drop_stale` got .* that differs .* could not .* `axis_name`': to(
             'tracked stale', local_step=lambda: lax.axis_index(AXIS)
         ),
         # Updates that are already reduced, or reduced by hand.

@@ -138,7 +138,7 @@ def guard(
       on_bad, min_shards, spikes, max_consecutive, specs, axes
   )
   inner = arguments.as_inner(inner, _CALLER)
-  gate = gating.gate(_CALLER, inner, axes, assume_weighted)
+  gate = gating.make_gate(_CALLER, inner, axes, assume_weighted)
   # If not, a NaN goes through the reduction, which then does not wait.
   is_sanitized = on_bad == 'exclude' or spikes is not None
 
@@ -192,7 +192,7 @@ def guard(
     state = state._replace(inner_state=inner_state)
     return updates, state_lib.next_state(state, accept, decision, spikes, axes)
 
-  return gating.transformation(init_fn, step)
+  return gating.gated_transformation(init_fn, step)
 
 
 def _check_options(on_bad, min_shards, spikes, max_consecutive, specs, axes):

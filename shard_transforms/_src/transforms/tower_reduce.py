@@ -206,7 +206,7 @@ def tower_reduce(
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
   axes = axes_lib.optional_axes(axis_name)
-  gate = gating.gate(_CALLER, inner, axes, assume_weighted)
+  gate = gating.make_gate(_CALLER, inner, axes, assume_weighted)
   is_mean = reduction == 'mean'
 
   def init_fn(params):
@@ -258,10 +258,16 @@ def tower_reduce(
 
     is_last = collectives.agreed(window.tower >= num_towers)
     return branching.run_when_due(
-        is_last, end, window, updates, params, extra_args=extra_args
+        is_last,
+        end,
+        window,
+        updates,
+        params,
+        caller=_CALLER,
+        extra_args=extra_args,
     )
 
-  return gating.transformation(init_fn, step)
+  return gating.gated_transformation(init_fn, step)
 
 
 def _empty_window(params, num_towers, is_mean, axes):

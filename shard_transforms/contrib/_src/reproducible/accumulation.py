@@ -152,14 +152,20 @@ def transformation(
       )
       accept = total > 0 if is_weighted else None
       updates, inner_state = selection.select(
-          accept, updates, inner_state, before
+          accept, updates, inner_state, before, reduction.caller
       )
       tower = jnp.zeros_like(window.tower)
       return updates, window._replace(tower=tower, inner_state=inner_state)
 
     is_last = collectives.agreed(window.tower >= num_towers)
     return branching.run_when_due(
-        is_last, end, window, updates, params, extra_args=extra_args
+        is_last,
+        end,
+        window,
+        updates,
+        params,
+        caller=reduction.caller,
+        extra_args=extra_args,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
