@@ -59,6 +59,7 @@ def as_stacked(
     in_specs: The specs of the parameters.
 
   Raises:
+    TypeError: If an extra argument of the shards is a list or a tuple.
     ValueError: If the arguments do not belong to these shards and parameters.
   """
   stack = _stack(updates, params, extra_args.get('weight'), mesh, axes)
@@ -140,9 +141,15 @@ def _stack_argument(name, x, axes, num_shards):
   """Returns an extra argument; a per-shard argument as a `Stacked`.
 
   Raises:
+    TypeError: If the argument is a list or a tuple.
     ValueError: If the length of the argument is not the number of shards.
   """
   is_per_shard = name in _PER_SHARD and not stacked_lib.is_stacked(x)
+  if is_per_shard and isinstance(x, list | tuple):
+    raise TypeError(
+        f'`{name}` of `on_mesh` must be an array or a scalar, got {x!r}. Pass'
+        f' `jnp.array({name})`.'
+    )
   if not is_per_shard or not jnp.ndim(x):
     return x
   if jnp.shape(x)[0] != num_shards:
