@@ -79,7 +79,8 @@ def accumulated_value_and_grad(
     A function of the parameters and of one or more trees `batch`, whose leaves
     are [rows, ...] or [towers, rows, ...], with the rows sharded over
     `axis_name`. It returns the pair (value, gradient) like
-    `jax.value_and_grad`, with gradients in the dtypes of the parameters. Each
+    `jax.value_and_grad`, with the value in the dtype of the loss and gradients
+    in the dtypes of the parameters. Each
     auxiliary leaf has a leading axis of all micro-batches, [shards * towers,
     ...], in the order of the rows; for stacked micro-batches, it has two
     leading axes, [towers, shards, ...].
@@ -137,9 +138,9 @@ def accumulated_value_and_grad(
       gathered = sharded_parameters.gather(params, specs, axes)
       if not is_stacked:
         batch = jax.tree.map(functools.partial(_split, towers), batch)
-      sums, aux = _accumulate(loss_fn, weight_fn, gathered, batch)
+      sums, losses, aux = _accumulate(loss_fn, weight_fn, gathered, batch)
       sums = sharded_parameters.reduce(sums, (P(), specs, P()), axes, _CALLER)
-      loss, grads = _divide(sums, count, params)
+      loss, grads = _divide(sums, count, (losses, params))
       if is_stacked:
         aux = jax.tree.map(lambda x: x[:, None], aux)
       return ((loss, aux) if has_aux else loss), grads
@@ -278,7 +279,7 @@ def _accumulate(loss_fn, weight_fn, params, batch):
 
   Returns:
     A triple of the weighted sums of the losses and of the gradients, and the
-    sum of the weights or `None`; and the stacked auxiliary results.
+    sum of the weights or `None`; the losses; and the stacked auxiliary results.
   """
   grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -292,30 +293,30 @@ def _accumulate(loss_fn, weight_fn, params, batch):
     def add(total, x):
       return lax.add(total, weigh(leaves_lib.as_accumulator(x)))
 
-    loss = weigh(leaves_lib.as_accumulator(loss))
-    return jax.tree.map(add, totals, grads), (loss, weight, aux)
+    weighed_loss = weigh(leaves_lib.as_accumulator(loss))
+    totals = jax.tree.map(add, totals, grads)
+    return totals, (weighed_loss, weight, loss, aux)
 
   zeros = leaves_lib.accumulators(params)
-  grads, (losses, weight, aux) = lax.scan(tower, zeros, batch)
+  grads, (weighed, weight, losses, aux) = lax.scan(tower, zeros, batch)
   total_weight = None if weight is None else jnp.sum(weight)
-  return (jnp.sum(losses), grads, total_weight), aux
+  return (jnp.sum(weighed), grads, total_weight), losses, aux
 
 
-def _divide(sums, count, params):
-  """Returns the loss and gradients, in the dtypes of the parameters.
+def _divide(sums, count, like):
+  """Returns the loss and gradients, in the dtypes of a pair of trees.
 
   Args:
     sums: The sums of the losses, the gradients and the weights, if any.
     count: The number of terms in a mean, or `None` for a sum.
-    params: The parameters.
+    like: The losses and the parameters.
   """
   loss, grads, weight = sums
   divisor = 1 if count is None else count
   if count is not None and weight is not None:
     divisor = weights.safe_divisor(weight)
 
-  def divide(x, param):
-    return leaves_lib.as_dtype(x / divisor, leaves_lib.dtype_of(param))
+  def divide(x, like):
+    return leaves_lib.as_dtype(x / divisor, leaves_lib.dtype_of(like))
 
-  loss = leaves_lib.as_dtype(loss / divisor, loss.dtype)
-  return loss, jax.tree.map(divide, grads, params)
+  return jax.tree.map(divide, (loss, grads), like)
