@@ -127,8 +127,12 @@ class ShardedParametersTest(parameterized.TestCase):
 
   def place(self, kind):
     mesh = jax.make_mesh((4, 2), ('data', 'model'), (kind,) * 2)
-    place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
-    return mesh, jax.tree.map(place, self.params, self.SPECS)
+    shardings = jax.tree.map(
+        lambda spec: jax.NamedSharding(mesh, spec),
+        self.SPECS,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    return mesh, jax.device_put(self.params, shardings)
 
   def check(self, tx, params):
     """Checks the values of an update; returns the specs of update and state."""
