@@ -341,7 +341,7 @@ STATIC_ARGS = (
 )
 # Documented fields of states: counters, and a weight.
 FIELDS = {
-    'TowerReduceState': ('tower', 'total_weight', 'oldest_local_step'),
+    'TowerReduceState': ('tower_count', 'total_weight', 'oldest_local_step'),
     'DropStaleState': ('global_step', 'stale_count', 'stale_shard_count'),
     'ScaleByStalenessState': ('global_step',),
     'GuardState': (

@@ -43,7 +43,7 @@ def after_three_towers(tx, params, own):
 
 
 EXPECTED = {
-    'tower_reduce/tower': 1,
+    'tower_reduce/tower_count': 1,
     'tower_reduce/total_weight': 36.0,
     'guard/num_updates': 1,
     'guard/skipped_count': 0,

@@ -30,7 +30,7 @@ def _total_rule(state, reduction):
   """Returns the resize rule of totals, which keeps the result of the window."""
   if _is_unweighted(state, reduction):
     return _unweighted_rule(reduction)
-  if state.tower and isinstance(state.summed, SummedTowers):
+  if state.tower_count and isinstance(state.summed, SummedTowers):
     # The sum already contains the weights, and `inner` counts each shard once.
     return _unweighted_rule('mean' if reduction == 'weighted' else reduction)
   return states.Rule(resize='sum')
@@ -40,7 +40,7 @@ def _total_weight_rule(state, reduction):
   """Returns the resize rule of the total weights."""
   if _is_unweighted(state, reduction):
     # Without weights, the total weight of a shard is its number of towers.
-    return states.Rule(resize='maximum', empty=state.tower)
+    return states.Rule(resize='maximum', empty=state.tower_count)
   # For a sum, `inner` counts each shard with a positive weight once, so every
   # new shard needs a share of the weight.
   is_sum = isinstance(state.summed, SummedTowers)
@@ -53,7 +53,9 @@ def _equal_parts(rows, num_shards):
 
 
 def _is_unweighted(state, reduction):
-  has_towers = np.all(state.total_weight == state.tower) and state.tower
+  has_towers = (
+      np.all(state.total_weight == state.tower_count) and state.tower_count
+  )
   return has_towers and reduction != 'weighted'
 
 
@@ -78,7 +80,7 @@ class TowerReduceState(NamedTuple):
   mapped function and of the number of shards outside.
 
   Attributes:
-    tower: Number of towers collected since the last update, int32 [].
+    tower_count: Number of towers collected since the last update, int32 [].
     total: The (weighted) sum of the updates of these towers, a tree like the
       parameters, in float32 for leaves of fewer than 32 bits; `()` if
       `num_towers` is 1.
@@ -95,11 +97,11 @@ class TowerReduceState(NamedTuple):
     >>> import optax
     >>> import shard_transforms
     >>> state = shard_transforms.tower_reduce(4).init(jnp.zeros(2))
-    >>> print(optax.tree_utils.tree_get(state, 'tower'), state.total)
+    >>> print(optax.tree_utils.tree_get(state, 'tower_count'), state.total)
     0 [0. 0.]
   """
 
-  tower: jax.Array
+  tower_count: jax.Array
   total: optax.Updates
   total_weight: jax.Array
   oldest_local_step: jax.Array
@@ -107,7 +109,7 @@ class TowerReduceState(NamedTuple):
   summed: SummedTowers | tuple[()] = ()
 
   rules = {
-      'tower': states.Rule(metric='same'),
+      'tower_count': states.Rule(metric='same'),
       'total': states.Rule(resize=_total_rule),
       'total_weight': states.Rule(resize=_total_weight_rule, metric='sum'),
       'oldest_local_step': states.Rule(resize='minimum', empty=_NO_STEP),
@@ -256,7 +258,7 @@ def tower_reduce(
       )
       return updates, _emptied(window, inner_state)
 
-    is_last = collectives.agreed(window.tower >= num_towers)
+    is_last = collectives.agreed(window.tower_count >= num_towers)
     return branching.run_when_due(
         is_last,
         end,
@@ -273,7 +275,7 @@ def tower_reduce(
 def _empty_window(params, num_towers, is_mean, axes):
   """Returns the state before the first tower, without the inner state."""
   state = TowerReduceState(
-      tower=states.counter(),
+      tower_count=states.counter(),
       total=leaves_lib.accumulators(params if num_towers > 1 else ()),
       total_weight=jnp.zeros([], weights.dtype_for(params)),
       oldest_local_step=jnp.full([], _NO_STEP, jnp.int32),
@@ -317,7 +319,7 @@ def _collect(state, updates, weight, local_step, axes):
     oldest_local_step = jnp.minimum(oldest_local_step, step)
   add = functools.partial(_add, weights.scale_by_weight(weight))
   window = window._replace(
-      tower=states.safe_add(state.tower, 1),
+      tower_count=states.safe_add(state.tower_count, 1),
       total=leaves_lib.tree_map(add, window.total, updates),
       total_weight=window.total_weight + tower_weight,
       oldest_local_step=oldest_local_step,
@@ -384,7 +386,7 @@ def _emptied(window, inner_state):
   """Returns the state at the start of the next window."""
   zeros = functools.cache(axes_lib.zeros)
   return window._replace(
-      tower=jnp.zeros_like(window.tower),
+      tower_count=jnp.zeros_like(window.tower_count),
       total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
       total_weight=jnp.zeros_like(window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
