@@ -124,7 +124,7 @@ def accumulated_value_and_grad(
   @functools.wraps(fun)
   def value_and_grad_fn(params, *batch, **kwargs):
     num_shards = _num_shards(mesh, axes)
-    towers = _check_rows(batch, num_shards, num_towers)
+    towers = _checked_num_towers(batch, num_shards, num_towers)
     count = towers * num_shards if reduction == 'mean' else None
     specs = _specs_of_params(params, param_specs, mesh)
     # JAX cannot close over arrays that are sharded on axes of type `Explicit`.
@@ -146,27 +146,36 @@ def accumulated_value_and_grad(
       return ((loss, aux) if has_aux else loss), grads
 
     value_spec = (P(), batch_spec) if has_aux else P()
-    slice_specs = partition_specs.restricted(specs, axes)
-    mesh_in_use = jax.sharding.get_abstract_mesh()
-    is_explicit = not set(axes).isdisjoint(mesh_in_use.explicit_axes)
-    # Type checks would reject a loss that was not written for `jax.shard_map`.
-    mapped = jax.shard_map(
-        of_shard,
-        mesh=None if is_explicit else mesh,
-        axis_names=set(axes),
-        in_specs=(slice_specs, P(), batch_spec),
-        out_specs=(value_spec, slice_specs),
-        check_vma=False,
-    )
-    if is_explicit:
-      mapped = jax.sharding.auto_axes(mapped, out_sharding=(value_spec, specs))
+    mapped = _mapped(of_shard, axes, mesh, specs, batch_spec, value_spec)
     # JAX 0.10 maps a subset of the axes of a mesh only under `jax.jit`.
     value, grads = jax.jit(mapped)(params, arrays, batch)
-    if param_specs is not None and not is_explicit:
+    if param_specs is not None and not _is_explicit(axes):
       grads = sharded_parameters.constrain(grads, specs, axes, mesh)
     return value, grads
 
   return value_and_grad_fn
+
+
+def _is_explicit(axes):
+  mesh = jax.sharding.get_abstract_mesh()
+  return not set(axes).isdisjoint(mesh.explicit_axes)
+
+
+def _mapped(of_shard, axes, mesh, specs, batch_spec, value_spec):
+  """Maps `axes` over a function of the parameters, arrays and the batch."""
+  slice_specs = partition_specs.restricted(specs, axes)
+  # Type checks would reject a loss that was not written for `jax.shard_map`.
+  mapped = jax.shard_map(
+      of_shard,
+      mesh=None if _is_explicit(axes) else mesh,
+      axis_names=set(axes),
+      in_specs=(slice_specs, P(), batch_spec),
+      out_specs=(value_spec, slice_specs),
+      check_vma=False,
+  )
+  if not _is_explicit(axes):
+    return mapped
+  return jax.sharding.auto_axes(mapped, out_sharding=(value_spec, specs))
 
 
 def _specs_of_params(params, param_specs, mesh):
@@ -224,8 +233,8 @@ def _num_shards(mesh, axes):
   return mapping.num_shards(mesh, axes)
 
 
-def _check_rows(batch, num_shards, num_towers):
-  """Checks the rows of a batch, and returns the number of towers per shard.
+def _checked_num_towers(batch, num_shards, num_towers):
+  """Returns the number of towers per shard, and checks the rows of a batch.
 
   Raises:
     ValueError: If rows cannot be divided evenly, or if the leaves have
@@ -252,7 +261,7 @@ def _check_rows(batch, num_shards, num_towers):
           f' with {num_towers} towers as in its first leaf, got the shape'
           f' {shape} at {name}. Pass `num_towers` if towers are not stacked.'
       )
-    rows = shape[is_stacked] if shape else 0
+    rows = shape[1 if is_stacked else 0] if shape else 0
     if not rows or rows % num_parts:
       towers = ' in each tower' if is_stacked else f' times {num_towers} towers'
       raise ValueError(

@@ -177,7 +177,8 @@ def drop_stale(
     local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     local_step = collectives.oldest(local_step, updates, axes, weight, _CALLER)
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
-    accept, counts, num_stale = is_fresh, is_fresh, jnp.where(is_fresh, 0, 1)
+    accept = is_counted = is_fresh
+    num_stale = jnp.where(is_fresh, 0, 1)
     if axes:
       if weight is None:
         weight = jnp.float32(1)
@@ -186,11 +187,11 @@ def drop_stale(
       total_weight, num_stale = collectives.sum_scalars(
           (weight, ~is_fresh), axes
       )
-      accept, counts = total_weight > 0, weight > 0
+      accept, is_counted = total_weight > 0, weight > 0
     _, updates, inner_state = gate.update_or_skip(
         check,
         accept,
-        leaves.where_or_zeros(counts, updates),
+        leaves.where_or_zeros(is_counted, updates),
         state.inner_state,
         params,
         weight,

@@ -149,9 +149,7 @@ def guard(
     inner_state = gate.inner.init(params)
     return state_lib.initial_state(inner_state, spikes, max_consecutive, axes)
 
-  def step(
-      weight_check, updates, state, params=None, *, weight=None, **extra_args
-  ):
+  def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, state_lib.GuardState, axes, _CALLER)
     if num_required is not None:
       _check_num_shards(axes, num_required)
@@ -181,7 +179,7 @@ def guard(
     if on_bad == 'exclude':
       weight = decision.weight
     accept, updates, inner_state = gate.update_or_skip(
-        weight_check,
+        check,
         decision.accept,
         updates,
         state.inner_state,

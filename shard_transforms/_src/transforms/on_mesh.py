@@ -109,7 +109,7 @@ def on_mesh(
 
   def init_fn(params):
     # `unshard_state` calls `init` on one shard to get the shapes of the state.
-    if _check_sizes(mesh, or_one=True):
+    if _mapped_sizes(mesh, or_one=True):
       return inner.init(params)
     if axis_name is None:
       _check_axes_are_named(params, mesh, in_specs)
@@ -120,7 +120,7 @@ def on_mesh(
   update = stacked_update.stacked_update(inner, mesh, axes, in_specs)
 
   def update_fn(updates, state, params=None, **extra_args):
-    if _check_sizes(mesh):
+    if _mapped_sizes(mesh):
       return inner.update(updates, state, params, **extra_args)
     if stacked:
       raise ValueError(
@@ -173,8 +173,8 @@ def _check_axes_are_named(params, mesh, in_specs):
       )
 
 
-def _check_sizes(mesh, or_one=False):
-  """Returns the mapped axes of a mesh, and checks their sizes.
+def _mapped_sizes(mesh, or_one=False):
+  """Returns the size of each mapped axis of a mesh, checked to be its size.
 
   Raises:
     ValueError: If the size of a mapped axis is not that of the mesh.

@@ -38,7 +38,7 @@ def has_same_tree(tree: Any, other: Any) -> bool:
   return jax.tree.structure(tree) == jax.tree.structure(other)
 
 
-def as_stacked(
+def stack_arguments(
     updates: Any,
     params: optax.Params | None,
     extra_args: Mapping[str, Any],
@@ -62,7 +62,9 @@ def as_stacked(
     TypeError: If an extra argument of the shards is a list or a tuple.
     ValueError: If the arguments do not belong to these shards and parameters.
   """
-  stack = _stack(updates, params, extra_args.get('weight'), mesh, axes)
+  stack = _stacked_updates(
+      updates, params, extra_args.get('weight'), mesh, axes
+  )
   _check_axes(stack, axes, in_specs)
   num_shards = mapping.num_shards(mesh, stack.axes)
   _check_shapes(stack, params, num_shards)
@@ -80,7 +82,7 @@ def as_stacked(
   return stack, extra_args
 
 
-def _stack(updates, params, weight, mesh, axes):
+def _stacked_updates(updates, params, weight, mesh, axes):
   """Returns the per-shard gradients as a `Stacked`.
 
   Raises:
@@ -92,7 +94,7 @@ def _stack(updates, params, weight, mesh, axes):
   if isinstance(updates, Mapping) and len(updates) == 1 and params is not None:
     ((name, tree),) = updates.items()
     if name in stacked_lib.NAMES and has_same_tree(tree, params):
-      return stacked_lib.Stacked(tree, axes, name == stacked_lib.NAMES[True])
+      return stacked_lib.Stacked(tree, axes, name == 'weighted_tree')
   if not jax.tree.leaves(updates):
     return stacked_lib.Stacked(updates, axes)
   if unreduced_axes := unreduced.axes_of(updates, _CALLER):

@@ -41,8 +41,8 @@ def _total_weight_rule(state, reduction):
   if _is_unweighted(state, reduction):
     # Without weights, the total weight of a shard is its number of towers.
     return states.Rule(resize='maximum', empty=state.tower_count)
-  # For a sum, `inner` counts each shard with a positive weight once, so every
-  # new shard needs a share of the weight.
+  # With `reduction='sum'`, `inner` gets weight 1 from each shard whose total is
+  # positive. A new shard with total 0 would drop out.
   is_sum = isinstance(state.summed, SummedTowers)
   return _equal_parts if is_sum else states.Rule(resize='sum')
 
@@ -221,9 +221,25 @@ def tower_reduce(
     if weight is not None:
       accept = collectives.psum(weight, axes) > 0
       weight = weights.sanitized(weights.outgoing_weight(weight, reduction))
-    return gate.update_or_skip(
+    _, updates, inner_state = gate.update_or_skip(
         check, accept, updates, state.inner_state, params, weight, extra_args
-    )[1:]
+    )
+    return updates, state._replace(inner_state=inner_state)
+
+  # This must not close over arrays: `jax.checking_leaks` would find them.
+  def end_window(flags, window, updates, params, /, **extra_args):
+    is_weighted, has_steps = flags
+    sums = _without_shard_axis(window, axes)
+    if has_steps:
+      extra_args['local_step'] = sums.oldest_local_step
+    reduced = _reduced(sums, updates, params, is_mean)
+    weight = sums.total_weight if is_weighted else None
+    # The sums of the window already use the weights of outer gates.
+    check = gating.WeightCheck()
+    updates, window = update_inner(
+        check, reduced, window, params, weight, extra_args
+    )
+    return updates, _emptied(window)
 
   def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, TowerReduceState, axes, _CALLER)
@@ -237,28 +253,12 @@ def tower_reduce(
       if weight is not None:
         updates = _weighted(weight, updates, is_mean)
       extra_args |= weights.drop_none(local_step=local_step)
-      updates, inner_state = update_inner(
-          check, updates, state, params, weight, extra_args
-      )
-      return updates, state._replace(inner_state=inner_state)
+      return update_inner(check, updates, state, params, weight, extra_args)
     window = _collect(state, updates, weight, local_step, axes)
-    # `end` must not close over arrays: `jax.checking_leaks` would find them.
-    is_weighted, has_steps = weight is not None, local_step is not None
-
-    def end(window, updates, params, /, **extra_args):
-      sums = _without_shard_axis(window, axes)
-      if has_steps:
-        extra_args['local_step'] = sums.oldest_local_step
-      reduced = _reduced(sums, updates, params, is_mean)
-      weight = sums.total_weight if is_weighted else None
-      # The sums of the window already use the weights of outer gates.
-      check = gating.WeightCheck()
-      updates, inner_state = update_inner(
-          check, reduced, window, params, weight, extra_args
-      )
-      return updates, _emptied(window, inner_state)
-
     is_last = collectives.agreed(window.tower_count >= num_towers)
+    end = functools.partial(
+        end_window, (weight is not None, local_step is not None)
+    )
     return branching.run_when_due(
         is_last,
         end,
@@ -382,7 +382,7 @@ def _weighted(weight, updates, is_mean):
   return leaves_lib.tree_map(apply, updates)
 
 
-def _emptied(window, inner_state):
+def _emptied(window):
   """Returns the state at the start of the next window."""
   zeros = functools.cache(axes_lib.zeros)
   return window._replace(
@@ -390,7 +390,6 @@ def _emptied(window, inner_state):
       total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
       total_weight=jnp.zeros_like(window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
-      inner_state=inner_state,
   )
 
 

@@ -43,8 +43,8 @@ def _unfinished_window_rule(state):
           f'`state` has {state.tower_count} towers in an unfinished window at'
           ' {name}, whose partial sums fit only the old number of shards.'
           ' Finish the window first; or convert'
-          ' `optax.tree_utils.tree_set(state, tower_count=np.int32(0))`, and repeat'
-          ' the window from its first tower.'
+          ' `optax.tree_utils.tree_set(state, tower_count=np.int32(0))`, and'
+          ' repeat the window from its first tower.'
       ),
   )
 
