@@ -165,15 +165,15 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
       'guard, exclude': guarded,
       'drop_stale': st.drop_stale(2, inner, axis_name=axes),
       'drop_stale(guard)': st.drop_stale(2, guarded, axis_name=axes),
-      'scale_by_staleness': st.scale_by_staleness(
+      'scale_by_staleness': st.contrib.scale_by_staleness(
           'inverse', inner, axis_name=axes
       ),
       'tower_reduce(4)': st.tower_reduce(4, inner, axis_name=axes),
       'local_updates': st.contrib.local_updates(adam, outer, axes, every=20),
       'shard_update': st.shard_update(adam, axes),
-      'master_weights': optax.chain(mean, st.master_weights(adam)),
+      'master_weights': optax.chain(mean, st.contrib.master_weights(adam)),
       'shard_update(master_weights)': st.shard_update(
-          st.master_weights(adam), axes
+          st.contrib.master_weights(adam), axes
       ),
       'muon': optax.chain(mean, muon),
       'owned_update(muon)': owned,

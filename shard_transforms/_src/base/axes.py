@@ -15,6 +15,8 @@ from jax import core
 from jax import lax
 import jax.numpy as jnp
 
+from shard_transforms._src.base import jax_internals
+
 AxisName = Hashable | Sequence[Hashable]
 
 # 'untracked': types carry no information about the axis, as under `pmap`,
@@ -155,6 +157,12 @@ def varying_axes(leaf: Any) -> frozenset[Hashable]:
   is_type = isinstance(leaf, core.AbstractValue)
   array_type: Any = leaf if is_type else jax.typeof(leaf)
   return frozenset(array_type.manual_axis_type.varying)
+
+
+def possibly_varying_axes(leaf: Any) -> tuple[Hashable, ...]:
+  """Returns the bound axes over which a leaf may vary."""
+  untracked = (x for x in jax_internals.bound_axes() if not is_tracked(x))
+  return *sorted(varying_axes(leaf), key=str), *untracked
 
 
 def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:

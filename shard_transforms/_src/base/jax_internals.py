@@ -1,5 +1,6 @@
-"""Private JAX APIs: cluster detection, the key-value store and staging."""
+"""Private JAX APIs: clusters, the key-value store, bound axes and staging."""
 
+from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
 import importlib
@@ -47,6 +48,12 @@ def published(key: str, timeout: int) -> str:
 
 def _client():
   return importlib.import_module('jax._src.distributed').global_state.client
+
+
+def bound_axes() -> tuple[Hashable, ...]:
+  """Returns the names of all axes that are mapped in the current trace."""
+  core = importlib.import_module('jax._src.core')
+  return tuple(core.get_axis_env().axis_sizes)
 
 
 def trace_state() -> Any:

@@ -55,7 +55,10 @@ def on_mesh(
     axis_name: The axes that `tx` names. The compiler shards the step over the
       other axes of the mesh, and shards the state over these axes like the
       parameters, so every transformation receives parameters that are not
-      sliced over these axes. `None` stands for all axes of the mesh.
+      sliced over these axes. `None` stands for all axes of the mesh. Parameters
+      that are sharded over the axes that are named here, but not in `in_specs`,
+      are gathered in each step, and `init` replicates their state over these
+      axes. On axes of type `Auto`, their updates are also replicated.
     in_specs: The `PartitionSpec`s of parameters that are slices inside the
       mapped step, as in `init_state`.
     stacked: As in `init_state`; only for steps that are mapped.
@@ -106,7 +109,7 @@ def on_mesh(
 
   def init_fn(params):
     # `unshard_state` calls `init` on one shard to get the shapes of the state.
-    if _check_sizes(mesh, or_one=True):
+    if _mapped_sizes(mesh, or_one=True):
       return inner.init(params)
     if axis_name is None:
       _check_axes_are_named(params, mesh, in_specs)
@@ -117,7 +120,7 @@ def on_mesh(
   update = stacked_update.stacked_update(inner, mesh, axes, in_specs)
 
   def update_fn(updates, state, params=None, **extra_args):
-    if _check_sizes(mesh):
+    if _mapped_sizes(mesh):
       return inner.update(updates, state, params, **extra_args)
     if stacked:
       raise ValueError(
@@ -159,16 +162,19 @@ def _check_axes_are_named(params, mesh, in_specs):
     axes -= specs_lib.axes_of(in_specs)
     if axes and math.prod(mesh.axis_sizes) > mapping.num_shards(mesh, axes):
       raise ValueError(
-          '`on_mesh` needs `axis_name`, because the parameter'
+          '`on_mesh` needs `axis_name` or `in_specs`, because the parameter'
           f' {leaves_lib.name_of(path)} is sharded over'
           f' {sorted(axes, key=str)}, and the compiler may have to shard the'
           f' step over some of the axes {mesh.axis_names}. Name the axes that'
-          " the transformation names, as in `on_mesh(tx, mesh, 'data')`."
+          " the transformation names, as in `on_mesh(tx, mesh, 'data')`; around"
+          ' a transformation that slices leaves, such as `shard_update`, pass'
+          ' the specs of the parameters over the other axes as `in_specs`'
+          ' instead.'
       )
 
 
-def _check_sizes(mesh, or_one=False):
-  """Returns the mapped axes of a mesh, and checks their sizes.
+def _mapped_sizes(mesh, or_one=False):
+  """Returns the size of each mapped axis of a mesh, checked to be its size.
 
   Raises:
     ValueError: If the size of a mapped axis is not that of the mesh.
