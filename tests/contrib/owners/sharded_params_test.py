@@ -432,7 +432,7 @@ class RefusalTest(parameterized.TestCase):
       (P(), ROWS, {}, r'does not name \[.data.\], .*Give the `PartitionSpec`s'),
       (ROWS, P(), {}, r'names \[.data.\], over which its type is invariant'),
       ({'v': ROWS}, ROWS, {}, '`param_specs` .* must have the tree of'),
-      (P(AXIS, AXIS), ROWS, {}, 'names an axis twice'),
+      (P(AXIS, AXIS), ROWS, {}, 'name each axis once, got'),
       # Types do not tell which dimension is sliced.
       (
           P(None, AXIS),
@@ -444,7 +444,7 @@ class RefusalTest(parameterized.TestCase):
           P(None, None, AXIS),
           P(),
           {},
-          'has more entries than .* at most one entry per dimension',
+          'at most one entry per dimension .*, got',
       ),
       (ROWS, ROWS, {}, "say what the gradients .*'sum' .*'mean'"),
   )

@@ -11,6 +11,7 @@ dependence.
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -49,6 +50,11 @@ class LeafDependence:
     inputs = self.program.inputs_of(output)
     params = (self.params[i] for i in inputs if i < len(self.params))
     return {x for x in params if x is not None and x != stacks_lib.SHARED}
+
+  def params_of_terms(self) -> list[set[int]]:
+    """Returns, for each term of a total, the parameters that it depends on."""
+    terms = itertools.chain(*self.program.terms)
+    return list(map(self.params_of, terms))
 
   def problem(self) -> str | None:
     """Returns a predicate that says how `inner` mixes leaves, or `None`."""

@@ -17,19 +17,6 @@ from shard_transforms.contrib._src.owners import leaf_program
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
 
 
-def trace_init(
-    inner: optax.GradientTransformation, types: Any
-) -> leaf_program.LeafProgram:
-  """Traces `init` for parameters of some types."""
-  return leaf_program.trace(inner.init, (), (), 1, types)
-
-
-def owner_types(stacks: stacks_lib.Stacks, types: Any) -> Any:
-  """Returns the types of parameters or updates of which owners have theirs."""
-  axes = map(stacks.axes_of, stacks.params_of(types))
-  return stacks_lib.varying_types(types, list(axes))
-
-
 @dataclasses.dataclass(frozen=True)
 class LeafPartition:
   """Partitions a state by parameters, if `inner` treats leaves separately.
@@ -70,20 +57,19 @@ class LeafPartition:
     else:
       dependence = self._dependence(program, types, params)
       params = dependence.params_of_state(positions)
-      self._check(self._dependence(program, types, params))
+      self._checked(program, types, params)
 
-    shapes = (
-        map(jnp.shape, jax.tree.leaves(x)) for x in (types[1], full_types)
-    )
-    state_params = []
-    for param, shape, full_shape in zip(params, *shapes, strict=True):
-      has_owner = param in self.stacks.rows
+    def owner(param, kind, full_kind):
+      if param not in self.stacks.rows:
+        return stacks_lib.SHARED
       # State that has no layers, such as coefficients that only one leaf reads,
       # is the same for all layers; if it is not, `update` refuses it.
-      if has_owner and self.stacks.layouts[param].has_layers:
-        has_owner = shape != full_shape or not shape
-      state_params.append(param if has_owner else stacks_lib.SHARED)
-    return state_params
+      has_layers = self.stacks.layouts[param].has_layers
+      is_same = has_layers and kind.shape and kind.shape == full_kind.shape
+      return stacks_lib.SHARED if is_same else param
+
+    kinds = map(jax.tree.leaves, (state_types, full_types))
+    return list(map(owner, params, *kinds))
 
   def _positions(self, types, state_types):
     """Returns the parameter at the tree position of each leaf, or `None`."""
@@ -122,11 +108,9 @@ class LeafPartition:
     except TypeError:
       # JAX refuses a `cond` on all leaves because of the types of its branches.
       program = self.trace(update, types, state_params, replicated=True)
-      self._check(self._dependence(program, types, state_params))
+      self._checked(program, types, state_params)
       raise
-    dependence = self._dependence(program, types, state_params)
-    self._check(dependence)
-    return dependence
+    return self._checked(program, types, state_params)
 
   def trace(
       self,
@@ -147,9 +131,8 @@ class LeafPartition:
     if not replicated:
       # JAX refuses a `cond` between an update and the old state if only one of
       # them varies.
-      updates, params = (owner_types(stacks, x) for x in (updates, params))
-      axes = list(map(stacks.axes_of, state_params))
-      state = stacks_lib.varying_types(state, axes)
+      updates, params = map(stacks.owner_types, (updates, params))
+      state = stacks.owner_types(state, state_params)
     return leaf_program.trace(
         update,
         stacks.same_axes,
@@ -175,31 +158,30 @@ class LeafPartition:
         self.stacks,
     )
 
-  def _check(self, dependence):
-    """Checks that `inner` treats each leaf independently.
+  def _checked(self, program, types, state_params):
+    """Returns the dependence of the results, each of which reads one leaf.
 
     Raises:
-      ValueError: If it does not.
+      ValueError: If `inner` does not treat each leaf independently, or changes
+        the types of updates or state.
     """
-    caller = self.stacks.reduction.caller
-    advice = (
-        ' Use `optax.chain(cross_shard_mean(axis_name), inner)`, for some'
-        ' parameters by `optax.partition`.'
-    )
+    dependence = self._dependence(program, types, state_params)
     if self.assume_leafwise:
-      problem = dependence.problem_of_shared_state()
+      problem, advice = dependence.problem_of_shared_state(), ''
     else:
-      problem = dependence.problem()
-      advice += (
+      problem, advice = dependence.problem(), (
           ' To clip, use `shard_transforms.clip_by_global_norm(max_norm,'
           ' axis_name)`. If `inner` does treat each leaf independently, set'
           ' `assume_leafwise=True`.'
       )
     if problem:
       raise ValueError(
-          f'`inner` of `{caller}` must treat each leaf of the parameters'
-          f' independently, but {problem}.{advice}'
+          f'`inner` of `{self.stacks.reduction.caller}` must treat each leaf of'
+          f' the parameters independently, but {problem}. Use'
+          ' `optax.chain(cross_shard_mean(axis_name), inner)`, for some'
+          f' parameters by `optax.partition`.{advice}'
       )
+    return dependence
 
 
 def _check_types(results, arguments, stacks):

@@ -142,17 +142,11 @@ def _slicing(spec: P, shape: Sequence[int], name: str, caller: str) -> Any:
     ValueError: If a spec has too many entries, or names an axis twice.
   """
   entries = specs_lib.entries(spec)
-  if len(entries) > len(shape):
-    raise ValueError(
-        f'`param_specs` of `{caller}` has more entries than {name}'
-        f' {list(shape)} has dimensions: {spec!r}. Give at most one entry per'
-        ' dimension.'
-    )
   axes = tuple(itertools.chain(*entries))
-  if len(set(axes)) < len(axes):
+  if len(entries) > len(shape) or len(set(axes)) < len(axes):
     raise ValueError(
-        f'`param_specs` of `{caller}` names an axis twice for {name}:'
-        f' {spec!r}. An axis can slice only one dimension.'
+        f'`param_specs` of `{caller}` must have at most one entry per dimension'
+        f' and name each axis once, got {spec!r} for {name} {list(shape)}.'
     )
   axes_lib.size(axes, caller)
   return (*entries, *[()] * (len(shape) - len(entries)))

@@ -15,6 +15,7 @@ from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms.contrib._src.owners import layout_warnings
 from shard_transforms.contrib._src.owners import leaf_partition
+from shard_transforms.contrib._src.owners import leaf_program
 from shard_transforms.contrib._src.owners import owned_leaves
 from shard_transforms.contrib._src.owners import sharded_program
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
@@ -60,33 +61,23 @@ class OwnedInner:
     stacks = self._stacks(params)
     for message in layout_warnings.messages(stacks):
       self._warn(message)
-    types = stacks.types(params)
-    replicated = leaf_partition.trace_init(self.inner, types)
-    state_types = replicated.results
-    full_types = self._full_types(stacks, params)
+    types, full_types = self._state_types(stacks, params)
+    param_types = stacks.types(params)
     state_params = self._partition(stacks).of_new_state(
-        types, state_types, full_types
+        param_types, types, full_types
     )
-    layout = state_layout.layout_of(
-        stacks,
-        state_params,
-        jax.tree.leaves(state_types),
-        jax.tree.leaves(full_types),
-    )
+    layout = state_layout.layout_of(stacks, state_params, types, full_types)
     program = sharded_program.ShardedProgram(
-        leaf_partition.trace_init(
-            self.inner, leaf_partition.owner_types(stacks, types)
-        ),
-        lambda: replicated,
+        self._trace_init(stacks.owner_types(param_types)),
+        lambda: self._trace_init(param_types),
         stacks.params_of(params),
-        state_params,
+        [{x} for x in state_params],
         layout.keys,
-        self._exchange(stacks),
+        tree_exchange.TreeExchange(stacks, self.if_sliced),
         jax.tree.leaves(params),
     )
     rows = [{} for _ in stacks.stacks]
-    rows, shared = program.run({}, rows, lambda term: set())
-    return layout.stored(jax.tree.structure(state_types), rows, shared)
+    return layout.stored(*program.run({}, rows))
 
   def update(
       self,
@@ -119,29 +110,25 @@ class OwnedInner:
     like = updates if params is None else params
     stacks = self._stacks(like, params is not None)
     update_checks.check_extra_args(stacks, like, extra_args)
-    state_types = leaf_partition.trace_init(
-        self.inner, stacks.types(like)
-    ).results
-    state_params, actual_types, layout = state_layout.read(
-        state, stacks, state_types, self._full_types(stacks, like)
+    layout, state_types = state_layout.read(
+        state, stacks, *self._state_types(stacks, like)
     )
     partition = self._partition(stacks)
     # Not cached, because `inner` may close over arrays that differ per call.
-    types = stacks.types(updates), actual_types, stacks.types(params)
-    dependence = partition.check_update(update, types, state_params)
-    update_types, _ = dependence.program.results
-    update_types = jax.tree.leaves(update_types)
+    types = stacks.types(updates), state_types, stacks.types(params)
+    dependence = partition.check_update(update, types, layout.params)
     update_params = stacks.params_of(updates)
-    update_keys = state_layout.keys_of(
-        stacks, update_params, update_types, 'update '
-    )
-    first, exchange = len(update_params), self._exchange(stacks)
+    update_types = jax.tree.leaves(dependence.program.results[0])
+    keys = state_layout.keys_of(stacks, update_params, update_types, 'update ')
+    first = len(update_params)
+    exchange = tree_exchange.TreeExchange(stacks, self.if_sliced)
     program = sharded_program.ShardedProgram(
         dependence.program,
-        lambda: partition.trace(update, types, state_params, replicated=True),
-        [*update_params, *state_params, *stacks.params_of(params)],
-        [*update_params, *state_params],
-        {**update_keys, **{first + i: x for i, x in layout.keys.items()}},
+        lambda: partition.trace(update, types, layout.params, replicated=True),
+        [*update_params, *layout.params, *stacks.params_of(params)],
+        [{x} for x in (*update_params, *layout.params)]
+        + dependence.params_of_terms(),
+        {**keys, **{first + i: key for i, key in layout.keys.items()}},
         exchange,
         jax.tree.leaves(params),
     )
@@ -150,13 +137,10 @@ class OwnedInner:
     shared |= {first + i: x for i, x in shared_state.items()}
     for of_stack, of_state in zip(rows, rows_of_state, strict=True):
       of_stack |= {first + i: x for i, x in of_state.items()}
-    rows, shared = program.run(shared, rows, dependence.params_of)
-    updates = exchange.returned(
-        updates, update_keys, update_types, rows, shared
-    )
-    shared = {i - first: x for i, x in shared.items()}
-    tree = jax.tree.structure(state_types)
-    return updates, layout.stored(tree, rows, shared)
+    rows, shared = program.run(shared, rows)
+    updates = exchange.returned(updates, keys, update_types, rows, shared)
+    shared_state = {i - first: x for i, x in shared.items()}
+    return updates, layout.stored(rows, shared_state)
 
   @functools.cached_property
   def _warn(self):
@@ -173,15 +157,17 @@ class OwnedInner:
     update_checks.check_if_sliced(stacks, self.if_sliced)
     return stacks
 
-  def _full_types(self, stacks, params):
-    """Returns the types of the state of the replicated optimizer."""
-    types = stacks.types(params, all_layers=True)
-    return leaf_partition.trace_init(self.inner, types).results
-
-  def _exchange(self, stacks):
-    return tree_exchange.TreeExchange(stacks, self.if_sliced)
-
   def _partition(self, stacks):
     return leaf_partition.LeafPartition(
         self.inner, stacks, self.assume_leafwise
+    )
+
+  def _trace_init(self, types):
+    return leaf_program.trace(self.inner.init, (), (), 1, types)
+
+  def _state_types(self, stacks, params):
+    """Returns the types of the state for one layer, and for all layers."""
+    return tuple(
+        self._trace_init(stacks.types(params, all_layers)).results
+        for all_layers in (False, True)
     )

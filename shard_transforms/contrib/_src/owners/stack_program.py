@@ -43,21 +43,23 @@ class StackProgram:
   digests: Sequence[int]
 
   @functools.cached_property
-  def inputs_read(self) -> Mapping[int, list[int]]:
-    """For each parameter, all inputs of the program that its outputs read."""
-    return {
-        param: self.program.inputs_of(*outputs.values())
-        for param, outputs in self.outputs.items()
-    }
+  def inputs(self) -> set[int]:
+    """All inputs of the program that the outputs read."""
+    outputs = (i for x in self.outputs.values() for i in x.values())
+    return {*self.program.inputs_of(*outputs)}
 
   @functools.cached_property
-  def reads_only_own(self) -> bool:
-    """Whether no member reads inputs of other parameters with owners."""
-    return all(
-        self.owners.get(i, param) == param
-        for param, inputs in self.inputs_read.items()
-        for i in inputs
-    )
+  def own_inputs(self) -> set[int] | None:
+    """The inputs of members; `None` if a member reads those of another."""
+    own = {
+        (param, i)
+        for param, outputs in self.outputs.items()
+        for i in self.program.inputs_of(*outputs.values())
+        if i in self.owners
+    }
+    if any(self.owners[i] != param for param, i in own):
+      return None
+    return {i for _, i in own}
 
   def run(self, shared: Inputs, rows: Inputs) -> dict[str, jax.Array]:
     """Returns the owner's rows of outputs, [rows, ...], by key.
@@ -70,7 +72,7 @@ class StackProgram:
         tuple((key, self.digests[i]) for key, i in outputs.items())
         for outputs in self.outputs.values()
     }
-    if self.reads_only_own and len(programs) == 1:
+    if self.own_inputs is not None and len(programs) == 1:
       return self._run_equal(shared, rows)
     run = functools.partial(self._run_owner, shared, rows)
     return self.exchange.switch(run)
@@ -92,7 +94,8 @@ class StackProgram:
     def run(own):
       return self._run_member(param, {**shared, **own})
 
-    own = {i: rows[i] for i in self.inputs_read[param] if i in self.owners}
+    inputs = self.program.inputs_of(*self.outputs[param].values())
+    own = {i: rows[i] for i in inputs if i in self.owners}
     if stack.length > 1:
       outputs = jax.vmap(run, axis_size=stack.length)(own)
     else:

@@ -82,14 +82,11 @@ class Stacks:
   @functools.cached_property
   def rows(self) -> Mapping[int, list[tuple[int, int]]]:
     """The stack and the row of each layer, for parameters with owners."""
-    rows = collections.defaultdict(dict)
+    rows = collections.defaultdict(list)
     for s, stack in enumerate(self.stacks):
-      for row, (param, layer) in enumerate(stack.members):
-        rows[param][layer] = s, row
-    return {
-        param: [rows_of_layers[i] for i in range(len(rows_of_layers))]
-        for param, rows_of_layers in rows.items()
-    }
+      for row, (param, _) in enumerate(stack.members):
+        rows[param].append((s, row))
+    return dict(rows)
 
   @functools.cached_property
   def axes(self) -> matrix_layout.Axes:
@@ -105,10 +102,8 @@ class Stacks:
 
   def axes_of(self, param: int) -> matrix_layout.Axes:
     """Returns the axes over which arrays of a parameter differ."""
-    if param not in self.rows:
-      return ()
-    (stack, _), *_ = self.rows[param]
-    return self.stacks[stack].layout.axes
+    layout = self.layouts[param].matrix if param in self.rows else None
+    return layout.axes if layout else ()
 
   def params_of(self, tree: Any) -> list[int]:
     """Returns the index of the parameter at the position of each leaf.
@@ -182,40 +177,48 @@ class Stacks:
 
     return treedef.unflatten(map(typed, leaves, self.params_of(tree)))
 
+  def owner_types(self, types: Any, params: Sequence[int] | None = None) -> Any:
+    """Returns the types of leaves, of which each owner has its own.
+
+    Args:
+      types: The types of the leaves on all shards.
+      params: The parameter of each leaf; by default, the one at its position.
+    """
+    make = functools.cache(_array_type)
+
+    def typed(kind, param):
+      if param not in self.rows:
+        return kind
+      axes = axes_lib.varying_axes(kind).union(self.axes_of(param))
+      return make(kind.shape, kind.dtype, axes)
+
+    leaves, treedef = jax.tree.flatten(types)
+    params = self.params_of(types) if params is None else params
+    return treedef.unflatten(map(typed, leaves, params))
+
   def locations(self, param: int) -> list[tuple[int, int, int]]:
     """Returns the locations of the layers of a parameter, in their order.
 
     A location is the index of the stack, the index of the shard along all axes
     of the stack, and the index of the row on this shard.
     """
-    layout, rows = self.layouts[param], self.rows[param]
+    layout, locations = self.layouts[param], []
     sizes = layout.local_layers
-    locations = []
+    rows = dict(zip(np.ndindex(sizes), self.rows[param], strict=True))
     for layer in np.ndindex(layout.shape[: len(sizes)]):
       parts = list(map(divmod, layer, sizes))
-      s, row = rows[_ravel([local for _, local in parts], sizes)]
+      s, row = rows[tuple(local for _, local in parts)]
       stack = self.stacks[s]
       shard, slot = divmod(row, stack.length)
       if self.reduction.groups is None:
         index = _unravel(shard, stack.layout.owner_axes)
         for axes, (i, _) in zip(layout.slicing, parts, strict=False):
           index |= _unravel(i, axes)
-        axes = stack.layout.axes
-        shard = _ravel([index[a] for a in axes], map(lax.axis_size, axes))
+        shard = 0
+        for axis in stack.layout.axes:
+          shard = shard * lax.axis_size(axis) + int(index[axis])
       locations.append((s, shard, slot))
     return locations
-
-
-def varying_types(types: Any, axes_of_leaves: Sequence[Any]) -> Any:
-  """Returns the types of a tree, each of which also varies over some axes."""
-  make = functools.cache(_array_type)
-
-  def typed(kind, axes):
-    before = axes_lib.varying_axes(kind)
-    return make(kind.shape, kind.dtype, before.union(axes)) if axes else kind
-
-  leaves, treedef = jax.tree.flatten(types)
-  return treedef.unflatten(map(typed, leaves, axes_of_leaves))
 
 
 def find(
@@ -272,13 +275,6 @@ def _array_type(shape, dtype, axes):
   return jax.eval_shape(
       lambda: axes_lib.to_varying(jnp.zeros(shape, dtype), (*axes,))
   )
-
-
-def _ravel(index, sizes):
-  flat = 0
-  for i, size in zip(index, sizes, strict=True):
-    flat = flat * size + int(i)
-  return flat
 
 
 def _unravel(flat, axes):
