@@ -691,7 +691,7 @@ class RefusalTest(parameterized.TestCase):
       ),
       (
           lambda u: lax.psum(lax.psum(norm_of(u), AXIS), AXIS),
-          'that are the same on all shards by `psum`',
+          'values by `psum` that do not each come from one leaf',
       ),
       (
           lambda u: lax.psum(norm_of(u) ** 2, AXIS),
@@ -908,11 +908,14 @@ class StacksTest(parameterized.TestCase):
 
   @cases.parameters(
       # All shards update the first; all others are small.
-      ({'huge': (2048, 1024)}, r"no owner to \['huge'\] of 2,097,152 elements"),
+      (
+          {'huge': (2048, 1024)},
+          r"leaves of 2,097,152 elements in total, such as \['huge'\]",
+      ),
       # No two are alike, and each is a small part.
       (
           {f'huge{i}': (2048 + i, 256) for i in range(8)},
-          r"to 8 leaves, the largest of which is \['huge7'\], of 4,201,472 el",
+          r"leaves of 4,201,472 elements in total, such as \['huge7'\]",
       ),
       # Three for eight owners.
       (

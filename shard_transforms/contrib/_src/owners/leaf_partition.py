@@ -7,10 +7,8 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.state import state_types as state_types_lib
 from shard_transforms.contrib._src.owners import leaf_dependence
 from shard_transforms.contrib._src.owners import leaf_program
@@ -135,12 +133,11 @@ class LeafPartition:
       state = stacks.owner_types(state, state_params)
     return leaf_program.trace(
         update,
-        stacks.same_axes,
-        stacks.axes if stacks.same_axes else (),
-        stacks.reduction.num_shards(),
         updates,
         state,
         params,
+        axes=stacks.reduction.axes_of_sums(),
+        allowed_axes=stacks.axes,
     )
 
   def _dependence(self, program, types, state_params):
@@ -149,14 +146,19 @@ class LeafPartition:
     Raises:
       ValueError: If results do not have the types of the updates and the state.
     """
-    _check_types(program.results, types[:2], self.stacks)
     update_params = self.stacks.params_of(types[0])
-    return leaf_dependence.LeafDependence(
+    dependence = leaf_dependence.LeafDependence(
         program,
         [*update_params, *state_params],
         len(update_params),
         self.stacks,
     )
+    if problem := dependence.problem_of_types(types[:2]):
+      raise ValueError(
+          f'`inner` of `{self.stacks.reduction.caller}` must keep the types of'
+          f' updates and state, but it returned {problem}.'
+      )
+    return dependence
 
   def _checked(self, program, types, state_params):
     """Returns the dependence of the results, each of which reads one leaf.
@@ -182,32 +184,3 @@ class LeafPartition:
           f' parameters by `optax.partition`.{advice}'
       )
     return dependence
-
-
-def _check_types(results, arguments, stacks):
-  """Checks that an update and a state have the types of those before.
-
-  Raises:
-    ValueError: If they do not.
-  """
-  prefix = f'`inner` of `{stacks.reduction.caller}` must keep the'
-  tree, expected = jax.tree.structure(results), jax.tree.structure(arguments)
-  if tree != expected:
-    raise ValueError(
-        f'{prefix} tree of updates and state: it returned {tree} for'
-        f' {expected}.'
-    )
-  for (path, x), y in zip(
-      jax.tree.leaves_with_path(results),
-      jax.tree.leaves(arguments),
-      strict=True,
-  ):
-    is_state = path[0].idx == 1
-    if x.shape != jnp.shape(y) or (is_state and x.dtype != y.dtype):
-      raise ValueError(
-          f'{prefix} types of updates and state: it returned'
-          f' {x.dtype.name}{list(x.shape)} for'
-          f' {y.dtype.name}{list(jnp.shape(y))} in its'
-          f' {"state" if is_state else "updates"} at'
-          f' {leaves_lib.name_of(path[1:])}.'
-      )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 import warnings
 
 import chex
@@ -16,12 +16,15 @@ from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms.contrib._src.owners import layout_warnings
 from shard_transforms.contrib._src.owners import leaf_partition
 from shard_transforms.contrib._src.owners import leaf_program
+from shard_transforms.contrib._src.owners import matrix_layout
 from shard_transforms.contrib._src.owners import owned_leaves
 from shard_transforms.contrib._src.owners import sharded_program
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
 from shard_transforms.contrib._src.owners import state_layout
 from shard_transforms.contrib._src.owners import tree_exchange
 from shard_transforms.contrib._src.owners import update_checks
+
+IfSliced = Literal['error', 'sum', 'mean']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,7 @@ class OwnedInner:
   inner: optax.GradientTransformationExtraArgs
   reduction: sharded_reduction.ShardedReduction
   param_specs: specs_lib.SpecTree
-  if_sliced: tree_exchange.IfSliced
+  if_sliced: IfSliced
   whole_dims: int | None
   assume_leafwise: bool
 
@@ -60,7 +63,7 @@ class OwnedInner:
       return owned_leaves.OwnedLeaves(self.inner.init(params), jnp.zeros(0))
     stacks = self._stacks(params)
     for message in layout_warnings.messages(stacks):
-      self._warn(message)
+      warnings.warn(message, stacklevel=2)
     types, full_types = self._state_types(stacks, params)
     param_types = stacks.types(params)
     state_params = self._partition(stacks).of_new_state(
@@ -73,7 +76,7 @@ class OwnedInner:
         stacks.params_of(params),
         [{x} for x in state_params],
         layout.keys,
-        tree_exchange.TreeExchange(stacks, self.if_sliced),
+        stacks,
         jax.tree.leaves(params),
     )
     rows = [{} for _ in stacks.stacks]
@@ -121,7 +124,6 @@ class OwnedInner:
     update_types = jax.tree.leaves(dependence.program.results[0])
     keys = state_layout.keys_of(stacks, update_params, update_types, 'update ')
     first = len(update_params)
-    exchange = tree_exchange.TreeExchange(stacks, self.if_sliced)
     program = sharded_program.ShardedProgram(
         dependence.program,
         lambda: partition.trace(update, types, layout.params, replicated=True),
@@ -129,31 +131,27 @@ class OwnedInner:
         [{x} for x in (*update_params, *layout.params)]
         + dependence.params_of_terms(),
         {**keys, **{first + i: key for i, key in layout.keys.items()}},
-        exchange,
+        stacks,
         jax.tree.leaves(params),
     )
-    shared, rows = exchange.reduced(updates, weight)
-    shared_state, rows_of_state = layout.loaded(state)
-    shared |= {first + i: x for i, x in shared_state.items()}
-    for of_stack, of_state in zip(rows, rows_of_state, strict=True):
-      of_stack |= {first + i: x for i, x in of_state.items()}
+    shared, rows = tree_exchange.reduced(stacks, updates, weight)
+    shared_state, rows_of_state = layout.loaded(state, first)
+    shared |= shared_state
+    rows = [x | y for x, y in zip(rows, rows_of_state, strict=True)]
     rows, shared = program.run(shared, rows)
-    updates = exchange.returned(updates, keys, update_types, rows, shared)
+    updates = tree_exchange.returned(
+        stacks, updates, keys, update_types, rows, shared
+    )
     shared_state = {i - first: x for i, x in shared.items()}
     return updates, layout.stored(rows, shared_state)
 
-  @functools.cached_property
-  def _warn(self):
-    # Once per message, although `init` is traced for specs, types and values.
-    return functools.cache(
-        functools.partial(warnings.warn, category=UserWarning, stacklevel=2)
-    )
-
   def _stacks(self, params, are_params=True):
     self.reduction.num_shards()  # Says which axis is not bound.
-    stacks = stacks_lib.find(
+    layouts = matrix_layout.param_layouts(
         params, self.param_specs, self.reduction, self.whole_dims, are_params
     )
+    is_mean, are_sums = self.reduction.kind == 'mean', self.if_sliced == 'sum'
+    stacks = stacks_lib.find(layouts, self.reduction, is_mean and are_sums)
     update_checks.check_if_sliced(stacks, self.if_sliced)
     return stacks
 
@@ -163,7 +161,7 @@ class OwnedInner:
     )
 
   def _trace_init(self, types):
-    return leaf_program.trace(self.inner.init, (), (), 1, types)
+    return leaf_program.trace(self.inner.init, types)
 
   def _state_types(self, stacks, params):
     """Returns the types of the state for one layer, and for all layers."""

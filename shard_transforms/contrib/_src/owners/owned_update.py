@@ -2,7 +2,6 @@
 
 from typing import NamedTuple, get_args
 
-import jax
 from jax.sharding import PartitionSpec as P
 import optax
 
@@ -15,7 +14,6 @@ from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms.contrib._src.owners import owned_inner
 from shard_transforms.contrib._src.owners import owned_leaves
-from shard_transforms.contrib._src.owners import tree_exchange
 
 _CALLER = 'owned_update'
 
@@ -54,7 +52,7 @@ def owned_update(
     reduction: weights.MeanOrSum = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     if_reduced: leaf_sums.IfReduced = 'error',
-    if_sliced: tree_exchange.IfSliced = 'error',
+    if_sliced: owned_inner.IfSliced = 'error',
     assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Shards the optimizer by matrices: for Muon, LAMB, SOAP and others (ZeRO-1).
@@ -219,7 +217,7 @@ def _check_options(whole_dims, if_sliced, reduction, groups, param_specs):
   """
   if whole_dims is not None:
     arguments.as_at_least('whole_dims', whole_dims, 1)
-  if if_sliced not in get_args(tree_exchange.IfSliced):
+  if if_sliced not in get_args(owned_inner.IfSliced):
     raise ValueError(
         "`if_sliced` must be 'error', 'sum' or 'mean', got" f' {if_sliced!r}.'
     )
@@ -228,8 +226,7 @@ def _check_options(whole_dims, if_sliced, reduction, groups, param_specs):
         f"`reduction` of `{_CALLER}` must be 'mean' with if_sliced='mean',"
         " got 'sum'."
     )
-  specs = jax.tree.leaves(param_specs, is_leaf=specs_lib.is_spec)
-  if groups is not None and any(map(specs_lib.axes_of, specs)):
+  if groups is not None and specs_lib.axes_of(param_specs):
     raise ValueError(
         f'`param_specs` of `{_CALLER}` must not slice parameters with `groups`,'
         f' got {param_specs!r}.'

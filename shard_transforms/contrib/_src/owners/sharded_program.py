@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from shard_transforms.contrib._src.owners import equal_programs
-from shard_transforms.contrib._src.owners import exchange as exchange_lib
 from shard_transforms.contrib._src.owners import leaf_program
+from shard_transforms.contrib._src.owners import stack as stack_lib
 from shard_transforms.contrib._src.owners import stack_program
-from shard_transforms.contrib._src.owners import tree_exchange
+from shard_transforms.contrib._src.owners import stacks as stacks_lib
 
 
 class Outputs(NamedTuple):
@@ -47,7 +47,7 @@ class ShardedProgram:
       and all that the term of a total depends on.
     keys: A key for each result that belongs to a parameter with owners, by
       index. The results of a stack with the same key have the same type.
-    exchange: The exchange between shards and owners.
+    stacks: The stacks of the parameters.
     params: The parameters as a shard holds them.
   """
 
@@ -56,7 +56,7 @@ class ShardedProgram:
   input_params: Sequence[int]
   output_params: Sequence[set[int]]
   keys: Mapping[int, str]
-  exchange: tree_exchange.TreeExchange
+  stacks: stacks_lib.Stacks
   params: Sequence[jax.Array]
 
   def run(
@@ -74,15 +74,12 @@ class ShardedProgram:
       For each stack, the owner's rows of results by key; and by index, the
       results that belong to no parameter with an owner.
     """
-    totals = list(map(self._outputs, self.program.terms))
+    totals = [self._outputs(terms) for _, terms in self.program.totals]
     num_results = len(jax.tree.leaves(self.program.results))
     results = self._outputs(range(num_results))
-    shared = {**shared, **self._unsharded_params([*totals, results])}
-    programs = zip(*(x.programs for x in (*totals, results)), strict=True)
-    rows = [
-        {**of_stack, **self._rows_of_params(of_programs)}
-        for of_stack, of_programs in zip(rows, programs, strict=True)
-    ]
+    params, rows_of_params = self._params([*totals, results])
+    shared = {**shared, **params}
+    rows = [{**x, **y} for x, y in zip(rows, rows_of_params, strict=True)]
     for i, total in enumerate(totals, self.program.num_inputs):
       kind = self.program.jaxpr.in_avals[i]
       shared[i] = self._total(total, kind, shared, rows)
@@ -99,18 +96,18 @@ class ShardedProgram:
   def _outputs(self, outputs):
     """Divides outputs among all shards and the owners of the stacks."""
     programs = []
-    for exchange in self.exchange.of_stacks:
-      of_params = {param: {} for param in exchange.stack.params}
+    for stack in self.stacks.stacks:
+      of_params = {param: {} for param in stack.params}
       for i in outputs:
         for param in self.output_params[i] & of_params.keys():
           of_param = of_params[param]
           of_param[self.keys.get(i, str(len(of_param)))] = i
       programs.append(
           stack_program.StackProgram(
-              self.program, exchange, of_params, self._owners, self._digests
+              self.program, stack, of_params, self._owners, self._digests
           )
       )
-    with_owners = self.exchange.stacks.rows.keys()
+    with_owners = self.stacks.rows.keys()
     shared = [
         i
         for i in outputs
@@ -121,7 +118,7 @@ class ShardedProgram:
   @functools.cached_property
   def _owners(self):
     """The parameters with owners that inputs belong to, by index."""
-    with_owners = self.exchange.stacks.rows
+    with_owners = self.stacks.rows
     params = enumerate(self.input_params)
     return {i: param for i, param in params if param in with_owners}
 
@@ -133,10 +130,6 @@ class ShardedProgram:
       counts[param] += 1
     return equal_programs.digests(self.program.flat, positions)
 
-  @functools.cached_property
-  def _first_param(self):
-    return len(self.input_params) - len(self.params)
-
   def _total(self, outputs, kind, shared, rows):
     """Returns the sum of the terms of a total over all shards."""
     total = jnp.zeros(kind.shape, kind.dtype)
@@ -147,52 +140,37 @@ class ShardedProgram:
         total += program.total(shared, of_stack, kind)
     return total
 
-  def _rows_of_params(self, programs):
-    """Returns the owner's rows of the parameters that programs of a stack read.
+  def _params(self, parts):
+    """Returns the parameters that are read: unsharded, and rows of the stacks.
 
-    Owners have only their own rows of the parameters in a stack.
-    """
-    exchange = programs[0].exchange
-    read = [
-        i
-        for program in programs
-        for i in program.own_inputs or ()
-        if i >= self._first_param
-    ]
-    if not read:
-      return {}
-    params = dict(enumerate(self.params))
-    matrices = self.exchange.stacks.matrices(exchange.stack, params)
-    return dict.fromkeys(read, exchange.own(matrices))
-
-  def _unsharded_params(self, groups):
-    """Returns the unsharded parameters that are read, by the index of input.
-
-    These are the parameters that all shards or the owners of other parameters
-    read.
+    Owners have only their own rows of the parameters in a stack. A parameter
+    that all shards or the owners of others read is unsharded.
 
     Args:
-      groups: All groups of outputs.
+      parts: All outputs that are computed.
 
     Raises:
       ValueError: If `inner` reads layers of another parameter.
     """
-    read, params = set(), {}
-    for outputs in groups:
-      read.update(self.program.inputs_of(*outputs.shared))
-      for program in outputs.programs:
-        read |= program.inputs.difference(program.own_inputs or ())
-    stacks = self.exchange.stacks
-    for number, param in enumerate(self.params):
-      if self._first_param + number not in read:
-        continue
-      layout = stacks.layouts[number]
+    params, rows = dict(enumerate(self.params)), []
+    first = len(self.input_params) - len(params)
+    read = {i for x in parts for i in self.program.inputs_of(*x.shared)}
+    for s, stack in enumerate(self.stacks.stacks):
+      programs = [part.programs[s] for part in parts]
+      read.update(*(program.other_inputs for program in programs))
+      own = set().union(*(program.own_inputs for program in programs))
+      rows.append({})
+      if own := [i for i in own if i >= first]:
+        matrices = self.stacks.matrices(stack, params)
+        rows[s] = dict.fromkeys(own, stack.own(matrices))
+    unsharded = {}
+    for i in filter(read.__contains__, range(first, len(self.input_params))):
+      layout = self.stacks.layouts[i - first]
       if layout.has_layers:
         raise ValueError(
-            f'`inner` of `{stacks.reduction.caller}` must not read the layers'
-            ' of another parameter with `whole_dims`, but reads'
-            f' {stacks.names[number]}.'
+            f'`inner` of `{self.stacks.reduction.caller}` must not read the'
+            ' layers of another parameter with `whole_dims`, but reads'
+            f' {layout.name}.'
         )
-      x = exchange_lib.gathered(param, layout.slicing)
-      params[self._first_param + number] = x
-    return params
+      unsharded[i] = stack_lib.gathered(params[i - first], layout.slicing)
+    return unsharded, rows

@@ -88,18 +88,24 @@ class StateLayout:
     return owned_leaves.OwnedLeaves(tree, stored)
 
   def loaded(
-      self, state: owned_leaves.OwnedLeaves
+      self, state: owned_leaves.OwnedLeaves, first: int
   ) -> tuple[dict[int, jax.Array], list[dict[int, jax.Array]]]:
-    """Returns the leaves without owners, and the rows of each stack."""
+    """Returns the leaves without owners, and the rows of each stack.
+
+    Args:
+      state: The state, in the form in which a shard stores it.
+      first: The index of the first leaf in the result.
+    """
     leaves = jax.tree.leaves(state.leaves, is_leaf=owned_leaves.is_place)
-    shared = {i: x for i, x in enumerate(leaves) if i not in self.places}
+    leaves = enumerate(leaves)
+    shared = {first + i: x for i, x in leaves if i not in self.places}
     reduction, rows = self.stacks.reduction, [{} for _ in self.stacks.stacks]
     stored = states.without_shard_axis(
         state.stacks, reduction.axes, reduction.caller
     )
     for i, key in self.keys.items():
       for s, _ in self.stacks.rows[self.params[i]]:
-        rows[s][i] = stored[self.names[s, key]]
+        rows[s][first + i] = stored[self.names[s, key]]
     return shared, rows
 
 
@@ -132,8 +138,8 @@ def layout_of(
       raise ValueError(
           f'`inner` of `{stacks.reduction.caller}` must keep a part of its'
           ' state for each layer with `whole_dims`, but its state of'
-          f' {stacks.names[params[i]]} has the shape {full_shapes[i]} for'
-          f' {len(locations)} layers, and {shape} for one.'
+          f' {stacks.layouts[params[i]].name} has the shape {full_shapes[i]}'
+          f' for {len(locations)} layers, and {shape} for one.'
       )
     at = tuple((names[s, key], shard, row) for s, shard, row in locations)
     places[i] = owned_leaves.Place(params[i], full_shapes[i], at)
@@ -172,11 +178,8 @@ def read(
     if got != expected:
       raise ValueError(
           f'State of `{stacks.reduction.caller}` must be made for these'
-          ' parameters, this number of shards and these `param_specs`, by'
-          ' `shard_transforms.init_state` and `shard_transforms.state_specs`,'
-          ' or for `jax.pmap` by `jax.pmap(tx.init,'
-          f' axis_name=...)(replicated_params)`, got {got} instead of'
-          f' {expected}.'
+          ' parameters, this number of shards and these `param_specs`, got'
+          f' {got} instead of {expected}. {states.HOW_TO_CREATE}'
       )
 
   check(type(state).__name__, owned_leaves.OwnedLeaves.__name__)
