@@ -868,13 +868,17 @@ class StacksTest(parameterized.TestCase):
       ([(4, 4)] * 11, 8, [(1, 4, 4), (1, 4, 4)]),
       ([(9,)] * 8, 4, [(2, 9)]),
       ([(4, 4), (2,)], 8, []),
+      # A single layer is a leaf like any other.
+      ([(1, 4, 4)], 8, [], 2),
+      ([(1, 4, 4)] * 9, 8, [(1, 1, 4, 4)], 2),
+      ([(3, 4, 4)], 8, [(1, 1, 4, 4)], 2),
   )
-  def test_rows_of_each_owner(self, shapes, shards, rows):
+  def test_rows_of_each_owner(self, shapes, shards, rows, whole_dims=None):
     params = {
         str(i): jax.ShapeDtypeStruct(shape, jnp.float32)
         for i, shape in enumerate(shapes)
     }
-    tx = owned(optax.trace(0.9))
+    tx = owned(optax.trace(0.9), whole_dims=whole_dims)
 
     state = init_state(tx, params, modes.mesh(shards)).inner_state
 

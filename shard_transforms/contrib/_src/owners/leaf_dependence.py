@@ -95,8 +95,33 @@ class LeafDependence:
           'draws random values, which would be the same for all layers of a'
           ' leaf with `whole_dims`'
       )
+    if name := self._reduction_of_layers():
+      return (
+          f'combines all layers of a leaf by `{name}`, while it receives only'
+          ' one layer with `whole_dims`'
+      )
     results = self._problem_of(range(len(self.params)))
     return results or self._problem_of_totals()
+
+  def _reduction_of_layers(self):
+    """Returns a primitive that reduces an array over dimensions of layers.
+
+    It does not find each combination of layers, such as one after a reshape.
+    Terms of totals may be such sums, because owners add up those of all layers.
+    """
+    layers = {x.inner_shape: x for x in self.stacks.layouts if x.has_layers}
+    program = self.program.flat
+    used = set(program.outputs[: len(self.params)])
+    for equation in reversed(program.equations if layers else ()):
+      if used.isdisjoint(equation.outputs):
+        continue
+      used.update(equation.inputs)
+      axes = equation.params.get('axes')
+      if axes and equation.name.startswith(('reduce_', 'arg')):
+        layout = layers.get(equation.inputs[0].aval.shape)
+        if layout and min(axes) < len(layout.local_layers):
+          return equation.name
+    return None
 
   def problem_of_shared_state(self) -> str | None:
     """Like `problem`, but only for state that no single owner keeps."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import states
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms.contrib._src.owners import layout_warnings
 from shard_transforms.contrib._src.owners import leaf_partition
@@ -113,8 +114,12 @@ class OwnedInner:
     like = updates if params is None else params
     stacks = self._stacks(like, params is not None)
     update_checks.check_extra_args(stacks, like, extra_args)
+    advice = states.HOW_TO_CREATE
+    if params is None:
+      advice += ' Pass `params` if the updates have other dtypes than these.'
+    types, full_types = self._state_types(stacks, like)
     layout, state_types = state_layout.read(
-        state, stacks, *self._state_types(stacks, like)
+        state, stacks, types, full_types, advice
     )
     partition = self._partition(stacks)
     # Not cached, because `inner` may close over arrays that differ per call.

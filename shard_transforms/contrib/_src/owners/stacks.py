@@ -223,7 +223,7 @@ def _parts(layout, members, layouts, reduction):
   num_rest = len(members) % num_owners
   is_alone = len(members) == 1 or num_rest == 1
   # If all shards update a single matrix, they send less than to an owner.
-  if is_alone and not layouts[members[-1][0]].local_layers:
+  if is_alone and not layouts[members[-1][0]].has_layers:
     members, num_rest = members[:-1], 0
   # Rows of padding are reduce-scattered, too. Slices are not padded until they
   # are exchanged, and then a shard holds 1 / `num_reduced` of the rows.

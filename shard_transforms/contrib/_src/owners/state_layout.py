@@ -160,7 +160,11 @@ def layout_of(
 
 
 def read(
-    state: Any, stacks: stacks_lib.Stacks, types: Any, full_types: Any
+    state: Any,
+    stacks: stacks_lib.Stacks,
+    types: Any,
+    full_types: Any,
+    advice: str,
 ) -> tuple[StateLayout, Any]:
   """Returns the layout of a state, and the types of its leaves.
 
@@ -169,6 +173,7 @@ def read(
     stacks: The stacks of the parameters.
     types: The types of the state of `inner` for one layer of each parameter.
     full_types: The types for all layers.
+    advice: The end of the error message.
 
   Raises:
     ValueError: If the state was made for other parameters or other owners.
@@ -179,7 +184,7 @@ def read(
       raise ValueError(
           f'State of `{stacks.reduction.caller}` must be made for these'
           ' parameters, this number of shards and these `param_specs`, got'
-          f' {got} instead of {expected}. {states.HOW_TO_CREATE}'
+          f' {got} instead of {expected}. {advice}'
       )
 
   check(type(state).__name__, owned_leaves.OwnedLeaves.__name__)
