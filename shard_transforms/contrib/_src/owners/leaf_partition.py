@@ -60,7 +60,7 @@ class LeafPartition:
     def owner(param, kind, full_kind):
       if param not in self.stacks.rows:
         return stacks_lib.SHARED
-      # State that has no layers, such as coefficients that only one leaf reads,
+      # State that has no layers, such as the placeholders of Adafactor,
       # is the same for all layers; if it is not, `update` refuses it.
       has_layers = self.stacks.layouts[param].has_layers
       is_same = has_layers and kind.shape and kind.shape == full_kind.shape
