@@ -214,17 +214,17 @@ class CompressionErrorTest(parameterized.TestCase):
     expected = np.sqrt(squares[0] / squares[1])
     np.testing.assert_allclose(values, expected, rtol=1e-5)
 
+  @cases.parameters('Auto', 'Explicit')
   @pytest.mark.thorough
-  def test_distinguishes_shards_from_a_model_axis(self):
-    names = 'model', 'data'
-    sizes = {'data': 4, 'model': 2}
-    mesh = jax.make_mesh([sizes[name] for name in names], names)
+  def test_distinguishes_shards_from_a_model_axis(self, axis_type):
+    axis_types = (jax.sharding.AxisType[axis_type],) * 2
+    mesh = jax.make_mesh((2, 4), ('model', 'data'), axis_types)
     params = {'w': jnp.zeros((24, 16)), 'v': jnp.zeros(128)}
-    in_specs = {'w': P('model'), 'v': P()}
+    in_specs = {'w': P(None, 'model'), 'v': P()}
     data = compressions.make_data(4, 1, params)
     # Different values on each shard.
     data['w'] *= np.float32([1, 3, 10, 30])[:, None, None, None]
-    data['w'][:, :, :12] *= 7
+    data['w'][..., :8] *= 7
     sign = compression.scaled_sign(8)
 
     tx = compression.compressed_mean(AXIS, sign, min_elements=64)
@@ -234,7 +234,7 @@ class CompressionErrorTest(parameterized.TestCase):
     def shard(state, grads):
       return tx.update({k: grads[k][0, 0] for k in grads}, state)[1]
 
-    grad_specs = {'w': P(AXIS, None, 'model'), 'v': P(AXIS)}
+    grad_specs = {'w': P(AXIS, None, None, 'model'), 'v': P(AXIS)}
     specs = dict(in_specs=(specs, grad_specs), out_specs=specs)
     mapped = jax.shard_map(shard, mesh=mesh, **specs)
     shardings = {k: jax.NamedSharding(mesh, x) for k, x in grad_specs.items()}

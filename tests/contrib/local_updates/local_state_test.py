@@ -175,6 +175,20 @@ class ResizeTest(parameterized.TestCase):
     # The weight of a shard that is left out of the mean is left out too.
     np.testing.assert_allclose(state.total_weight, np.full((3, 1), 4 / 3))
 
+  def test_names_a_field_that_was_restored_with_another_dtype(self):
+    tx = _tx()
+    params = jnp.zeros(2, jnp.bfloat16)
+    state = st.init_state(tx, params, modes.mesh())
+    own = np.arange(16).reshape(8, 2).astype(jnp.bfloat16)
+    state = state._replace(
+        own_params=own, total_weight=np.ones((8, 1), np.float16)
+    )
+
+    with self.assertRaisesRegex(
+        TypeError, r'float16 instead of float32 at \.total_weight'
+    ):
+      st.resize_state(state, tx, params, modes.mesh(4))
+
   def test_steps_before_a_resize_keep_their_weight(self):
     sizes = 8, 3
     tx = local_updates(optax.sgd(0.1), _outer(), AXIS, every=3)

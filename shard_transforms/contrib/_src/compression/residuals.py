@@ -206,8 +206,9 @@ def compression_error(state: optax.OptState) -> jax.Array:
         ' an optimizer that contains `compressed_mean` or'
         f' `power_sgd`, got {jax.tree.structure(state)}.'
     )
+  # A leaf that is sharded over `Explicit` axes cannot be flattened.
   residual_squares = sum(
-      jnp.square(x).reshape(len(x), -1).sum(1) for x, _ in pairs
+      jnp.square(x).sum(tuple(range(1, x.ndim))) for x, _ in pairs
   )
   update_squares = sum(
       jnp.square(_norms_by_shard(norms, x)).sum(1) for x, norms in pairs

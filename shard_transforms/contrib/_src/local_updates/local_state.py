@@ -27,7 +27,9 @@ def _per_shard_rule(state, _):
   all shards, before and after resizing, each with its weight. A shard that is
   not finite is left out together with its weight.
   """
-  weights = np.asarray(state.total_weight).mean(axis=-1) * _are_finite(state)
+  # NumPy cannot average bfloat16 with weights that were restored as float16.
+  weights = np.asarray(state.total_weight, np.float64).mean(axis=-1)
+  weights *= _are_finite(state)
   return functools.partial(average_rows, weights=weights)
 
 
