@@ -34,12 +34,12 @@ def find(
     name = interpreter.common_name(eqn.primitive.name)
     if name not in primitives.COPIES and name != 'psum':
       continue
-    # Literals are not hashable in JAX 0.10.
-    variables = [
-        x for x in eqn.invars if not isinstance(x, interpreter.LITERAL)
-    ]
-    pairs = zip(variables, eqn.outvars, strict=False)
-    copied = {y: copies[x] for x, y in pairs if x in copies}
+    copied = {
+        y: copies[x]
+        for x, y in zip(eqn.invars, eqn.outvars, strict=True)
+        # Literals are not hashable in JAX 0.10.
+        if not isinstance(x, interpreter.LITERAL) and x in copies
+    }
     if name != 'psum':
       copies.update({y: x for y, x in copied.items() if _keeps_nan(x, y)})
     elif _is_over(eqn, axes):
