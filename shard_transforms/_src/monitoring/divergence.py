@@ -153,9 +153,7 @@ def track_divergence(
     is_due = collectives.agreed(state.num_updates % every == 0)
     divergence = lax.cond(
         is_due,
-        lambda: collectives.largest(
-            _max_difference(axes, 'track_divergence', tree)
-        ),
+        lambda: _largest(_max_difference(axes, 'track_divergence', tree)),
         lambda: state.divergence,
     )
     differs = is_due & (divergence > 0)
@@ -176,4 +174,14 @@ def _max_difference(axes, caller, tree):
   """Returns the largest difference between the checksums of shards."""
   axes_lib.size(axes, caller)
   with jax.named_scope('shard_divergence'):
-    return collectives.spread(digests.checksum(tree), axes).max()
+    words = digests.checksum(tree)
+    # The minimum has the largest complement, so one collective suffices.
+    both = axes_lib.to_varying(jnp.stack([words, ~words]), axes)
+    most, complement = lax.pmax(both, axes)
+    return (most - ~complement).max()
+
+
+def _largest(x):
+  """Returns the maximum over all shards that may have different values."""
+  axes = (*axes_lib.varying_axes(x), *axes_lib.untracked_axes())
+  return lax.pmax(x, axes) if axes else x

@@ -7,12 +7,12 @@ import re
 import chex
 import jax
 from jax import core
+from jax import lax
 import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import states
-from shard_transforms._src.reduction import collectives
 
 # Metrics of the states of Optax, which do not declare them.
 _OPTAX_METRICS = {
@@ -23,13 +23,14 @@ _WITH_HYPERPARAMS = (
     optax.InjectHyperparamsState,
     optax.InjectStatefulHyperparamsState,
 )
+# The reductions of the values of one process, and over mapped axes.
 _COMBINE = {
-    'sum': jnp.sum,
-    'mean': jnp.mean,
-    'minimum': jnp.min,
-    'maximum': jnp.max,
+    'sum': (jnp.sum, lax.psum),
+    'mean': (jnp.mean, lax.pmean),
+    'minimum': (jnp.min, lax.pmin),
+    'maximum': (jnp.max, lax.pmax),
     # Under `jax.pmap`, each shard has a copy of a replicated value.
-    'same': jnp.max,
+    'same': (jnp.max, None),
 }
 
 
@@ -176,9 +177,10 @@ def _scalar(name, value, reduction, axes):
   Raises:
     ValueError: If it is unknown over which axes the values differ.
   """
-  combined = _COMBINE[reduction](jnp.asarray(value))
+  combine, combine_over_axes = _COMBINE[reduction]
+  combined = combine(jnp.asarray(value))
   # A value without a leading axis is not per shard.
-  if reduction == 'same' or not jnp.ndim(value):
+  if combine_over_axes is None or not jnp.ndim(value):
     return combined
   if not axes and (unknown := axes_lib.untracked_axes()):
     raise ValueError(
@@ -188,7 +190,9 @@ def _scalar(name, value, reduction, axes):
         ' function.'
     )
   axes = axes or tuple(sorted(axes_lib.varying_axes(combined), key=str))
-  return collectives.combine(combined, axes, reduction)
+  if not axes:
+    return combined
+  return combine_over_axes(axes_lib.to_varying(combined, axes), axes)
 
 
 def check_health(state: optax.OptState) -> None:

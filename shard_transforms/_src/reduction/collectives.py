@@ -1,26 +1,25 @@
 """Collectives over shards.
 
-Only this file and `exchanges` call JAX's collectives. Where JAX tracks varying
-axes, the inputs are expected to vary over all axes of a collective.
+Within the core, only this file calls JAX's collectives. Where JAX tracks
+varying axes, the inputs are expected to vary over all axes of a collective.
 """
 
 from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import groups as groups_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
 
 Axes = tuple[Hashable, ...]
-# A partition of the shards along one axis into groups of equal size.
-Groups = tuple[tuple[int, ...], ...]
 
 
 def agreed(decision: jax.Array) -> jax.Array:
@@ -36,10 +35,10 @@ def oldest(
     weight: Any,
     caller: str,
 ) -> jax.Array:
-  """Returns the smallest local step of the shards that share reduced updates.
+  """Returns the local step of the oldest gradient in the updates, int32 [].
 
-  Updates that are already reduced combine the gradients of these shards, except
-  shards with weight zero. If all weights are zero, the result is the largest
+  This is the minimum over the axes over which the updates are already reduced,
+  without shards of weight zero. If all weights are zero, it is the largest
   int32.
 
   Args:
@@ -63,40 +62,9 @@ def oldest(
     return local_step
   if weight is not None:
     largest_step = jnp.iinfo(jnp.int32).max
-    counts = weights.as_weight(weight, (), caller) > 0
-    local_step = jnp.where(counts, local_step, largest_step)
+    is_counted = weights.as_weight(weight, (), caller) > 0
+    local_step = jnp.where(is_counted, local_step, largest_step)
   return lax.pmin(local_step, reduced_axes(local_step))
-
-
-def largest(x: jax.Array) -> jax.Array:
-  """Returns the maximum over all shards that may have different values."""
-  axes = (*axes_lib.varying_axes(x), *axes_lib.untracked_axes())
-  return lax.pmax(x, axes) if axes else x
-
-
-def combine(
-    x: jax.Array,
-    axes: Axes,
-    kind: Literal['sum', 'mean', 'minimum', 'maximum'],
-) -> jax.Array:
-  """Reduces `x` over the shards by `kind`; returns `x` itself without axes."""
-  if not axes:
-    return x
-  send = {
-      'sum': lax.psum,
-      'mean': lax.pmean,
-      'minimum': lax.pmin,
-      'maximum': lax.pmax,
-  }[kind]
-  return send(axes_lib.to_varying(x, axes), axes)
-
-
-def spread(x: jax.Array, axes: Axes) -> jax.Array:
-  """Returns the maximum minus the minimum of an integer over the shards."""
-  # The minimum has the largest complement, so one collective suffices.
-  both = axes_lib.to_varying(jnp.stack([x, ~x]), axes)
-  most, complement = lax.pmax(both, axes)
-  return most - ~complement
 
 
 def psum(x: jax.Array, axes: Axes) -> jax.Array:
@@ -123,10 +91,12 @@ def sum_scalars(tree: Any, axes: Axes) -> Any:
   return treedef.unflatten(list(totals))
 
 
-def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
+def psum_in_groups(
+    x: jax.Array, axis: Hashable, groups: groups_lib.Groups
+) -> jax.Array:
   """Returns the sum of `x` over the shards of the group of this shard."""
   if axes_lib.on_mapped_mesh((axis,)):
-    part = scatter(parts(x, len(groups[0])), (axis,), groups)
+    part = scatter(_split_rows(x, len(groups[0])), (axis,), groups)
     return leaves_lib.join_slices(gather(part, (axis,), groups), x)
   # `vmap` does not support groups in collectives, and slicing a leaf would
   # gather it over mesh axes that are not mapped. Instead, sum an array with one
@@ -136,18 +106,8 @@ def psum_in_groups(x: jax.Array, axis: Hashable, groups: Groups) -> jax.Array:
   return lax.psum(jnp.where(indices == group, x[None], 0), axis)[group]
 
 
-def parts(x: jax.Array, number: int) -> jax.Array:
-  """Splits an array into equal parts, which consist of whole rows if possible.
-
-  XLA for TPUs scatters and gathers whole rows.
-  """
-  if x.ndim < 2 or math.prod(x.shape[:-1]) % number:
-    return leaves_lib.slice_evenly(x.ravel(), number)
-  return x.reshape(number, -1, x.shape[-1])
-
-
 def scatter(
-    rows: jax.Array, axes: Axes, groups: Groups | None = None
+    rows: jax.Array, axes: Axes, groups: groups_lib.Groups | None = None
 ) -> jax.Array:
   """Returns the row of this shard, summed over all shards or over its group.
 
@@ -205,14 +165,6 @@ def exchange_along(
   return lax.all_to_all(x, axis, dimension, dimension, **groups)
 
 
-def rotate(x: jax.Array, axes: Axes, distance: int) -> jax.Array:
-  """Returns the array of the shard `distance` positions ahead on the ring."""
-  order = axes_lib.in_mesh_order(axes)
-  num_shards = axes_lib.size(order, '')
-  pairs = [((i + distance) % num_shards, i) for i in range(num_shards)]
-  return permute(x, order, pairs)
-
-
 def permute(
     x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]
 ) -> jax.Array:
@@ -226,7 +178,7 @@ def gather_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
 
 
 def gather(
-    row: jax.Array, axes: Axes, groups: Groups | None = None
+    row: jax.Array, axes: Axes, groups: groups_lib.Groups | None = None
 ) -> jax.Array:
   """Returns the rows of all shards, [shards, ...], or of this shard's group."""
   if groups is not None:
@@ -248,12 +200,22 @@ def join_along(x: jax.Array, axis: Hashable, dimension: int) -> jax.Array:
   return _all_gather(x, axis, dimension, tiled=True)
 
 
-def row_index(axes: Axes, groups: Groups | None = None) -> jax.Array:
+def row_index(axes: Axes, groups: groups_lib.Groups | None = None) -> jax.Array:
   """Returns the row index of this shard in `scatter` and `gather`, int32 []."""
   if groups is not None:
     ranks = {shard: i for group in groups for i, shard in enumerate(group)}
     return _entry_of_shard(ranks, axes[0])
   return lax.axis_index(axes_lib.in_mesh_order(axes))
+
+
+def _split_rows(x, number):
+  """Splits an array into equal parts, which consist of whole rows if possible.
+
+  XLA for TPUs scatters and gathers whole rows.
+  """
+  if x.ndim < 2 or math.prod(x.shape[:-1]) % number:
+    return leaves_lib.slice_evenly(x.ravel(), number)
+  return x.reshape(number, -1, x.shape[-1])
 
 
 def _no_sum(x, axes):

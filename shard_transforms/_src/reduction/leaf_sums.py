@@ -8,14 +8,12 @@ from collections.abc import Hashable
 from collections.abc import Sequence
 import dataclasses
 import functools
-import operator
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from shard_transforms._src.base import axes as axes_lib
@@ -29,28 +27,14 @@ from shard_transforms._src.reduction import thresholds
 IfReduced = Literal['error', 'mean']
 
 
-class Key(NamedTuple):
-  """Properties that must be equal for leaves to share a buffer.
-
-  Attributes:
-    axes: The axes over which the leaf is reduced.
-    dtype: The dtype in which the leaf is summed.
-    varying: All axes over which the leaf varies. A buffer varies over the axes
-      of all its leaves.
-  """
-
-  axes: tuple[Hashable, ...]
-  dtype: np.dtype
-  varying: frozenset[Hashable]
-
-
 class Share(NamedTuple):
   """The weight of a shard in a reduction.
 
   Attributes:
-    weight: The weight of this shard, float32 [], or `None` if all shards have
-      the same weight.
-    total: The divisor of a mean, or `None` to divide by the number of shards.
+    weight: The weight of this shard, float32 [] (float64 if it has 64 bits), or
+      `None` if all shards have the same weight.
+    total: The sum of the weights of all shards, by which a mean is divided, or
+      `None` to divide by the number of shards.
   """
 
   weight: jax.Array | None
@@ -72,7 +56,7 @@ class Reduction:
       `None`.
     if_reduced: The treatment of leaves that are the same on all shards:
       `'error'`, or `'mean'` for leaves that are already means.
-    sent: How leaves are communicated: whole or in slices.
+    packing: The thresholds for packing leaves into shared buffers.
   """
 
   caller: str
@@ -80,7 +64,7 @@ class Reduction:
   axes: tuple[Hashable, ...]
   groups: groups_lib.Groups | None = None
   if_reduced: IfReduced = 'error'
-  sent: ClassVar[thresholds.Sent] = 'whole'
+  packing: ClassVar[thresholds.Table] = thresholds.WHOLE
 
   def __post_init__(self):
     if self.if_reduced not in get_args(IfReduced):
@@ -106,12 +90,10 @@ class Reduction:
     The result has the same shapes and dtypes, and is the same on all shards of
     `axes`, or of a group.
     """
-    checked = check(tree, weight, self, allow_unreduced=self.sent == 'whole')
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
-      local_share = UNWEIGHTED if checked is None else share(checked, self)
-      reduced = reduce(leaves, local_share, self)
-    return treedef.unflatten(reduced)
+      share = self.share(tree, weight, allow_unreduced=True)
+      return treedef.unflatten(self.reduce(leaves, share))
 
   def check_params(self, params: optax.Params | None) -> None:
     """Checks that parameters are the same on all shards of the reduction."""
@@ -139,112 +121,96 @@ class Reduction:
       num_shards = len(self.groups[0])
     return num_shards
 
+  def summed_axes(self, leaf: chex.Array) -> tuple[Hashable, ...]:
+    """Returns the axes over which a checked leaf differs between shards."""
+    if self.if_reduced == 'error':
+      return self.axes
+    return tuple(
+        axis for axis in self.axes if axes_lib.state(leaf, axis) != 'invariant'
+    )
 
-def check(
-    tree: optax.Updates,
-    weight: chex.Numeric | None,
-    options: Reduction,
-    allow_unreduced: bool = False,
-) -> jax.Array | None:
-  """Checks the tree and the weight; returns the weight as an array."""
-  options.num_shards()
-  leaves_lib.check_inexact(tree, options.caller)
-  allowed = []
-  if weight is None and options.groups is None:
-    allowed += ['invariant'] * (options.if_reduced == 'mean')
-    allowed += ['unreduced'] * allow_unreduced
-  leaves_lib.check_per_shard(tree, options.axes, options.caller, allowed)
-  if weight is None:
-    return None
-  weight = weights.as_weight(weight, (), options.caller)
-  return axes_lib.to_varying(weight, options.axes)
+  def share(
+      self,
+      tree: optax.Updates,
+      weight: chex.Numeric | None,
+      allow_unreduced: bool = False,
+  ) -> Share:
+    """Checks the leaves and the weight of this shard, and sums the weights."""
+    self.num_shards()
+    leaves_lib.check_inexact(tree, self.caller)
+    allowed = []
+    if weight is None and self.groups is None:
+      allowed += ['invariant'] * (self.if_reduced == 'mean')
+      allowed += ['unreduced'] * allow_unreduced
+    leaves_lib.check_per_shard(tree, self.axes, self.caller, allowed)
+    if weight is None:
+      return UNWEIGHTED
+    checked = weights.as_weight(weight, (), self.caller)
+    checked = axes_lib.to_varying(checked, self.axes)
+    return Share(checked, self.sum_over(checked, self.axes))
 
+  def reduce(
+      self,
+      leaves: Sequence[chex.Array],
+      share: Share = UNWEIGHTED,
+      sum_over: Callable[..., jax.Array] | None = None,
+      num_rows: int | None = None,
+  ) -> list[jax.Array]:
+    """Returns the sum or mean of each leaf, in the dtype of the leaf.
 
-def share(weight: jax.Array | None, options: Reduction) -> Share:
-  """Returns the share of this shard for a weight returned by `check`."""
-  if weight is None:
-    return UNWEIGHTED
-  return Share(weight, options.sum_over(weight, options.axes))
+    Args:
+      leaves: Checked leaves.
+      share: The share of this shard.
+      sum_over: Takes an array and axes, and returns the sum over the shards, or
+        one of the `num_rows` rows of the sum; `self.sum_over` by default.
+      num_rows: The number of rows of each leaf, [num_rows, ...], or `None`.
+    """
+    axes = self.axes if self.groups is None else ()
+    results = [leaves_lib.sum_of_empty(leaf, axes) for leaf in leaves]
+    positions = [i for i, result in enumerate(results) if result is None]
+    arrays = [jnp.asarray(leaves[i]) for i in positions]
+    values = list(map(leaves_lib.as_accumulator, arrays))
+    if share.weight is not None:
+      values = list(map(weights.scale_by_weight(share.weight), values))
+    # A buffer varies over the axes of all its leaves.
+    keys = [
+        (self.summed_axes(x), x.dtype, axes_lib.varying_axes(x)) for x in values
+    ]
+    # JAX cannot concatenate unreduced arrays.
+    is_joined = not any(map(axes_lib.unreduced_axes, values))
+    is_joined &= any(axes for axes, *_ in keys)
+    levels = thresholds.levels(self.axes, self.packing) if is_joined else ()
+    divide = self._divide_fn(share.total)
 
+    def reduce_buffer(buffer, key):
+      axes, *_ = key
+      summed = (sum_over or self.sum_over)(buffer, axes)
+      return summed if self.kind == 'sum' else divide(summed, axes)
 
-def scatter(
-    rows: Sequence[chex.Array],
-    local_share: Share,
-    options: Reduction,
-    num_rows: int,
-) -> list[jax.Array]:
-  """Returns this shard's row of the sum or mean of arrays [num_rows, ...]."""
-  return reduce(rows, local_share, options, options.scatter_over, num_rows)
+    reduced = bucketing.map_packed(
+        reduce_buffer, values, keys, levels, num_rows
+    )
+    for i, array, x in zip(positions, arrays, reduced, strict=True):
+      results[i] = leaves_lib.as_dtype(x, array.dtype)
+    return results
 
+  def _divide_fn(self, total):
+    """Returns a function that divides sums over axes to means."""
+    reciprocal = functools.cache(functools.partial(_reciprocal, total))
 
-def reduce(
-    leaves: Sequence[chex.Array],
-    local_share: Share,
-    options: Reduction,
-    sum_over: Callable[..., jax.Array] | None = None,
-    num_rows: int | None = None,
-) -> list[jax.Array]:
-  """Returns the sum or mean of each leaf, in the dtype of the leaf.
+    def divide(summed, axes):
+      if total is not None:
+        # XLA replaces a division by an array with a multiplication only for
+        # some shapes, so packed leaves would not be bitwise equal to unpacked
+        # leaves.
+        return lax.mul(summed, reciprocal(summed.dtype))
+      size = axes_lib.size(axes, self.caller)
+      if self.groups is not None:
+        size = len(self.groups[0])
+      # `/` takes several times as long to trace.
+      return lax.div(summed, summed.dtype.type(size))
 
-  Args:
-    leaves: Checked leaves.
-    local_share: The share of this shard.
-    options: The reduction.
-    sum_over: Takes an array and axes, and returns the sum over the shards, or
-      one of the `num_rows` rows of the sum; `options.sum_over` by default.
-    num_rows: The number of rows of each leaf, [num_rows, ...], or `None`.
-  """
-  sum_over = options.sum_over if sum_over is None else sum_over
-  axes = options.axes if options.groups is None else ()
-  results, positions, values, keys = [], [], [], []
-  for i, leaf in enumerate(leaves):
-    results.append(leaves_lib.sum_of_empty(leaf, axes))
-    if results[i] is None:
-      x = jnp.asarray(leaf)
-      positions.append((i, x.dtype))
-      dtype = leaves_lib.accumulator_dtype(x.dtype)
-      values.append(leaves_lib.as_dtype(x, dtype))
-  if local_share.weight is not None:
-    values = list(map(weights.scale_by_weight(local_share.weight), values))
-  for x in values:
-    varying = axes_lib.varying_axes(x)
-    keys.append(Key(sent_over(x, options), x.dtype, varying))
-  reciprocal = functools.cache(
-      functools.partial(_reciprocal, local_share.total)
-  )
-
-  def reduce_buffer(buffer, key):
-    summed = sum_over(buffer, key.axes)
-    if options.kind == 'sum':
-      return summed
-    if local_share.total is not None:
-      # XLA replaces a division by an array with a multiplication only for some
-      # shapes, so packed leaves would not be bitwise equal to unpacked leaves.
-      return lax.mul(summed, reciprocal(key.dtype))
-    size = axes_lib.size(key.axes, options.caller)
-    if options.groups is not None:
-      size = len(options.groups[0])
-    # `/` takes several times as long to trace.
-    return lax.div(summed, summed.dtype.type(size))
-
-  levels = ()
-  # JAX cannot concatenate unreduced arrays.
-  is_joined = not any(map(axes_lib.unreduced_axes, values))
-  if is_joined and any(map(operator.attrgetter('axes'), keys)):
-    levels = thresholds.levels(options.axes, options.sent)
-  reduced = bucketing.map_packed(reduce_buffer, values, keys, levels, num_rows)
-  for (i, dtype), x in zip(positions, reduced, strict=True):
-    results[i] = leaves_lib.as_dtype(x, dtype)
-  return results
-
-
-def sent_over(leaf: chex.Array, options: Reduction) -> tuple[Hashable, ...]:
-  """Returns the axes over which a checked leaf differs between shards."""
-  if options.if_reduced == 'error':
-    return options.axes
-  return tuple(
-      axis for axis in options.axes if axes_lib.state(leaf, axis) != 'invariant'
-  )
+    return divide
 
 
 def _reciprocal(x, dtype):

@@ -28,7 +28,7 @@ _TILE_COLUMNS = 128
 class ShardedReduction(leaf_sums.Reduction):
   """Reduce-scatters a tree to slices, and all-gathers slices to a tree."""
 
-  sent: ClassVar[thresholds.Sent] = 'in slices'
+  packing: ClassVar[thresholds.Table] = thresholds.SLICES
 
   def check_mapped(self) -> None:
     """Checks that all axes of the mesh are mapped.
@@ -46,22 +46,20 @@ class ShardedReduction(leaf_sums.Reduction):
       )
 
   def axes_of_sums(self) -> tuple[Hashable, ...]:
-    """Returns the axes over which an optimizer may sum over all slices.
+    """Returns the axes over which a sum of slices is the sum of a whole leaf.
 
     With groups there are none, because each group has different updates.
     """
-    # A reduction over all shards gives the same updates on every shard.
     return () if self.groups else self.axes
 
   def scatter(
       self, tree: optax.Updates, weight: chex.Numeric | None = None
   ) -> optax.Updates:
     """Returns this shard's slice of the (weighted) sum or mean of a tree."""
-    checked = leaf_sums.check(tree, weight, self)
     leaves, treedef = jax.tree.flatten(tree)
     with jax.named_scope(self.caller):
-      slices = self.scatter_leaves(leaves, leaf_sums.share(checked, self))
-    return treedef.unflatten(slices)
+      share = self.share(tree, weight)
+      return treedef.unflatten(self.scatter_leaves(leaves, share))
 
   def scatter_leaves(
       self, leaves: Sequence[chex.Array], share: leaf_sums.Share
@@ -78,26 +76,22 @@ class ShardedReduction(leaf_sums.Reduction):
         rows.append(division.rows(leaf))
       else:
         send = functools.partial(self._scatter_along, division)
-        (slices[i],) = leaf_sums.reduce([leaf], share, self, send)
-    scattered = leaf_sums.scatter(rows, share, self, self.num_shards())
-    reduced = leaf_sums.reduce([leaves[i] for i in unsliced], share, self)
+        (slices[i],) = self.reduce([leaf], share, send)
+    scattered = self.reduce(rows, share, self.scatter_over, self.num_shards())
+    reduced = self.reduce([leaves[i] for i in unsliced], share)
     local_slices = [*scattered, *jax.tree.leaves(self.own(reduced))]
     slices |= zip(in_rows + unsliced, local_slices, strict=True)
     return [slices[i] for i in range(len(leaves))]
 
   def own(self, tree: optax.Updates) -> optax.Updates:
     """Returns this shard's slice of a tree that is the same on all shards."""
-    num_slices = self.num_slices()
     index = [collectives.row_index(self.axes, self.groups)]
     if self.groups is None:
       index = list(map(lax.axis_index, self._divided_over()))
 
     def slice_leaf(leaf):
-      if not leaves_lib.is_sliced(leaf, math.prod(num_slices)):
-        return leaf
-      return divisions.divide(jnp.shape(leaf), num_slices).local_slice(
-          leaf, index
-      )
+      division = self._division(leaf)
+      return leaf if division is None else division.local_slice(leaf, index)
 
     return jax.tree.map(slice_leaf, tree)
 
@@ -122,7 +116,7 @@ class ShardedReduction(leaf_sums.Reduction):
     packed = [slices.pop(i) for i in in_rows]
     keys = [(x.dtype, axes_lib.varying_axes(x)) for x in packed]
     with jax.named_scope(self.caller):
-      levels = thresholds.levels(self.axes, self.sent)
+      levels = thresholds.levels(self.axes, self.packing)
       rows = bucketing.map_packed(
           gather, packed, keys, levels, growth=self.num_shards()
       )
@@ -135,10 +129,11 @@ class ShardedReduction(leaf_sums.Reduction):
   def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
     """Returns, for each leaf, whether it is sliced before communication."""
     num_shards = self.num_shards()
-    # A leaf that is not reduced over all axes is the same on some shards.
+    # With `if_reduced='mean'`, a leaf may already be a mean over some axes. It
+    # is then reduced over the other axes as a whole.
     return [
         leaves_lib.is_sliced(leaf, num_shards)
-        and leaf_sums.sent_over(leaf, self) == self.axes
+        and self.summed_axes(leaf) == self.axes
         for leaf in leaves
     ]
 
@@ -148,7 +143,7 @@ class ShardedReduction(leaf_sums.Reduction):
     Such a leaf is also gathered as rows.
     """
     size = math.prod(jnp.shape(leaf)) * leaves_lib.dtype_of(leaf).itemsize
-    levels = thresholds.levels(self.axes, self.sent)
+    levels = thresholds.levels(self.axes, self.packing)
     is_small = any(size < level.leaf_bytes for level in levels)
     return is_small or self.groups is not None
 

@@ -7,12 +7,11 @@ the number of collectives in compiled code, which was never run. Run
 """
 
 from collections.abc import Hashable
+from collections.abc import Mapping
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from shard_transforms._src.base import axes as axes_lib
-
-Sent = Literal['whole', 'in slices', 'exchanged']
 
 
 class Level(NamedTuple):
@@ -30,16 +29,18 @@ class Level(NamedTuple):
   num_leaves: int = 32
 
 
+# The level for each platform.
+Table = Mapping[str, Level]
+
 # Every operand of a collective costs a barrier of all threads of a process, and
 # every buffer costs two copies. With packing, a mean of leaves of 48 kB takes
-# 0.3 of the time. `coordinate_median` takes 0.4 of the time with leaves of
-# 48 kB, and 0.5 with leaves of 120 kB:
+# 0.3 of the time:
 # python benchmarks/thresholds.py
 # With 64 leaves per buffer, a mean takes twice as long to compile.
-_OF_CPUS = Level(128 * 1024, 4 * 1024**2)
+OF_CPUS = Level(128 * 1024, 4 * 1024**2)
 # The copies of 200 leaves of 120 kB do not fit into caches: with packing, their
 # mean takes 1.4 to 1.5 times as long.
-_SUMMED_ON_CPUS = _OF_CPUS._replace(leaf_bytes=64 * 1024)
+_SUMMED_ON_CPUS = OF_CPUS._replace(leaf_bytes=64 * 1024)
 
 # For several processes whose CPUs communicate through gloo. Every operand costs
 # a switch between threads, which can take a tick of the scheduler. All leaves
@@ -47,7 +48,7 @@ _SUMMED_ON_CPUS = _OF_CPUS._replace(leaf_bytes=64 * 1024)
 # are packed in several levels with few arrays each:
 # python benchmarks/processes.py
 _ALL_TOGETHER = Level(64 * 1024**2, 64 * 1024**2)
-_BETWEEN_PROCESSES = (_OF_CPUS, *2 * (_ALL_TOGETHER,))
+_BETWEEN_PROCESSES = (OF_CPUS, *2 * (_ALL_TOGETHER,))
 
 # XLA for TPUs combines all-reduces, for which buffers would only cost temporary
 # memory, but it combines neither all-gathers nor permutes. With packing, GPT-2
@@ -56,32 +57,20 @@ _BETWEEN_PROCESSES = (_OF_CPUS, *2 * (_ALL_TOGETHER,))
 # with leaves of 120 kB, and 1.5 times with leaves of 32 kB. Only the 19
 # all-gathers can be reproduced by a command:
 # python benchmarks/hardware.py v5e:2x4 --shapes=gpt2 shard_update
-# XLA for GPUs combines all of these collectives, but XLA does not combine
-# all-to-alls on any platform. With packing, `coordinate_median` of 1,000 leaves
-# needs 16 all-to-alls instead of 1,000, and for 60 leaves it compiles in 0.3 to
-# 0.4 of the time:
-# python benchmarks/hardware.py v5e:2x4 --shapes=leaves coordinate_median
-#   (and h100:1x8)
-_OF_ACCELERATORS = Level(32 * 1024, 4 * 1024**2, 64)
+# XLA for GPUs combines all of these collectives.
+OF_ACCELERATORS = Level(32 * 1024, 4 * 1024**2, 64)
 
-_TABLES = {
-    'whole': {'cpu': _SUMMED_ON_CPUS},
-    'in slices': {'cpu': _OF_CPUS, 'tpu': _OF_ACCELERATORS},
-    'exchanged': {
-        'cpu': _OF_CPUS,
-        'tpu': _OF_ACCELERATORS,
-        'gpu': _OF_ACCELERATORS,
-    },
-}
+# For leaves that are summed as a whole, and for slices.
+WHOLE: Table = {'cpu': _SUMMED_ON_CPUS}
+SLICES: Table = {'cpu': OF_CPUS, 'tpu': OF_ACCELERATORS}
 
 
-def levels(axes: Sequence[Hashable], sent: Sent) -> tuple[Level, ...]:
+def levels(axes: Sequence[Hashable], table: Table) -> tuple[Level, ...]:
   """Returns the levels of packing for the current trace.
 
   Args:
     axes: The axes over which leaves are communicated.
-    sent: Whether leaves are summed whole, scattered and gathered in slices, or
-      exchanged all-to-all and gathered.
+    table: The level for each platform on which packing is faster.
   """
   # A buffer would gather leaves that are sharded over a mesh axis that is not
   # mapped. Under `vmap`, nothing is communicated.
@@ -89,5 +78,5 @@ def levels(axes: Sequence[Hashable], sent: Sent) -> tuple[Level, ...]:
     return ()
   if axes_lib.between_processes():
     return _BETWEEN_PROCESSES
-  level = _TABLES[sent].get(axes_lib.platform())
+  level = table.get(axes_lib.platform())
   return () if level is None else (level,)

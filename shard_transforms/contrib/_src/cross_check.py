@@ -356,10 +356,14 @@ def _distances(num_shards):
 def _rotate(batch, axes, table, number, chosen):
   """Returns the batch of a shard for the next evaluation."""
   steps = np.diff(table, axis=0)
+  num_shards = axes_lib.size(axes, _CALLER)
+
+  def pairs(step):
+    return [((i + step) % num_shards, i) for i in range(num_shards)]
 
   def by(step):
     return lambda: jax.tree.map(
-        lambda x: collectives.rotate(x, axes, step), batch
+        lambda x: collectives.permute(x, axes, pairs(step)), batch
     )
 
   index = number * steps.shape[1] + chosen

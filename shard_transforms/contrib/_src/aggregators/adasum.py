@@ -148,7 +148,7 @@ def _group_small_leaves(leaves, axes):
   A stack has at most the size of a buffer of the first level; a large leaf is a
   group of its own.
   """
-  levels = thresholds.levels(axes, 'exchanged')
+  levels = thresholds.levels(axes, aggregator.PACKING)
   if not levels:
     return [[i] for i in range(len(leaves))]
   types = [(leaf.shape, leaf.dtype) for leaf in leaves]

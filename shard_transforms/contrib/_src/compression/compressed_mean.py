@@ -199,7 +199,7 @@ class _CompressedMean(compressed_reduction.CompressedReduction):
       )
 
   def _compressed_mean(self, values, plain, state, share, shard_weight):
-    plain_means = leaf_sums.reduce(plain, share, self.options)
+    plain_means = self.options.reduce(plain, share)
     key = jax.random.fold_in(jax.random.key(self.seed), state.step)
     exchange = two_phase.Exchange(self.compressor, self.axes, key)
     pending = [

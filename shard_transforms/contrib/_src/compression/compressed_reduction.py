@@ -204,7 +204,8 @@ class CompressedReduction(abc.ABC):
         number of shards.
     """
     arguments.check_state(state, self.state_type, self.caller)
-    checked = leaf_sums.check(updates, weight, self.options)
+    with jax.named_scope(self.caller):
+      share = self.options.share(updates, weight)
     leaves_lib.check_not_explicit(updates, self.caller)
     split = Split.of(updates, self.compresses)
     local_state = self._local_state(state, updates, split)
@@ -214,7 +215,6 @@ class CompressedReduction(abc.ABC):
     )
     compressed, plain = split.parts(updates)
     with jax.named_scope(self.caller):
-      share = leaf_sums.share(checked, self.options)
       compressed, plain, leaf_states = self._mean(
           compressed, plain, leaf_states, share
       )
@@ -232,7 +232,7 @@ class CompressedReduction(abc.ABC):
     """Returns the means of both parts, and the next state."""
 
     def reduce_plain(state):
-      means = leaf_sums.reduce([*leaves, *plain], share, self.options)
+      means = self.options.reduce([*leaves, *plain], share)
       return means[: len(leaves)], means[len(leaves) :], state
 
     def reduce_compressed(state):
@@ -258,7 +258,7 @@ class CompressedReduction(abc.ABC):
       state = state._replace(**{name: residuals})
     # Unlike a sum, a gather keeps the sign of a zero.
     means = [collectives.gather(x, self.axes).reshape(x.shape) for x in values]
-    return means, leaf_sums.reduce(plain, share, self.options), state
+    return means, self.options.reduce(plain, share), state
 
   def _local_state(self, state, updates, split):
     """Checks the state, and returns the part of this shard."""

@@ -178,7 +178,7 @@ class _Factors(compressed_reduction.CompressedReduction):
     local_rights = [
         _product(p.T, m) for m, p in zip(matrices, lefts, strict=True)
     ]
-    rights = leaf_sums.reduce(local_rights, leaf_sums.UNWEIGHTED, self.options)
+    rights = self.options.reduce(local_rights)
 
     def mean(left, right, value):
       return _multiply_factors(left, right).reshape(value.shape)
@@ -206,11 +206,11 @@ class _Factors(compressed_reduction.CompressedReduction):
     ]
     if share.weight is None:
       # A single all-reduce.
-      sums = leaf_sums.reduce([*sketched, *plain], share, self.options)
+      sums = self.options.reduce([*sketched, *plain], share)
       sketched, plain_means = sums[: len(sketched)], sums[len(sketched) :]
     else:
-      sketched = leaf_sums.reduce(sketched, leaf_sums.UNWEIGHTED, self.options)
-      plain_means = leaf_sums.reduce(plain, share, self.options)
+      sketched = self.options.reduce(sketched)
+      plain_means = self.options.reduce(plain, share)
     return _orthonormalize(sketched), plain_means
 
 

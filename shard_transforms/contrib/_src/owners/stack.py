@@ -108,14 +108,14 @@ class Stack:
       share: The weight of this shard.
     """
     reduction, layout = self._over_reduced, self.layout
-    if not any(leaf_sums.sent_over(leaf, reduction) for leaf in leaves):
+    if not any(reduction.summed_axes(leaf) for leaf in leaves):
       return self._scaled(self.own(leaves))
     x = jnp.stack(axes_lib.to_varying(leaves, reduction.axes))
     if self.by_rows:
       x = self._by_owner(x)
-      (x,) = leaf_sums.reduce([x], share, reduction, self._scattered_rows)
+      (x,) = reduction.reduce([x], share, self._scattered_rows)
       return self._scaled(self._unsharded(self._sent(x, layout.sliced)))
-    (x,) = leaf_sums.reduce([x], share, reduction, self._scattered)
+    (x,) = reduction.reduce([x], share, self._scattered)
     x = self._sent(self._by_owner(x), layout.owner_axes)
     return self._scaled(self._joined(x))
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.reduction import leaf_sums
 from shard_transforms.contrib._src.owners import stack as stack_lib
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
 from shard_transforms.contrib._src.owners import update_checks
@@ -38,11 +37,10 @@ def reduced(
     ValueError: If an update is not per shard, or has the wrong shape.
   """
   update_checks.check_updates(stacks, updates, weight)
-  weight = leaf_sums.check(updates, weight, stacks.reduction)
   leaves, params = jax.tree.leaves(updates), stacks.params_of(updates)
   arrays, rows = dict(zip(params, leaves, strict=True)), []
   with jax.named_scope(stacks.reduction.caller):
-    share = leaf_sums.share(weight, stacks.reduction)
+    share = stacks.reduction.share(updates, weight)
     unowned = {i: x for i, x in enumerate(params) if x not in stacks.rows}
     replicated = [
         i
@@ -50,8 +48,8 @@ def reduced(
         if leaves_lib.is_float0(leaves[i])
         or not any(stacks.layouts[param].slicing)
     ]
-    sums = leaf_sums.reduce(
-        [leaves[i] for i in replicated], share, stacks.reduction
+    sums = stacks.reduction.reduce(
+        [leaves[i] for i in replicated], share
     )
     shared = dict(zip(replicated, sums, strict=True))
     for i, param in unowned.items():
@@ -75,7 +73,7 @@ def _unsharded(stacks, x, param, share):
   summed = stacks.summed_axes(param)
   if axes := tuple(a for a in reduction.axes if a not in summed):
     over = dataclasses.replace(reduction, axes=axes)
-    (x,) = leaf_sums.reduce([x], share, over)
+    (x,) = over.reduce([x], share)
   if stacks.divides_slices:
     x = stack_lib.divided(x, summed)
   return stack_lib.gathered(x, slicing)

@@ -101,7 +101,7 @@ class TreeReduction(sharded_reduction.ShardedReduction):
       if in_slices:
         reduced = self.scatter_leaves(leaves, share)
       else:
-        reduced = leaf_sums.reduce(leaves, share, self)
+        reduced = self.reduce(leaves, share)
     return leaves_lib.tree_map(_finished, treedef.unflatten(reduced), like)
 
 
