@@ -12,10 +12,10 @@ from jax import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shard_transforms._src.analysis import dependence_check
 from shard_transforms._src.analysis import divergence_analysis
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
-from shard_transforms._src.analysis import local_gradient_check
 from shard_transforms._src.analysis import redundant_sums
 from shard_transforms._src.analysis import slice_sums
 from shard_transforms._src.base import arguments
@@ -160,7 +160,7 @@ def communication_report(
   warnings = (
       *redundant_sums.find(program),
       *divergence_analysis.find_deadlocks(program),
-      *local_gradient_check.find(program),
+      *dependence_check.find(program),
       *slice_sums.find(program),
       *_unmapped_warning(program, (args, kwargs) if axis_sizes is None else ()),
   )

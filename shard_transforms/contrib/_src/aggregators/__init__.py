@@ -1,4 +1,4 @@
-"""Floor 4: reductions other than the mean, such as medians and votes.
+"""Reductions other than the mean, such as medians and votes.
 
-Each is used instead of `cross_shard_mean` in a chain. Imports the floors below.
+Each is used instead of `cross_shard_mean` in a chain.
 """

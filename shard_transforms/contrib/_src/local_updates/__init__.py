@@ -1,5 +1,5 @@
-"""Floor 4: local SGD, with one average of the shards per round.
+"""Local SGD, with one average of the shards per round.
 
 The local step of a shard, the schedule of rounds and fragments, the outer step,
-and the state. Imports the floors below.
+and the state.
 """

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.analysis import dependence_check
 from shard_transforms._src.analysis import divergence_analysis
-from shard_transforms._src.analysis import local_gradient_check
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
@@ -22,6 +22,12 @@ from shard_transforms.contrib._src.local_updates import (
 from shard_transforms.contrib._src.local_updates import schedule as schedule_lib
 
 _CALLER = local_state.CALLER
+# The warning of `communication_report`.
+_WRONG_GRADIENT = (
+    'the gradient for `local_updates` was taken at `params`, which are constant'
+    ' during a round, and not at the local parameters of each shard: take it at'
+    ' `contrib.local_params(params, state)`.'
+)
 
 
 def local_updates(
@@ -164,8 +170,8 @@ def local_updates(
     if weight is not None:
       weight = weights.as_weight(weight, (), _CALLER)
     actions = schedule.at(state.step)
-    updates, own_params, anchor = local_gradient_check.mark(
-        updates, state.own_params, anchor
+    updates, own_params, anchor = dependence_check.mark(
+        updates, state.own_params, anchor, _WRONG_GRADIENT
     )
     own_params, inner_state, total_weight = states.without_shard_axis(
         (own_params, state.inner_state, state.total_weight), axes, _CALLER
