@@ -1,12 +1,12 @@
-"""The table of the primitives of JAX.
+"""The primitives of JAX about which analyses make assumptions.
 
-Each primitive is in exactly one of `ELEMENTWISE`, `MOVING`, `SENDING`,
-`RUNNING` and `OTHER`; the other sets are properties of some of them. A test
-fails if the installed JAX has a primitive that is in none of these sets. An
-analysis handles such a primitive like one of `OTHER`, about which it knows
-nothing: `shard_update`, for example, refuses an optimizer that uses it.
+A primitive is in at most one of `ELEMENTWISE`, `MOVING` and `SENDING`; the
+other sets are properties of some of them. About any other primitive, an
+analysis knows nothing: `shard_update`, for example, refuses an optimizer that
+uses it. A test has the table of these primitives, and fails if the installed
+JAX has a primitive that is in neither table.
 
-The table is based on JAX 0.10.2 and 0.12.0.1; names that exist in only one of
+The tables are based on JAX 0.10.2 and 0.12.0.1; names that exist in only one of
 these versions are marked with it. Variants of a primitive have one name here;
 see `interpreter.common_name`.
 """
@@ -69,65 +69,3 @@ SCATTERING = frozenset(
 SENDING = REPLICATED | SCATTERING
 # Collectives that add; the others in `SENDING` move or select values.
 ADDING = frozenset(('psum', 'reduce_scatter'))
-
-# Primitives that run the jaxprs in their parameters, or a function. Calls are
-# inlined, branches and loops are interpreted, and the others may run their
-# jaxpr in any way.
-RUNNING = frozenset().union(
-    ('cond', 'scan', 'while', 'jit', 'remat2', 'shard_map', 'run_state'),
-    ('custom_jvp_call', 'custom_jvp_call_jaxpr', 'custom_vjp_call'),
-    ('custom_lin', 'custom_vmap_call', 'custom_partitioning', 'linear_call'),
-    ('custom_linear_solve', 'call_exported', 'composite', 'eval_jaxpr'),
-    ('call_hi_primitive', 'call_hi_primitive_linearized', 'remat_opt'),
-    ('call', 'closed_call', 'core_map'),  # 0.10
-    ('cudnn_fusion', 'ffi_call', 'pure_callback', 'io_callback', 'stage'),
-    ('debug_callback', 'debug_print'),
-)
-# Primitives about which no analysis assumes anything, except where it names
-# them: most combine elements, create values, or have effects.
-OTHER = frozenset().union(
-    # Reductions, sorting, and sums of products.
-    ('reduce', 'reduce_sum', 'reduce_prod', 'reduce_max', 'reduce_min'),
-    ('reduce_and', 'reduce_or', 'reduce_xor', 'argmax', 'argmin'),
-    ('reduce_window', 'reduce_window_sum', 'reduce_window_max'),
-    ('reduce_window_min', 'cumsum', 'cumprod', 'cummax', 'cummin'),
-    ('cumlogsumexp', 'sort', 'top_k', 'approx_top_k'),
-    ('dot_general', 'ragged_dot_general', 'conv_general_dilated', 'fft'),
-    ('scaled_dot', 'scaled_matmul', 'scaled_matmul_wrapper'),
-    # Writes to positions that are computed.
-    ('scatter', 'scatter-add', 'scatter-sub', 'scatter-mul', 'scatter-max'),
-    ('scatter-min', 'select_and_scatter', 'select_and_scatter_add'),
-    ('select_and_gather_add',),
-    # Linear algebra.
-    ('cholesky', 'cholesky_update', 'eig', 'eigh', 'geqp3', 'geqrf'),
-    ('hessenberg', 'householder_product', 'lu', 'lu_pivots_to_permutation'),
-    ('ormqr', 'qr', 'schur', 'svd', 'symmetric_product', 'triangular_solve'),
-    ('tridiagonal', 'tridiagonal_solve'),
-    # Attention.
-    ('dot_product_attention_fwd', 'dot_product_attention_fwd_wrapper'),
-    ('dot_product_attention_bwd', 'dot_product_attention_bwd_wrapper'),
-    ('dot_product_attention_fp8_fwd', 'dot_product_attention_fp8_fwd_wrapper'),
-    ('dot_product_attention_fp8_bwd', 'dot_product_attention_fp8_bwd_wrapper'),
-    # Values that differ between positions or shards, and random numbers.
-    ('axis_index', 'iota', 'iota_2x32_shape', 'platform_index'),
-    ('random_bits', 'random_clone', 'random_fold_in', 'random_gamma'),
-    ('random_seed', 'random_split', 'random_unwrap', 'random_wrap'),
-    ('philox2x32', 'philox4x32', 'threefry2x32', 'threefry4x32'),
-    ('rng_bit_generator', 'rng_uniform'),
-    # Casts that change sizes or representations, and shapes.
-    ('bitcast_convert_type', 'broadcast_to', 'from_edtype', 'to_edtype'),
-    ('dim_as_value', 'dimension_size', 'shape_assertion', 'empty', 'empty2'),
-    ('device_put', 'inspect_sharding'),
-    ('relayout',),  # 0.12
-    # References and effects.
-    ('accum_grad_in_ref', 'addupdate', 'empty_ref', 'free_ref', 'freeze'),
-    ('get', 'new_ref', 'swap', 'pin', 'unpin'),
-    ('box_get', 'box_set', 'new_box'),  # 0.10
-    ('log_extend', 'log_read', 'new_log'),  # 0.10
-    ('after_all', 'check', 'create_linear', 'create_token', 'dce_sink'),
-    ('tie', 'unreachable'),
-    # Results of collectives that a primitive `..._start` has started.
-    ('all_gather_done', 'all_to_all_done', 'ppermute_done', 'psum_done'),
-    ('reduce_scatter_done',),
-    ('pbroadcast_done',),  # 0.10
-)
