@@ -18,12 +18,9 @@ from collections.abc import Hashable
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax.extend
-
 from shard_transforms._src.analysis import inlining
 from shard_transforms._src.analysis import interpreter
 from shard_transforms._src.analysis import primitives
-from shard_transforms._src.base import jaxprs
 
 AxisSet = frozenset[Hashable]
 
@@ -110,21 +107,6 @@ def differing(
       program, [*map(_over, input_axes)], DivergenceAnalysis()
   )
   return [frozenset(d.axis for d in fact) for fact in results]
-
-
-def first_collective(
-    jaxpr: jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr,
-    axes: Sequence[Hashable] | None = None,
-) -> str | None:
-  """Returns the name of the first collective over one of the axes, or any."""
-  # Called in each trace; iterating over jaxprs directly is fast.
-  for eqn in jaxprs.all_equations(jaxpr):
-    name = interpreter.common_name(eqn.primitive.name)
-    if name in primitives.SENDING:
-      axes_of_eqn = interpreter.mapped_axes(eqn.params)
-      if axes_of_eqn if axes is None else {*axes}.intersection(axes_of_eqn):
-        return name
-  return None
 
 
 def find_deadlocks(program: interpreter.Program) -> tuple[str, ...]:

@@ -172,7 +172,8 @@ def communication_report(
 def _unmapped_warning(program, inputs):
   """Yields a warning if the compiler will add collectives for the arguments."""
   axes = frozenset().union(*map(_sharded_axes, jax.tree.leaves(inputs)))
-  if unmapped := sorted(axes - _axes_of_maps(program), key=str):
+  maps = [x for x in program.all_equations() if x.name == 'shard_map']
+  if unmapped := sorted(axes.difference(*(x.axes for x in maps)), key=str):
     yield (
         f'Arguments are sharded over {", ".join(map(repr, unmapped))}, which'
         ' the function does not map: a traced program does not show the'
@@ -190,15 +191,6 @@ def _sharded_axes(leaf):
     return frozenset()
   axes = partition_specs.axes_of(sharding.spec)
   return frozenset(a for a in axes if sharding.mesh.shape[a] > 1)
-
-
-def _axes_of_maps(program):
-  """Returns the axes over which maps in a jaxpr slice arrays."""
-  axes = set()
-  for equation in program.equations:
-    axes.update(equation.axes if equation.name == 'shard_map' else ())
-    axes.update(*map(_axes_of_maps, equation.bodies))
-  return axes
 
 
 def _mapped(fn, axis_sizes):
@@ -238,17 +230,12 @@ def _collectives(program):
     if equation.name == 'cond':
       index = equation.inputs[0]
       if index.constant is None:
-        collectives += report_table.conditional(
-            report_table.costliest_branch(inner)
-        )
+        collectives += report_table.conditional(*inner)
       else:
         collectives += inner[int(index.constant)]
     elif equation.name in ('scan', 'while'):
       length = equation.params.get('length')
-      inner_collectives = itertools.chain(*inner)
-      collectives += [
-          report_table.in_loop(c, length) for c in inner_collectives
-      ]
+      collectives += report_table.in_loop([*itertools.chain(*inner)], length)
     elif equation.name in report_table.SENT and equation.axes:
       collectives.append(_collective(equation))
     else:

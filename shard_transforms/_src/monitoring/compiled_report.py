@@ -222,22 +222,18 @@ def _fits(module, mesh):
 
 def _spans_slices(module):
   """Whether a program sends arrays to other slices, which run it as well."""
-  return any(
-      instruction.opcode == 'send' and slices.transfer(instruction)
-      for computation in module.computations.values()
-      for instruction in computation.instructions.values()
-  )
+  sends = (x for x in module.instructions() if x.opcode == 'send')
+  return any(map(slices.transfer, sends))
 
 
 def _named_meshes(module):
   """Yields the meshes in the text of replica groups that name their axes."""
-  for computation in module.computations.values():
-    for instruction in computation.instructions.values():
-      if instruction.collective:
-        groups = instruction.attributes.get('replica_groups', '')
-        shape = replica_groups.mesh_shape(groups)
-        if shape and not all(axis.startswith('axis_') for axis in shape):
-          yield jax.sharding.AbstractMesh((*shape.values(),), (*shape,))
+  for instruction in module.instructions():
+    if instruction.collective:
+      groups = instruction.attributes.get('replica_groups', '')
+      shape = replica_groups.mesh_shape(groups)
+      if shape and not all(axis.startswith('axis_') for axis in shape):
+        yield jax.sharding.AbstractMesh((*shape.values(),), (*shape,))
 
 
 def _meshes(compiled):
@@ -276,21 +272,16 @@ class _Collectives:
       return self._of_arrays(instruction, arrays)
     inner = [self.of_computation(c) for c in self._module.called(instruction)]
     if instruction.opcode == 'conditional':
-      return report_table.conditional(report_table.costliest_branch(inner))
+      return report_table.conditional(*inner)
     collectives = [*itertools.chain(*inner)]
     if instruction.opcode == 'while':
-      if iteration := dataflow.single_iteration(
+      iteration = dataflow.single_iteration(
           self._module, computation, instruction
-      ):
-        return (
-            collectives
-            if iteration[1]
-            else report_table.conditional(collectives)
-        )
-      return [
-          report_table.in_loop(c, instruction.num_iterations)
-          for c in collectives
-      ]
+      )
+      if iteration is None:
+        return report_table.in_loop(collectives, instruction.num_iterations)
+      _, runs_once = iteration
+      return collectives if runs_once else report_table.conditional(collectives)
     if _is_reduce_scatter(instruction):
       return [_as_reduce_scatter(c) for c in collectives]
     return collectives

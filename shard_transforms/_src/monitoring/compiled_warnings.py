@@ -41,11 +41,10 @@ def find(
   by_op = collections.defaultdict(list)
   for collective in collectives:
     by_op[collective.op].append(collective)
-  names = {
-      node: node.instruction.name for node in graph.nodes if node.collective
-  }
   collectives_of = {
-      node: by_op[name] for node, name in names.items() if name in by_op
+      node: by_op[node.instruction.name]
+      for node in graph.nodes
+      if node.collective and node.instruction.name in by_op
   }
   warnings = (
       *_repeated_reductions(module, graph, collectives_of),
@@ -168,14 +167,8 @@ def _is_sliced(graph, result, num_shards):
 
 def _depends_on_shard(node):
   """Whether a value is computed from the number of the shard."""
-  pending, seen = [node], {node}
-  while pending:
-    node = pending.pop()
-    if node.opcode in ('partition-id', 'replica-id'):
-      return True
-    pending += [n for n in node.inputs if n not in seen]
-    seen.update(node.inputs)
-  return False
+  opcodes = {source.opcode for source in dataflow.sources(node)}
+  return not opcodes.isdisjoint(('partition-id', 'replica-id'))
 
 
 def _location(collectives):

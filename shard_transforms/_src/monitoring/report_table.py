@@ -121,7 +121,7 @@ class CommunicationReport:
   @property
   def total_bytes(self) -> float:
     """The total number of bytes that each shard sends."""
-    return math.fsum(c.sent_bytes for c in self.collectives)
+    return _total_bytes(self.collectives)
 
   @property
   def num_collectives(self) -> int:
@@ -164,26 +164,26 @@ class CommunicationReport:
     return '\n'.join([*lines, *warnings])
 
 
-def costliest_branch(branches: Sequence[list[Collective]]) -> list[Collective]:
-  """Returns the collectives of the branch that sends most."""
-  return max(
-      branches,
-      key=lambda branch: CommunicationReport(tuple(branch)).total_bytes,
-  )
+def conditional(*branches: Sequence[Collective]) -> list[Collective]:
+  """Returns the collectives of the branch that sends most, as conditional."""
+  costliest = max(branches, key=_total_bytes)
+  return [dataclasses.replace(c, conditional=True) for c in costliest]
 
 
-def conditional(collectives: Sequence[Collective]) -> list[Collective]:
-  """Marks collectives as conditional."""
-  return [dataclasses.replace(c, conditional=True) for c in collectives]
-
-
-def in_loop(collective: Collective, num_iterations: int | None) -> Collective:
-  """Returns a collective for all iterations of a loop, if they are known."""
+def in_loop(
+    collectives: Sequence[Collective], num_iterations: int | None
+) -> list[Collective]:
+  """Returns collectives for all iterations of a loop, if these are known."""
   if num_iterations is None:
-    return dataclasses.replace(collective, in_while=True)
-  return dataclasses.replace(
-      collective, times=num_iterations * collective.times
-  )
+    return [dataclasses.replace(c, in_while=True) for c in collectives]
+  return [
+      dataclasses.replace(c, times=num_iterations * c.times)
+      for c in collectives
+  ]
+
+
+def _total_bytes(collectives):
+  return math.fsum(c.sent_bytes for c in collectives)
 
 
 def _merge(parts):

@@ -186,10 +186,7 @@ def assert_trains_as_one_device(
             causes_of_factor[factors[0]] if factors else _CAUSES[part]
         )
   if lines:
-    raise AssertionError(
-        f'{num_shards} shards do not train like one device. They differ in'
-        f'{"".join(lines)}\nUsual causes of the first difference: {causes}'
-    )
+    raise AssertionError(_message(num_shards, 'They differ', lines, causes))
 
 
 def _check_copies(parts, num_shards):
@@ -207,11 +204,15 @@ def _check_copies(parts, num_shards):
       if leaf.num_values > 1
   ]
   if lines:
-    raise AssertionError(
-        f'{num_shards} shards do not train like one device. The copies of a'
-        f' result differ from each other in{"".join(lines)}\nUsual causes of'
-        f' the first difference: {_CAUSES_OF_COPIES}'
-    )
+    differ = 'The copies of a result differ from each other'
+    raise AssertionError(_message(num_shards, differ, lines, _CAUSES_OF_COPIES))
+
+
+def _message(num_shards, differ, lines, causes):
+  return (
+      f'{num_shards} shards do not train like one device. {differ} in'
+      f'{"".join(lines)}\nUsual causes of the first difference: {causes}'
+  )
 
 
 def _scale(leaves):

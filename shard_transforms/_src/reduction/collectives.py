@@ -240,8 +240,8 @@ def _entry_of_shard(entries, axis):
 # Over all chips of many TPU slices, such as 4x4, 8x8, 16x16, 2x2x4 and 4x4x8,
 # XLA does not reduce-scatter: it all-reduces the whole array and then slices
 # it. XLA does reduce-scatter over every second chip and then over pairs, which
-# communicates as many bytes as a single reduce-scatter. With more columns, the
-# second stage has more data, but is too small for a reduce-scatter on v6e:
+# communicates as many bytes as a single reduce-scatter. With four columns, XLA
+# for v6e all-reduces the second stage:
 # benchmarks/hardware.py
 #   v5e:4x4 --shapes=large shard_update (and v6e:4x4, v5p:2x2x4)
 _LEAST_SHARDS, _COLUMNS = 16, 2

@@ -140,8 +140,10 @@ class Reduction:
     leaves_lib.check_inexact(tree, self.caller)
     allowed = []
     if weight is None and self.groups is None:
-      allowed += ['invariant'] * (self.if_reduced == 'mean')
-      allowed += ['unreduced'] * allow_unreduced
+      if self.if_reduced == 'mean':
+        allowed.append('invariant')
+      if allow_unreduced:
+        allowed.append('unreduced')
     leaves_lib.check_per_shard(tree, self.axes, self.caller, allowed)
     if weight is None:
       return UNWEIGHTED

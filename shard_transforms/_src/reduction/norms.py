@@ -98,20 +98,21 @@ def are_finite(
     tree: optax.Updates, sliced_over: tuple[Hashable, ...]
 ) -> jax.Array:
   """Returns whether all elements of all slices are finite, bool []."""
-  return check_finite(tree, sliced_over)[1]
+  return with_finiteness(tree, sliced_over)[1]
 
 
-def check_finite(
+def with_finiteness(
     tree: optax.Updates,
     sliced_over: tuple[Hashable, ...],
     read_first: bool = False,
 ) -> tuple[optax.Updates, jax.Array]:
-  """Returns a tree, and whether all elements of all slices are finite, bool [].
+  """Returns the tree, and whether all elements of all slices are finite.
 
-  With `read_first`, barriers force the check of a leaf before any other use.
-  Otherwise, XLA for TPUs fuses the check with the matrix product that computes
-  a gradient, and then does not reduce the gradient in place. XLA for GPUs
-  checks all gradients at the end, and keeps them in memory until then.
+  With `read_first`, the leaves are behind barriers, which force the check of a
+  leaf before any other use. Otherwise, XLA for TPUs fuses the check with the
+  matrix product that computes a gradient, and then does not reduce the gradient
+  in place. XLA for GPUs checks all gradients at the end, and keeps them in
+  memory until then.
   """
   leaves, treedef = jax.tree.flatten(tree)
   total = jnp.float32(0)

@@ -178,13 +178,13 @@ def _estimates(updates, reduced, weight, axes):
 
   The estimates are NaN if they are unknown.
   """
-  counts = weight > 0
+  is_counted = weight > 0
   local_sums = jnp.stack(
       [weight * _square(updates), weight, jnp.ones_like(weight)]
   )
   with jax.named_scope(_CALLER):
     total_square, total_weight, num_shards = collectives.psum(
-        jnp.where(counts, local_sums, 0), axes
+        jnp.where(is_counted, local_sums, 0), axes
     )
   degrees = jnp.where(num_shards > 1, num_shards - 1, jnp.nan)
   square_of_mean = _square(reduced)

@@ -353,12 +353,18 @@ def results(node: Node) -> Sequence[Node]:
   return [n for n in node.users if n.opcode == 'get-tuple-element'] or [node]
 
 
-def sources(node: Node, opcodes: Sequence[str]) -> Iterator[Node]:
-  """Yields the values from which a value is computed only by these opcodes."""
+def sources(node: Node, opcodes: Sequence[str] | None = None) -> Iterator[Node]:
+  """Yields the values from which a value is computed, by these opcodes or any.
+
+  Args:
+    node: The value.
+    opcodes: The opcodes that are not sources; `None` for all that have inputs.
+  """
   pending, seen = [node], {node}
   while pending:
     node = pending.pop()
-    if node.opcode not in opcodes or not node.inputs:
+    is_passed = opcodes is None or node.opcode in opcodes
+    if not (is_passed and node.inputs):
       yield node
       continue
     pending += [n for n in node.inputs if n not in seen]

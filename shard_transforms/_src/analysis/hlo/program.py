@@ -4,6 +4,7 @@ Only the name and opcode of an instruction are parsed immediately. The rest of a
 line is parsed on demand, because few instructions communicate.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
 import functools
@@ -214,6 +215,11 @@ class Module:
   entry: Computation
   num_devices: int
   frames: Mapping[str, tuple[tuple[str, int], ...]]
+
+  def instructions(self) -> Iterator[Instruction]:
+    """Yields the instructions of all computations."""
+    for computation in self.computations.values():
+      yield from computation.instructions.values()
 
   def called(self, instruction: Instruction) -> tuple[Computation, ...]:
     """Returns the computations that an instruction calls."""

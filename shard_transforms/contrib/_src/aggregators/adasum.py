@@ -80,11 +80,11 @@ def adasum(
   if over not in ('leaf', 'tree'):
     raise ValueError(f"`over` must be 'leaf' or 'tree', got {over!r}.")
 
-  def aggregate(leaves, counts, axes):
+  def aggregate(leaves, is_counted, axes):
     if not leaves or axes_lib.size(axes, _CALLER) == 1:
-      return aggregator.only_shard_values(leaves, counts, axes)
-    if counts is not None:
-      leaves = list(map(leaves_lib.where_or_zeros_fn(counts), leaves))
+      return aggregator.only_shard_values(leaves, is_counted, axes)
+    if is_counted is not None:
+      leaves = list(map(leaves_lib.where_or_zeros_fn(is_counted), leaves))
     is_sliced = aggregator.is_sliced(axes)
     sizes = _sizes(leaves, over)
     scaled = [x * (1 / s) for x, s in zip(leaves, sizes, strict=True)]

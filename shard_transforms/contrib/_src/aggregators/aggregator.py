@@ -59,13 +59,13 @@ def transformation(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del params, extra_args
-    counts = _check(updates, weight, axes, caller)
+    is_counted = _check(updates, weight, axes, caller)
     leaves, treedef = jax.tree.flatten(updates)
     results = [leaves_lib.sum_of_empty(leaf, axes) for leaf in leaves]
     pending = [i for i, result in enumerate(results) if result is None]
     with jax.named_scope(caller):
       aggregated = aggregate(
-          [_as_real(leaves[i]) for i in pending], counts, axes
+          [_as_real(leaves[i]) for i in pending], is_counted, axes
       )
     for i, x in zip(pending, aggregated, strict=True):
       results[i] = _restore_type(x, leaves[i])
@@ -75,11 +75,13 @@ def transformation(
 
 
 def only_shard_values(
-    leaves: list[jax.Array], counts: jax.Array | None, axes: collectives.Axes
+    leaves: list[jax.Array],
+    is_counted: jax.Array | None,
+    axes: collectives.Axes,
 ) -> list[jax.Array]:
   """Returns the values of the only shard, or zeros if it does not count."""
-  if counts is not None:
-    leaves = list(map(leaves_lib.where_or_zeros_fn(counts), leaves))
+  if is_counted is not None:
+    leaves = list(map(leaves_lib.where_or_zeros_fn(is_counted), leaves))
   return [collectives.psum(leaf, axes) for leaf in leaves]
 
 

@@ -69,49 +69,49 @@ def majority_vote(
   return aggregator.transformation(_CALLER, axis_name, _aggregate)
 
 
-def _aggregate(leaves, counts, axes):
+def _aggregate(leaves, is_counted, axes):
   """Returns the majority of the signs of all shards, 1 or -1."""
   if not aggregator.is_sliced(axes):
-    return [_vote_in_bytes(leaf, counts, axes) for leaf in leaves]
+    return [_vote_in_bytes(leaf, is_counted, axes) for leaf in leaves]
   return aggregator.map_packed(
-      lambda buffer: _vote_in_bits(buffer, counts, axes), leaves, axes
+      lambda buffer: _vote_in_bits(buffer, is_counted, axes), leaves, axes
   )
 
 
-def _vote_in_bytes(leaf, counts, axes):
+def _vote_in_bytes(leaf, is_counted, axes):
   """Gathers votes of one byte each, and counts them on every shard."""
   votes = jnp.where(leaf < 0, -1, 1).astype(jnp.int8)
-  if counts is not None:
-    votes = jnp.where(counts, votes, 0).astype(jnp.int8)
+  if is_counted is not None:
+    votes = jnp.where(is_counted, votes, 0).astype(jnp.int8)
   votes = collectives.gather(votes, axes)
   has_votes = jnp.any(votes != 0)
   signs = jnp.where(jnp.sum(votes, 0, jnp.int32) < 0, -1, 1)
   return jnp.where(has_votes, signs, 0).astype(leaf.dtype)
 
 
-def _vote_in_bits(leaf, counts, axes):
+def _vote_in_bits(leaf, is_counted, axes):
   """Exchanges votes of one bit each; each shard counts those on its slice."""
   num_shards = axes_lib.size(axes, _CALLER)
   rows = leaves_lib.slice_evenly(leaf, _BITS * num_shards).reshape(
       num_shards, -1
   )
   ballots = exchanges.pack_integers(rows < 0, _BITS)
-  if counts is not None:
-    has_vote = jnp.full((num_shards, 1), counts, jnp.uint8)
+  if is_counted is not None:
+    has_vote = jnp.full((num_shards, 1), is_counted, jnp.uint8)
     ballots = jnp.concatenate([ballots, has_vote], axis=1)
   ballots = exchanges.exchange(ballots, axes)
   num_votes, has_vote = num_shards, jnp.ones(num_shards, bool)
-  if counts is not None:
+  if is_counted is not None:
     ballots, has_vote = ballots[:, :-1], ballots[:, -1] > 0
     num_votes = jnp.sum(has_vote, dtype=jnp.int32)
   is_negative = exchanges.unpack_integers(ballots, _BITS) > 0
   is_negative &= has_vote[:, None]
   num_negative = jnp.sum(is_negative, axis=0, dtype=jnp.int32)
   winners = exchanges.pack_integers(2 * num_negative > num_votes, _BITS)
-  if counts is not None:
+  if is_counted is not None:
     winners = jnp.append(winners, jnp.uint8(num_votes > 0))
   winners, has_votes = collectives.gather(winners, axes), True
-  if counts is not None:
+  if is_counted is not None:
     # The gathered flag is typed as the same on all shards.
     winners, has_votes = winners[:, :-1], winners[:, -1:] > 0
   signs = 1 - 2 * exchanges.unpack_integers(winners, _BITS).astype(jnp.int8)

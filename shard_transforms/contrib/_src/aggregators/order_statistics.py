@@ -126,7 +126,7 @@ def trimmed_mean(
   """
   num_trimmed = arguments.as_at_least('num_trimmed', num_trimmed, 0)
 
-  def aggregate(leaves, counts, axes):
+  def aggregate(leaves, is_counted, axes):
     num_shards = axes_lib.size(axes, _CALLER)
     if 2 * num_trimmed >= num_shards and num_trimmed:
       raise ValueError(
@@ -135,7 +135,7 @@ def trimmed_mean(
           ' are faulty, no aggregator can identify them.'
       )
     combine = functools.partial(_trimmed_mean, num_trimmed)
-    return _aggregate(combine, leaves, counts, axes)
+    return _aggregate(combine, leaves, is_counted, axes)
 
   return aggregator.transformation(_CALLER, axis_name, aggregate)
 
@@ -143,12 +143,12 @@ def trimmed_mean(
 def _aggregate(
     combine: Callable[[list[jax.Array], jax.Array], jax.Array],
     leaves: list[jax.Array],
-    counts: jax.Array | None,
+    is_counted: jax.Array | None,
     axes: collectives.Axes,
 ) -> list[jax.Array]:
   """Applies `combine` to sorted rows and the number of values in them."""
   if axes_lib.size(axes, _CALLER) == 1:
-    return aggregator.only_shard_values(leaves, counts, axes)
+    return aggregator.only_shard_values(leaves, is_counted, axes)
 
   def combine_values(values):
     # A list of rows, because XLA would write a stacked array to memory.
@@ -159,8 +159,8 @@ def _aggregate(
     rows = [jnp.where(jnp.isnan(row), jnp.inf, row) for row in rows]
     return combine(sort(rows), num_values)
 
-  if counts is not None:
-    leaves = [jnp.where(counts, leaf, jnp.nan) for leaf in leaves]
+  if is_counted is not None:
+    leaves = [jnp.where(is_counted, leaf, jnp.nan) for leaf in leaves]
   return aggregator.map_elements(combine_values, leaves, axes)
 
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.analysis import dependence_check
-from shard_transforms._src.analysis import divergence_analysis
+from shard_transforms._src.analysis import interpreter
+from shard_transforms._src.analysis import primitives
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
+from shard_transforms._src.base import jaxprs
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
@@ -231,9 +233,7 @@ def _local_step(
   # JAX caches the jaxpr of a jitted function, and traces the function once.
   run = jax.jit(functools.partial(_update, inner, extra_args))
   traced = run.trace(updates, inner_state, own_params)
-  if collective := divergence_analysis.first_collective(
-      traced.jaxpr.jaxpr, axes
-  ):
+  if collective := _first_collective(traced.jaxpr.jaxpr, axes):
     raise ValueError(
         f'`inner` of `{_CALLER}` communicates over `axis_name`, {axes!r}, with'
         f' `{collective}`, but shards train locally during a round. Move'
@@ -257,6 +257,18 @@ def _local_step(
   return branching.run_when_due(
       jnp.array(True), step, state, updates, weight, caller=_CALLER
   )[1]
+
+
+def _first_collective(jaxpr, axes):
+  """Returns the name of the first collective over one of the axes, if any."""
+  # Called in each trace; iterating over jaxprs directly is fast.
+  for eqn in jaxprs.all_equations(jaxpr):
+    name = interpreter.common_name(eqn.primitive.name)
+    if name in primitives.SENDING and not set(axes).isdisjoint(
+        interpreter.mapped_axes(eqn.params)
+    ):
+      return name
+  return None
 
 
 def _update(inner, extra_args, updates, state, own_params):

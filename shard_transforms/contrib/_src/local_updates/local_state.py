@@ -53,10 +53,11 @@ def average_rows(
   if np.all(rows == rows[:1]):
     return rows[0]
   is_finite = np.isfinite(rows.reshape(len(rows), -1)).all(axis=-1)
-  counts = is_finite if is_finite.any() else np.ones(len(rows), bool)
-  if not np.any(weights[counts]):
+  if is_finite.any():
+    rows, weights = rows[is_finite], weights[is_finite]
+  if not np.any(weights):
     weights = np.ones(len(rows))
-  return np.average(rows[counts], axis=0, weights=weights[counts])
+  return np.average(rows, axis=0, weights=weights)
 
 
 def split_rows(

@@ -154,10 +154,11 @@ def sharded_tower_reduce(
   def finish(inner_state, params, sums, total, like, extra_args):
     reduce.check_mapped()
     slices = reduce.of_sums(sums, total, like, in_slices=True)
-    state = inner_state.inner_state
-    slices, state = optimizer.update(slices, state, like, params, extra_args)
+    slices, slices_state = optimizer.update(
+        slices, inner_state.inner_state, like, params, extra_args
+    )
     updates = reduce.gather(slices, like)
-    return updates, shard_update_lib.ShardUpdateState(state)
+    return updates, shard_update_lib.ShardUpdateState(slices_state)
 
   return accumulation.transformation(num_towers, reduce, init, finish)
 
