@@ -121,7 +121,7 @@ def compressed_mean(
     Double-pass Error-Compensated Compression, 2019,
     https://arxiv.org/abs/1905.05957.
   """
-  reduction = _CompressedMean(
+  compressed = _CompressedMean(
       leaf_sums.Reduction(_CALLER, 'mean', axes_lib.as_axes(axis_name)),
       warmup_steps,
       seed,
@@ -132,10 +132,10 @@ def compressed_mean(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del extra_args
-    reduction.options.check_params(params)
-    return reduction.update(updates, state, weight)
+    compressed.reduction.check_params(params)
+    return compressed.update(updates, state, weight)
 
-  return optax.GradientTransformationExtraArgs(reduction.init, update_fn)
+  return optax.GradientTransformationExtraArgs(compressed.init, update_fn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _CompressedMean(compressed_reduction.CompressedReduction):
       )
 
   def _compressed_mean(self, values, plain, state, share, shard_weight):
-    plain_means = self.options.reduce(plain, share)
+    plain_means = self.reduction.reduce(plain, share)
     key = jax.random.fold_in(jax.random.key(self.seed), state.step)
     exchange = two_phase.Exchange(self.compressor, self.axes, key)
     pending = [

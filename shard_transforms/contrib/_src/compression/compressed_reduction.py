@@ -106,8 +106,7 @@ class CompressedReduction(abc.ABC):
   list of these values.
 
   Attributes:
-    options: The public name for error messages, and the reduction of the
-      leaves.
+    reduction: The reduction without compression, and the public name.
     warmup_steps: The number of steps without compression.
     seed: The seed of random numbers.
     state_type: The class of the state.
@@ -115,7 +114,7 @@ class CompressedReduction(abc.ABC):
       `update_norm` differ between shards.
   """
 
-  options: leaf_sums.Reduction
+  reduction: leaf_sums.Reduction
   warmup_steps: int
   seed: int
   state_type: ClassVar[Any]
@@ -127,11 +126,11 @@ class CompressedReduction(abc.ABC):
 
   @property
   def caller(self) -> str:
-    return self.options.caller
+    return self.reduction.caller
 
   @property
   def axes(self) -> tuple[Hashable, ...]:
-    return self.options.axes
+    return self.reduction.axes
 
   def num_shards(self) -> int:
     """Returns the number of shards over all axes."""
@@ -205,7 +204,7 @@ class CompressedReduction(abc.ABC):
     """
     arguments.check_state(state, self.state_type, self.caller)
     with jax.named_scope(self.caller):
-      share = self.options.share(updates, weight)
+      share = self.reduction.share(updates, weight)
     leaves_lib.check_not_explicit(updates, self.caller)
     split = Split.of(updates, self.compresses)
     local_state = self._local_state(state, updates, split)
@@ -232,7 +231,7 @@ class CompressedReduction(abc.ABC):
     """Returns the means of both parts, and the next state."""
 
     def reduce_plain(state):
-      means = self.options.reduce([*leaves, *plain], share)
+      means = self.reduction.reduce([*leaves, *plain], share)
       return means[: len(leaves)], means[len(leaves) :], state
 
     def reduce_compressed(state):
@@ -258,7 +257,7 @@ class CompressedReduction(abc.ABC):
       state = state._replace(**{name: residuals})
     # Unlike a sum, a gather keeps the sign of a zero.
     means = [collectives.gather(x, self.axes).reshape(x.shape) for x in values]
-    return means, self.options.reduce(plain, share), state
+    return means, self.reduction.reduce(plain, share), state
 
   def _local_state(self, state, updates, split):
     """Checks the state, and returns the part of this shard."""

@@ -113,7 +113,7 @@ def power_sgd(
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del extra_args
-    factors.options.check_params(params)
+    factors.reduction.check_params(params)
     return factors.update(updates, state, weight)
 
   return optax.GradientTransformationExtraArgs(factors.init, update_fn)
@@ -178,7 +178,7 @@ class _Factors(compressed_reduction.CompressedReduction):
     local_rights = [
         _product(p.T, m) for m, p in zip(matrices, lefts, strict=True)
     ]
-    rights = self.options.reduce(local_rights)
+    rights = self.reduction.reduce(local_rights)
 
     def mean(left, right, value):
       return _multiply_factors(left, right).reshape(value.shape)
@@ -206,11 +206,11 @@ class _Factors(compressed_reduction.CompressedReduction):
     ]
     if share.weight is None:
       # A single all-reduce.
-      sums = self.options.reduce([*sketched, *plain], share)
+      sums = self.reduction.reduce([*sketched, *plain], share)
       sketched, plain_means = sums[: len(sketched)], sums[len(sketched) :]
     else:
-      sketched = self.options.reduce(sketched)
-      plain_means = self.options.reduce(plain, share)
+      sketched = self.reduction.reduce(sketched)
+      plain_means = self.reduction.reduce(plain, share)
     return _orthonormalize(sketched), plain_means
 
 
