@@ -65,29 +65,27 @@ def find_problem(
   unsliced = slicing.unsliced((updates, params))
   slices = slicing.slices(unsliced)
   distinct_slices = slicing.slices(unsliced, distinct=True)
-  states = [
-      equivalence.closed(inner.init, _like(*arguments))[1]
-      for arguments in (unsliced, slices, distinct_slices)
-  ]
+  init, state = equivalence.trace(inner.init, _like(*unsliced))
+  sliced_init, sliced_state = equivalence.trace(inner.init, _like(*slices))
+  _, distinct_state = equivalence.closed(inner.init, _like(*distinct_slices))
+  states = state, sliced_state, distinct_state
   if len(set(map(jax.tree.structure, states))) > 1:
     return 'its state depends on the shapes of the parameters'
   # Leaves whose shapes change are shaped like the parameters.
-  state, sliced_state, distinct_state = states
   is_sliced = jax.tree.map(
       lambda x, y: x.shape != y.shape, state, distinct_state
   )
   if problem := _problem_of_shapes(state, is_sliced, unsliced):
     return problem
 
-  def trace(arguments, state):
+  def trace(init, arguments, state):
     updates, params = arguments
     state = slicing.varying(state, is_sliced)
-    init, _ = equivalence.trace(inner.init, _like(updates, params))
     update, results = equivalence.trace(inner.update, updates, state, params)
     keeps_shapes = _shapes(results) == _shapes((updates, state))
     return _joined(init, update), keeps_shapes
 
-  program, keeps_shapes = trace(unsliced, state)
+  program, keeps_shapes = trace(init, unsliced, state)
   if not keeps_shapes:
     return 'it changes the trees or the shapes of the updates or of its state'
   analysis = element_analysis.ElementAnalysis(axes)
@@ -102,7 +100,7 @@ def find_problem(
   ):
     return problem
   try:
-    sliced, keeps_shapes = trace(slices, sliced_state)
+    sliced, keeps_shapes = trace(sliced_init, slices, sliced_state)
   except (TypeError, ValueError) as error:
     return f'it raises an error on slices: {error}'
   pairs = zip(*map(jax.tree.leaves, (unsliced, slices)), strict=True)
