@@ -61,7 +61,7 @@ class DivergenceAnalysis(interpreter.Analysis[Differences]):
         # A broadcast also reads its source, and a ragged exchange its sizes.
         facts = [self.join(facts)] * len(equation.outputs)
       return [_received(equation, fact) for fact in facts]
-    differences = self.join(facts).union(*map(_by_place, equation.bodies))
+    differences = self.join(facts).union(*map(_by_axis_index, equation.bodies))
     if equation.name == 'axis_index':
       differences = _over(equation.axes, by_index=True)
     return [differences] * len(equation.outputs)
@@ -88,7 +88,7 @@ def _received(equation, fact):
   return others | _over(equation.axes, groups=tuple(map(tuple, groups)))
 
 
-def _by_place(program):
+def _by_axis_index(program):
   """Returns the differences that `axis_index` introduces in a jaxpr."""
   indices = [x for x in program.all_equations() if x.name == 'axis_index']
   return NONE.union(*(_over(x.axes, by_index=True) for x in indices))
@@ -132,15 +132,15 @@ class _Deadlocks(DivergenceAnalysis):
     self.warnings = {}
 
   def primitive(self, equation, facts):
-    anyhow = _over(inlining.axis_sizes(equation))
-    if any(_first_waiting(body, anyhow) for body in equation.bodies):
+    any_difference = _over(inlining.axis_sizes(equation))
+    if any(_first_unmatched(body, any_difference) for body in equation.bodies):
       # A collective in the bodies may make values equal again, as in the
       # iterative solver of a `lax.custom_linear_solve`.
       return [NONE] * len(equation.outputs)
     results = super().primitive(equation, facts)
     if equation.name == 'shard_map' and equation.outputs[0].aval.size > 1:
       results = [results[0] | _over(equation.axes)]
-    return [_inside(equation, result) for result in results]
+    return [_between_shards(equation, result) for result in results]
 
   def sub_jaxpr_inputs(self, equation, facts):
     # The inputs of the bodies of a solver may be equal.
@@ -151,10 +151,10 @@ class _Deadlocks(DivergenceAnalysis):
     if warning := _warning(equation, predicate):
       self.warnings[warning] = None
     results = super().select(equation, predicate, facts)
-    return [_inside(equation, result) for result in results]
+    return [_between_shards(equation, result) for result in results]
 
 
-def _inside(equation, differences):
+def _between_shards(equation, differences):
   """Returns the differences over axes with more than one shard."""
   sizes = inlining.axis_sizes(equation)
   return frozenset(d for d in differences if sizes.get(d.axis, 1) > 1)
@@ -162,12 +162,12 @@ def _inside(equation, differences):
 
 def _warning(equation, predicate):
   """Returns a warning if shards may choose different bodies."""
-  waiting = [_first_waiting(body, predicate) for body in equation.bodies]
+  unmatched = [_first_unmatched(body, predicate) for body in equation.bodies]
   # If each branch has a collective, these may match, even if results are wrong.
-  if not any(waiting) or (equation.name == 'cond' and all(waiting)):
+  if not any(unmatched) or (equation.name == 'cond' and all(unmatched)):
     return None
-  collective = next(filter(None, waiting))
-  axes = ', '.join(map(repr, _awaited(collective, predicate)))
+  collective = next(filter(None, unmatched))
+  axes = ', '.join(map(repr, _unmatched_axes(collective, predicate)))
   return (
       f'{inlining.label(equation)} runs `{collective.name}` over {axes} under a'
       ' predicate that differs between shards, which deadlocks: reduce the'
@@ -175,16 +175,16 @@ def _warning(equation, predicate):
   )
 
 
-def _first_waiting(program, predicate):
-  """Returns the first collective that waits for shards of another choice."""
+def _first_unmatched(program, predicate):
+  """Returns the first collective with shards that may run another body."""
   for equation in program.all_equations():
-    if _awaited(equation, predicate):
+    if _unmatched_axes(equation, predicate):
       return equation
   return None
 
 
-def _awaited(equation, predicate):
-  """Returns the axes along which it waits for shards of another choice."""
+def _unmatched_axes(equation, predicate):
+  """Returns its axes over which a shard may run another body."""
   if equation.name not in primitives.SENDING:
     return []
   groups = equation.params.get('axis_index_groups')

@@ -1,8 +1,8 @@
-"""The floating-point operations of a traced program that matter.
+"""The floating-point operations of the matrix products in a jaxpr.
 
 Matrix products and convolutions are counted, without the products with zeros
-of padding and dilation; everything else takes little time on devices that have
-units for these.
+of padding and dilation. Everything else takes little time on devices that have
+units for matrix products.
 """
 
 import math
@@ -17,9 +17,9 @@ def flops(program: interpreter.Program, num_devices: int) -> float:
   """Returns the operations of one device.
 
   A multiplication and the addition of its result are two operations. Work that
-  no map divides counts as divided evenly over the other devices. Of branches,
-  the one with most operations counts; of a loop with an unknown number of
-  iterations, one iteration.
+  no map divides counts as divided evenly over the other devices. Only the
+  branch with the most operations counts, and a loop with an unknown number of
+  iterations counts as one iteration.
 
   Args:
     program: The program, as `inlining.flatten` returns it.
@@ -77,7 +77,7 @@ def _of_convolution(equation):
       )
   ]
   batch, features = (out.shape[i] for i in of_out[:2])
-  # Those of a group.
+  # The input features of one group.
   in_features = kernel.shape[of_kernel[1]]
   return 2 * batch * features * in_features * math.prod(products)
 

@@ -64,7 +64,7 @@ class _Totals(interpreter.Analysis[SliceSums]):
   def primitive(self, equation, facts):
     combined = self.join(facts)
     if equation.name == 'shard_map':
-      self._leave(equation, combined)
+      self._record_slices(equation, combined)
       return [SliceSums()] * len(equation.outputs)
     if equation.name in primitives.SENDING and equation.axes:
       return [
@@ -79,7 +79,7 @@ class _Totals(interpreter.Analysis[SliceSums]):
       combined = combined._replace(partial=combined.partial | varying)
     return [combined] * len(equation.outputs)
 
-  def _leave(self, equation, fact):
+  def _record_slices(self, equation, fact):
     """Records the axes of an array that leaves or enters a map."""
     (value,) = equation.inputs
     # Per-shard state has a leading axis of length 1.

@@ -123,10 +123,11 @@ def compile_program(
 def report_program(
     compiled: jax.stages.Compiled, mesh: Mesh | None
 ) -> report_table.CommunicationReport:
-  """Returns what a compiled program sends, and its memory.
+  """Returns the report of a compiled program, with its memory.
 
   Raises:
-    ValueError: If its backend does not show its text, or the mesh does not fit.
+    ValueError: If its backend does not provide its text, or the mesh does not
+      fit.
   """
   text = compiled.as_text()
   if text is None:
@@ -186,7 +187,7 @@ def _find_mesh(module, meshes):
       return mesh
   if _spans_slices(module):
     raise _missing_mesh_error(module)
-  # One axis without a name is enough for a program that sends nothing.
+  # One axis without a name is enough for a program without communication.
   return jax.sharding.AbstractMesh((module.num_devices,), ('',))
 
 

@@ -59,7 +59,7 @@ def _repeated_reductions(module, graph, collectives_of):
   carried = dict(accumulation.carried(graph))
   groups = collections.defaultdict(list)
   for node, loop in carried.items():
-    groups[accumulation.sender(node), loop].append(node)
+    groups[accumulation.collective_of(node), loop].append(node)
   for (_, loop), nodes in groups.items():
     if loop.node is None:
       how = 'in each call, and only adds up the results of a window'
@@ -99,7 +99,7 @@ def _sums(nodes, collectives_of):
   """Returns the sums over shards with these results, if all are such sums."""
   sums = []
   for node in nodes:
-    parts = collectives_of.get(accumulation.sender(node), [])
+    parts = collectives_of.get(accumulation.collective_of(node), [])
     sums += parts[node.index or 0 :][:1]
   are_sums = all(c.primitive in _SUMS and c.axes for c in sums)
   return sums if are_sums and len(sums) == len(nodes) else []

@@ -60,7 +60,7 @@ def _accumulated_carries(graph, totals, ends):
 def _last_loop(node, ends, accumulated):
   """Returns the outermost loop that only adds up a value, if any."""
   outermost, loop, values = None, node.loop, [node]
-  while loop is not None and not any(value.is_chosen for value in values):
+  while loop is not None and not any(value.is_conditional for value in values):
     marked = set().union(*map(ends.get, values)) - {_SUMMED}
     carries = marked - {_STACKED}
     if not carries or any(
@@ -90,7 +90,7 @@ def joined(
   """
   groups = collections.defaultdict(list)
   for node in _reduced(graph):
-    reduction = sender(node)
+    reduction = collective_of(node)
     operand = reduction.inputs[node.index or 0]
     if lines := module.sources(operand.instruction):
       devices = reduction.instruction.attributes.get('replica_groups')
@@ -98,7 +98,7 @@ def joined(
   yield from (group for group in groups.values() if len(group) > 1)
 
 
-def sender(result: dataflow.Node) -> dataflow.Node:
+def collective_of(result: dataflow.Node) -> dataflow.Node:
   """Returns the collective that a value is a result of."""
   return result if result.index is None else result.inputs[0]
 

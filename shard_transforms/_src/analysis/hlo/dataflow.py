@@ -45,7 +45,7 @@ class Node:
     arrays: The type; several arrays only if there is a node for each part.
     inputs: The operands.
     loop: The innermost loop that repeats it.
-    is_chosen: Whether it is conditional in an iteration of the loop.
+    is_conditional: Whether it is conditional in an iteration of the loop.
     instruction: The instruction of the program.
     index: The index of the part, if it is a part of a tuple.
     users: The values that use it.
@@ -55,7 +55,7 @@ class Node:
   arrays: Sequence[hlo_program.Array]
   inputs: 'tuple[Node, ...]'
   loop: 'Loop'
-  is_chosen: bool
+  is_conditional: bool
   instruction: hlo_program.Instruction
   index: int | None = None
   users: 'list[Node]' = dataclasses.field(default_factory=list)
@@ -192,7 +192,7 @@ class _Context(NamedTuple):
   """The context in which a computation runs."""
 
   loop: Loop
-  is_chosen: bool
+  is_conditional: bool
 
 
 class _Builder:
@@ -245,7 +245,7 @@ class _Builder:
     return self._each(instruction, 'get-tuple-element', node, context)
 
   def _branch(self, branch, operand, context):
-    return self.run(branch, context._replace(is_chosen=True), [operand])[1]
+    return self.run(branch, context._replace(is_conditional=True), [operand])[1]
 
   def _while(self, computation, instruction, start, context):
     condition, body = self._module.called(instruction)
@@ -310,8 +310,10 @@ class _Builder:
   ):
     inputs = tuple(_leaves(tuple(operands)))
     opcode, arrays = opcode or instruction.opcode, arrays or instruction.results
-    loop, is_chosen = context
-    node = Node(opcode, arrays, inputs, loop, is_chosen, instruction, index)
+    loop, is_conditional = context
+    node = Node(
+        opcode, arrays, inputs, loop, is_conditional, instruction, index
+    )
     key = _key(node, operands)
     if key in self._shared:
       return self._shared[key]
