@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import chex
 import jax
@@ -65,22 +65,26 @@ class ShardedReduction(leaf_sums.Reduction):
       self, leaves: Sequence[chex.Array], share: leaf_sums.Share
   ) -> list[jax.Array]:
     """Returns this shard's slice of the sum or mean of checked leaves."""
-    is_sent = self.sends_in_slices(leaves)
-    slices, in_rows, unsliced, rows = {}, [], [], []
+    slices, rows, unsliced = {}, {}, []
+    num_shards = self.num_shards()
     for i, leaf in enumerate(leaves):
-      division = self._division(leaf)
-      if division is None or not is_sent[i]:
+      is_sliced = leaves_lib.is_sliced(leaf, num_shards)
+      # With `if_reduced='mean'`, a leaf may already be a mean over some axes.
+      # Such a leaf is reduced as a whole over the other axes.
+      if not is_sliced or self.summed_axes(leaf) != self.axes:
         unsliced.append(i)
       elif self.sends_in_rows(leaf):
-        in_rows.append(i)
-        rows.append(division.rows(leaf))
+        rows[i] = self._division(leaf).rows(leaf)
       else:
-        send = functools.partial(self._scatter_along, division)
+        send = functools.partial(self._scatter_along, self._division(leaf))
         (slices[i],) = self.reduce([leaf], share, send)
-    scattered = self.reduce(rows, share, self.scatter_over, self.num_shards())
+    scattered = self.reduce(
+        list(rows.values()), share, self.scatter_over, num_shards
+    )
+    slices |= zip(rows, scattered, strict=True)
     reduced = self.reduce([leaves[i] for i in unsliced], share)
-    local_slices = [*scattered, *jax.tree.leaves(self.own(reduced))]
-    slices |= zip(in_rows + unsliced, local_slices, strict=True)
+    own_slices = jax.tree.leaves(self.own(reduced))
+    slices |= zip(unsliced, own_slices, strict=True)
     return [slices[i] for i in range(len(leaves))]
 
   def own(self, tree: optax.Updates) -> optax.Updates:
@@ -126,17 +130,6 @@ class ShardedReduction(leaf_sums.Reduction):
         leaves[i] = self._gather_along(divided[i], x)
     return treedef.unflatten(leaves)
 
-  def sends_in_slices(self, leaves: Sequence[chex.Array]) -> list[bool]:
-    """Returns, for each leaf, whether it is sliced before communication."""
-    num_shards = self.num_shards()
-    # With `if_reduced='mean'`, a leaf may already be a mean over some axes. It
-    # is then reduced over the other axes as a whole.
-    return [
-        leaves_lib.is_sliced(leaf, num_shards)
-        and self.summed_axes(leaf) == self.axes
-        for leaf in leaves
-    ]
-
   def sends_in_rows(self, leaf: chex.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether a leaf is scattered as rows, as all leaves that share a buffer.
 
@@ -157,7 +150,7 @@ class ShardedReduction(leaf_sums.Reduction):
   def _divided_over(self):
     return axes_lib.in_mesh_order(self.axes)[::-1]
 
-  def _division(self, leaf):
+  def _division(self, leaf: Any) -> Any:
     """Returns the division of a leaf, or `None` if the leaf is not divided."""
     num_slices = self.num_slices()
     if not leaves_lib.is_sliced(leaf, math.prod(num_slices)):
