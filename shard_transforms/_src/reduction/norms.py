@@ -98,10 +98,10 @@ def are_finite(
     tree: optax.Updates, sliced_over: tuple[Hashable, ...]
 ) -> jax.Array:
   """Returns whether all elements of all slices are finite, bool []."""
-  return with_finiteness(tree, sliced_over)[1]
+  return finiteness(tree, sliced_over)[1]
 
 
-def with_finiteness(
+def finiteness(
     tree: optax.Updates,
     sliced_over: tuple[Hashable, ...],
     read_first: bool = False,

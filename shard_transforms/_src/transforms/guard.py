@@ -170,7 +170,7 @@ def guard(
       updates = _sanitize(updates, health)
     else:
       on_accelerator = bool(axes) and axes_lib.platform() != 'cpu'
-      updates, is_finite = norms.with_finiteness(updates, sliced, on_accelerator)
+      updates, is_finite = norms.finiteness(updates, sliced, on_accelerator)
       health = spikes_lib.SpikeCheck(is_finite)
       decision = _decide(health, local_weight, axes, num_required)
       updates = _pass_on(updates, weight if axes else None, decision.accept)
