@@ -29,7 +29,7 @@ def check(
     updates: Any,
     state: Any,
     axes: Sequence[Hashable],
-    may_be_local: bool,
+    may_be_unsummed: bool,
     caller: str,
 ) -> None:
   """Checks that a jaxpr uses the weight in its sums over shards.
@@ -40,7 +40,7 @@ def check(
     updates: The updates, and other inputs that differ between shards with them.
     state: The state.
     axes: The axes of the shards.
-    may_be_local: Whether updates that are not summed may be returned without
+    may_be_unsummed: Whether updates that are not summed may be returned without
       the weight.
     caller: The transformation that has the option `assume_weighted`.
 
@@ -56,7 +56,7 @@ def check(
       unweighted and jnp.issubdtype(x.aval.dtype, jnp.inexact)
       for x, unweighted in zip(results, is_unweighted, strict=False)
   )
-  if has_unweighted_sum or (passes_through and not may_be_local):
+  if has_unweighted_sum or (passes_through and not may_be_unsummed):
     raise ValueError(
         f'The transformation in `{caller}` must use the extra argument `weight`'
         ' in all of its sums over shards; otherwise excluded shards still'
