@@ -48,9 +48,7 @@ def reduced(
         if leaves_lib.is_float0(leaves[i])
         or not any(stacks.layouts[param].slicing)
     ]
-    sums = stacks.reduction.reduce(
-        [leaves[i] for i in replicated], share
-    )
+    sums = stacks.reduction.reduce([leaves[i] for i in replicated], share)
     shared = dict(zip(replicated, sums, strict=True))
     for i, param in unowned.items():
       if i not in shared:
