@@ -8,7 +8,6 @@ array for a flattened leaf.
 """
 
 from collections.abc import Hashable
-from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import math
@@ -23,8 +22,6 @@ from shard_transforms._src.base import partition_specs
 
 # Maximum padding along dimensions, as a fraction of the elements.
 _MOST_PADDING = 1 / 16
-# Search limits when the original mesh of a state is unknown.
-_MOST_SHARDS, _MOST_AXES = 2**16, 3
 
 
 def dimension(
@@ -46,8 +43,8 @@ def divide(shape: tuple[int, ...], num_slices: Sequence[int]) -> 'Division':
 
   The leaf is flattened if its dimensions would need too much padding.
   """
-  division = along_dimensions(shape, num_slices)
-  if is_tight(division.padded, shape) or len(shape) == 1:
+  division = divide_dimensions(shape, num_slices)
+  if has_little_padding(division.padded, shape) or len(shape) == 1:
     return division
   *ones, num_elements = _flattened(shape)
   return dataclasses.replace(
@@ -58,7 +55,7 @@ def divide(shape: tuple[int, ...], num_slices: Sequence[int]) -> 'Division':
   )
 
 
-def along_dimensions(
+def divide_dimensions(
     shape: tuple[int, ...], num_slices: Sequence[int]
 ) -> 'Division':
   """Returns the division along dimensions, however much padding it needs."""
@@ -71,7 +68,9 @@ def along_dimensions(
   return Division(shape, tuple(num_slices), tuple(dims), tuple(sizes))
 
 
-def is_tight(padded_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def has_little_padding(
+    padded_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> bool:
   """Whether the padding is below the limit for a division by dimensions."""
   added = math.prod(padded_shape) - math.prod(shape)
   return added <= _MOST_PADDING * math.prod(shape)
@@ -83,9 +82,9 @@ class Division:
 
   Attributes:
     shape: The shape of the leaf.
-    num_slices: The number of shards along each axis, in the reverse order of
-      the mesh. The last mesh axis is scattered first, so the other axes
-      communicate only a part.
+    num_slices: The number of shards along each axis, from the last axis of the
+      mesh to the first. Leaves are scattered in this order, so each later axis
+      communicates a smaller part.
     dims: The dimension that each axis divides. If two axes divide the same
       dimension, the first axis divides it into larger parts.
     slice_shape: The shape of a slice.
@@ -189,37 +188,7 @@ def is_padded(padded_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
   flattened = _flattened(shape)
   if contains(flattened) and padded_shape[:-1] == flattened[:-1]:
     return True
-  return contains(shape) and is_tight(padded_shape, shape)
-
-
-def fit_one_mesh(
-    shapes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
-) -> bool:
-  """Whether divisions of all these leaves over one mesh may have these shapes.
-
-  Args:
-    shapes: For each leaf, its padded shape and its original shape.
-  """
-  pairs = {(padded, shape) for padded, shape in shapes if padded != shape}
-  # If no leaf is padded, all shapes fit one shard.
-  total = math.gcd(*(math.prod(padded) for padded, _ in pairs)) or 1
-  sizes = range(1, min(total, _MOST_SHARDS) + 1)
-  divisors = [size for size in sizes if total % size == 0]
-  return any(
-      all(divide(shape, mesh).padded == padded for padded, shape in pairs)
-      for mesh in _mesh_shapes(total, divisors, _MOST_AXES)
-  )
-
-
-def _mesh_shapes(total, divisors, num_axes):
-  """Yields the shapes of meshes whose number of shards divides `total`."""
-  if not num_axes:
-    yield ()
-    return
-  for size in divisors:
-    if total % size == 0:
-      for sizes in _mesh_shapes(total // size, divisors, num_axes - 1):
-        yield size, *sizes
+  return contains(shape) and has_little_padding(padded_shape, shape)
 
 
 def _flattened(shape):

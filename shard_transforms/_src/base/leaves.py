@@ -70,6 +70,13 @@ def dtype_of(leaf: Any) -> Any:
   return getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
 
 
+def shapes_of(tree: Any) -> Any:
+  """Returns the shapes and dtypes of a tree of arrays, without shardings."""
+  return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x)), tree
+  )
+
+
 def dtype_of_number(value: Any) -> np.dtype | None:
   """Returns the dtype of an array or a Python number; otherwise `None`."""
   if isinstance(value, (bool, int, float, complex)):

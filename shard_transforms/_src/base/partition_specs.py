@@ -8,8 +8,10 @@ import itertools
 from typing import Any
 
 import jax
+from jax import core
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import axes as axes_lib
@@ -22,6 +24,18 @@ SpecTree = P | None | Iterable['SpecTree'] | Mapping[Any, 'SpecTree']
 def is_spec(spec: Any) -> bool:
   """Whether `spec` is a `PartitionSpec`, for the `is_leaf` of a tree map."""
   return isinstance(spec, P)
+
+
+def spec_of(x: Any) -> P:
+  """Returns the spec with which an array, or the type of one, is sharded.
+
+  It is `PartitionSpec()` if the array is not on a mesh. A traced array has a
+  spec only over axes of type `Explicit`.
+  """
+  if isinstance(x, core.Tracer):
+    return P(*axes_lib.partitions(jax.typeof(x).sharding.spec))
+  sharding = getattr(x, 'sharding', None)
+  return sharding.spec if isinstance(sharding, NamedSharding) else P()
 
 
 def axes_of(specs: SpecTree) -> frozenset[Hashable]:

@@ -164,8 +164,8 @@ def value_and_grad(
   axes = axes_lib.as_axes(axis_name)
   argnums_tuple = argnums if isinstance(argnums, Sequence) else (argnums,)
   argnums_tuple = tuple(map(operator.index, argnums_tuple))
-  if not (mesh is None or isinstance(mesh, mapping.AnyMesh)):
-    raise TypeError(f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}.')
+  if mesh is not None:
+    mapping.check_mesh(mesh)
   jax_value_and_grad = jax.value_and_grad(
       _with_checked_loss(fun, axes, has_aux),
       argnums,

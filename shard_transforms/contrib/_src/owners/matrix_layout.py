@@ -226,7 +226,8 @@ def _check_specs_in_use(name, shape, spec, caller):
   Raises:
     ValueError: If the specs differ.
   """
-  traced_shape, in_spec = state_types.specs_in_use().get(name, (None, None))
+  in_trace = state_types.PARAMS_IN_TRACE.get() or {}
+  traced_shape, in_spec = in_trace.get(name, (None, None))
   if in_spec is None or traced_shape != shape:
     return
 
