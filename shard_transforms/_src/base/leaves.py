@@ -73,7 +73,7 @@ def dtype_of(leaf: Any) -> Any:
 def shapes_of(tree: Any) -> Any:
   """Returns the shapes and dtypes of a tree of arrays, without shardings."""
   return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), dtype_of(x)), tree
+      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree
   )
 
 

@@ -60,7 +60,8 @@ def unshard_state(
     TypeError: If a state declares a rule that is not a `Rule`.
     ValueError: If `state` was not created by `tx` for these parameters, on this
       mesh with these `in_specs`; if `in_specs` shards parameters and the state
-      of `shard_update` is sharded over further axes; or if a state declares a rule for a missing field.
+      of `shard_update` is sharded over further axes; or if a state declares a
+      rule for a missing field.
 
   Examples:
     >>> import jax
@@ -117,7 +118,8 @@ def shard_state(
     ValueError: If `state` was not created by `tx` for these parameters, a leaf
       cannot be converted or is not on this process, `in_specs` shards
       parameters and the state of `shard_update` is sharded over further axes,
-      `reduction` is missing or unknown, or a state declares a rule for a missing field.
+      `reduction` is missing or unknown, or a state declares a rule for a
+      missing field.
 
   Examples:
     >>> import jax

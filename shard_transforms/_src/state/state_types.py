@@ -94,7 +94,11 @@ def types_on_mesh_and_one_shard(
     if stacked_axes:
       shape = (1, *shape)
     sizes = itertools.zip_longest(shape, _num_parts(spec, mesh), fillvalue=1)
-    return _type(map(math.prod, sizes), leaf.type.dtype, mesh, spec)
+    return jax.ShapeDtypeStruct(
+        tuple(map(math.prod, sizes)),
+        leaf.type.dtype,
+        sharding=jax.sharding.NamedSharding(mesh, spec),
+    )
 
   return jax.tree.map_with_path(global_type, leaves), one_shard
 
@@ -356,22 +360,17 @@ def is_abstract(params: leaves_lib.ParamTree) -> bool:
   return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
-def abstract(
-    tree: Any,
-    specs: Any,
-    mesh: mapping.AnyMesh,
-) -> Any:
+def abstract(tree: Any, specs: Any, mesh: mapping.AnyMesh) -> Any:
   """Returns the shapes, dtypes and shardings of a tree of arrays."""
   return jax.tree.map(
-      lambda x, spec: _type(jnp.shape(x), leaves_lib.dtype_of(x), mesh, spec),
+      lambda x, spec: jax.ShapeDtypeStruct(
+          jnp.shape(x),
+          jnp.result_type(x),
+          sharding=jax.sharding.NamedSharding(mesh, spec),
+      ),
       tree,
       specs,
   )
-
-
-def _type(shape, dtype, mesh, spec):
-  sharding = jax.sharding.NamedSharding(mesh, spec)
-  return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
 
 
 def map_with_params(

@@ -132,6 +132,7 @@ class UnshardedTypes:
     jax.tree.map_with_path(check_dtype, field, types.unsharded)
     self._check_whole_params(path, rule, target)
     # Raises for `groups`: each group keeps a different state.
+    target = leaves_lib.shapes_of(target)
     _unsharded_field_types(rule, target, types.on_one_shard, name)
 
   def _types_of(self, path):
@@ -200,8 +201,7 @@ def unsharded_types(
 def _unsharded_field_types(rule, field, on_one_shard, name):
   """Returns the types of a field that its rule has unsharded."""
   return jax.eval_shape(
-      lambda field: rule.unshard(field, on_one_shard, name),
-      leaves_lib.shapes_of(field),
+      lambda field: rule.unshard(field, on_one_shard, name), field
   )
 
 
