@@ -50,8 +50,16 @@ class PartitionTest(parameterized.TestCase):
       (3, TypeError, SEQUENCES),
       ({0: [1]}, TypeError, SEQUENCES),
       (np.arange(8), TypeError, SEQUENCES),
-      ([[0, 1.0]], TypeError, 'contain integer shard ids, got 1.0 in'),
-      ([[False, True]], TypeError, 'contain integer shard ids, got False in'),
+      (
+          [[0, 1.0]],
+          TypeError,
+          r'`groups\[0\]\[1\]` must be an integer, got 1.0',
+      ),
+      (
+          [[False, True]],
+          TypeError,
+          r'`groups\[0\]\[0\]` must be an integer, got False',
+      ),
       ([[0, 1], [1, 2]], ValueError, r'but the ids \[1, 3\] are'),
       ([[0, 1], [-1, 2]], ValueError, r'but the ids \[-1, 3\] are'),
       (

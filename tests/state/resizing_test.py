@@ -404,6 +404,17 @@ class WindowTest(parameterized.TestCase):
     assert_same(resized, replaced(expected, bad_shard_count=4, spikes=spikes))
     self.assertEqual(resized.spikes.spike_count, 5)
 
+  def test_norms_of_reduced_updates_are_kept(self):
+    # They depend on the global batch, and not on the number of shards.
+    tx = averaged(guard(optax.identity(), spikes=SPIKES))
+    state = state_of(tx, ZEROS, 8)
+    state = (state[0], replaced(state[1], spikes=spiked(state[1], {'norm': 2})))
+
+    resized = resize_state(state, tx, ZEROS, modes.mesh(4))
+
+    norm, expected = (x[1].spikes.statistics['norm'] for x in (resized, state))
+    chex.assert_trees_all_equal(*jax.device_get((norm, expected)))
+
   @cases.parameters(
       # Weights that are numbers of towers, and others.
       ('mean', 3, [3] * 8, {}, "The window at .total .* 'sum' and 'weighted'"),
@@ -575,10 +586,40 @@ except ValueError as error:
 """
 
 
+# The state is only on the device of process 0.
+HEALTH_WORKER = """
+import jax, numpy as np, optax
+import shard_transforms as st
+st.launch.join_processes()
+mesh = jax.sharding.Mesh(jax.devices()[:1], ('data',))
+sharding = jax.NamedSharding(mesh, jax.P())
+state = jax.tree.map(
+    lambda x: jax.make_array_from_callback(
+        x.shape, sharding, lambda _: np.asarray(x), dtype=x.dtype
+    ),
+    st.guard(optax.sgd(0.1)).init(np.zeros(3, 'float32')),
+)
+st.monitoring.check_health(state)
+print(f'Process {jax.process_index()} is healthy.')
+"""
+
+
 class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_refuses_state_on_other_processes(self):
+    message = r'partly on other processes, at \.inner_state\.trace'
+    self.assertRegex(self.run_worker(WORKER), f'got a state that is {message}')
+
+  @pytest.mark.slow
+  def test_health_is_checked_where_the_state_is(self):
+    printed = self.run_worker(HEALTH_WORKER)
+
+    for process in range(2):
+      self.assertIn(f'Process {process} is healthy.', printed)
+
+  def run_worker(self, worker):
+    """Runs two processes with one device each; returns what they print."""
     source = pathlib.Path(st.__file__).parents[1]
     main = (
         'import sys\nfrom shard_transforms import launch\n'
@@ -586,7 +627,7 @@ class ProcessesTest(parameterized.TestCase):
     )
 
     done = subprocess.run(
-        [sys.executable, '-c', main, WORKER],
+        [sys.executable, '-c', main, worker],
         # Python first searches this folder for imports.
         cwd=source,
         env={
@@ -602,8 +643,7 @@ class ProcessesTest(parameterized.TestCase):
     )
 
     self.assertEqual(done.returncode, 0, done.stderr)
-    message = r'partly on other processes, at \.inner_state\.trace'
-    self.assertRegex(done.stdout, f'got a state that is {message}')
+    return done.stdout
 
 
 class DeclaredStateTest(parameterized.TestCase):

@@ -20,7 +20,7 @@ AxisName = Hashable | Sequence[Hashable]
 # 'untracked': types carry no information about the axis, as under `pmap`,
 # `vmap` and `shard_map(check_vma=False)`. 'invariant': the value is the same on
 # all shards, because it was reduced or replicated.
-State = Literal['varying', 'invariant', 'unreduced', 'untracked']
+Variance = Literal['varying', 'invariant', 'unreduced', 'untracked']
 
 
 def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
@@ -174,8 +174,8 @@ def is_tracked(axis: Hashable) -> bool:
   return axis in varying_axes(lax.axis_index(axis))
 
 
-def state(leaf: Any, axis: Hashable) -> State:
-  """Returns the state of a leaf over a bound axis, according to its type."""
+def variance_of(leaf: Any, axis: Hashable) -> Variance:
+  """Returns whether a leaf varies over a bound axis, according to its type."""
   if axis in varying_axes(leaf):
     return 'varying'
   if axis in unreduced_axes(leaf):

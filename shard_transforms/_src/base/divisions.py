@@ -44,7 +44,8 @@ def divide(shape: tuple[int, ...], num_slices: Sequence[int]) -> 'Division':
   The leaf is flattened if its dimensions would need too much padding.
   """
   division = divide_dimensions(shape, num_slices)
-  if has_little_padding(division.padded, shape) or len(shape) == 1:
+  padding = math.prod(division.padded) - math.prod(shape)
+  if padding <= _MOST_PADDING * math.prod(shape) or len(shape) == 1:
     return division
   *ones, num_elements = _flattened(shape)
   return dataclasses.replace(
@@ -66,14 +67,6 @@ def divide_dimensions(
     sizes[dim] = -(-sizes[dim] // number)
     dims.append(dim)
   return Division(shape, tuple(num_slices), tuple(dims), tuple(sizes))
-
-
-def has_little_padding(
-    padded_shape: tuple[int, ...], shape: tuple[int, ...]
-) -> bool:
-  """Whether the padding is below the limit for a division by dimensions."""
-  added = math.prod(padded_shape) - math.prod(shape)
-  return added <= _MOST_PADDING * math.prod(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,19 +169,14 @@ def cropped(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   return leaf[tuple(map(slice, sizes))].reshape(shape)
 
 
-def is_padded(padded_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def may_be_padded(
+    padded_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> bool:
   """Whether a divided leaf of `shape` may have the shape `padded_shape`."""
-  if len(padded_shape) != len(shape):
-    return False
-
-  def contains(smaller):
-    return all(x >= y for x, y in zip(padded_shape, smaller, strict=True))
-
-  # The padding of a flattened leaf depends only on the number of shards.
-  flattened = _flattened(shape)
-  if contains(flattened) and padded_shape[:-1] == flattened[:-1]:
-    return True
-  return contains(shape) and has_little_padding(padded_shape, shape)
+  return len(padded_shape) == len(shape) and any(
+      all(x >= y for x, y in zip(padded_shape, sizes, strict=True))
+      for sizes in (shape, _flattened(shape))
+  )
 
 
 def _flattened(shape):

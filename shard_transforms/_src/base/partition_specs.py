@@ -157,26 +157,26 @@ def _is_sliced(path, leaf, axis, spec, caller):
   # Neither an empty array nor a scalar can be sliced.
   if leaves_lib.is_float0(leaf) or not jnp.size(leaf):
     return False
-  state = axes_lib.state(leaf, axis)
-  if spec is None and state == 'untracked':
+  variance = axes_lib.variance_of(leaf, axis)
+  if spec is None and variance == 'untracked':
     raise ValueError(
         f'`{caller}` cannot infer which leaves are sliced over {axis!r},'
         ' because JAX does not track this axis in types here. Pass the'
         ' `PartitionSpec`s of the leaves as `specs`.'
     )
-  by_type = state == 'varying'
+  by_type = variance == 'varying'
   if spec is None:
     by_spec = by_type
   else:
     by_spec = axis in axes_of(spec) and jnp.ndim(leaf) > 0
-  contradicted = by_spec != by_type and state != 'untracked'
+  contradicted = by_spec != by_type and variance != 'untracked'
   # With one shard, the slice is the whole leaf, so nothing is contradicted.
-  if state == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
+  if variance == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
     raise ValueError(
         f'`specs` of `{caller}` do not agree with the types of the leaves:'
         f' {leaves_lib.name_of(path)} {list(jnp.shape(leaf))} has the spec'
-        f' {spec!r}, but is typed {state} over {axis!r}. Pass the specs of the'
-        ' leaves. A gradient that is not reduced over an axis yet is not a'
+        f' {spec!r}, but is typed {variance} over {axis!r}. Pass the specs of'
+        ' the leaves. A gradient that is not reduced over an axis yet is not a'
         ' slice: reduce it first.'
     )
   return by_spec

@@ -229,7 +229,10 @@ def addressable_parts(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def local_max(x: chex.Array) -> int:
-  """Returns the largest element among the addressable integers of an array."""
+  """Returns the largest element among the addressable integers of an array.
+
+  The array must have a part on this process.
+  """
   return max(int(np.max(part)) for _, part in addressable_parts(x))
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from typing import NamedTuple
 
-from shard_transforms._src.base import jax_internals
+from shard_transforms._src.launch import jax_cluster
 
 
 class Scheduler(NamedTuple):
@@ -103,7 +103,7 @@ def find_cluster(timeout: int) -> Cluster | None:
   """
   methods = *[scheduler.method for scheduler, _, _ in _tasks()], *_CLOUD_TPU
   try:
-    detected = jax_internals.detect_cluster(methods, timeout)
+    detected = jax_cluster.detect_cluster(methods, timeout)
   except Exception as error:
     raise RuntimeError(
         'JAX could not find the other tasks of this program:'

@@ -243,7 +243,9 @@ def sent_over(leaf: chex.Array, options: Reduction) -> tuple[Hashable, ...]:
   if options.if_reduced == 'error':
     return options.axes
   return tuple(
-      axis for axis in options.axes if axes_lib.state(leaf, axis) != 'invariant'
+      axis
+      for axis in options.axes
+      if axes_lib.variance_of(leaf, axis) != 'invariant'
   )
 
 

@@ -57,7 +57,8 @@ def unshard_state(
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If a state declares a rule that is not a `Rule`.
+    TypeError: If a sharded leaf does not have the dtype that the transformation
+      uses, or a state declares a rule that is not a `Rule`.
     ValueError: If `state` was not created by `tx` for these parameters, on this
       mesh with these `in_specs`; if `in_specs` shards parameters and the state
       of `shard_update` is sharded over further axes; or if a state declares a

@@ -109,21 +109,23 @@ def check_same_structure(
     raise ValueError(mismatch(name, f'the tree {got}', expected, advice))
 
 
-def check_same_shapes(
+def check_same_types(
     name: str, state: Any, like: Any, advice: str = ''
 ) -> None:
-  """Checks that a state has the expected tree, with leaves of these shapes.
+  """Checks that a state has the expected tree, with leaves of these types.
 
   Raises:
+    TypeError: If the dtypes differ.
     ValueError: If the trees or the shapes differ.
   """
   check_same_structure(name, state, like, advice=advice)
 
   def check(path, leaf, like):
+    leaf_name = name + jax.tree_util.keystr(path)
     if jnp.shape(leaf) != like.shape:
-      leaf_name = name + jax.tree_util.keystr(path)
       got = f'the shape {jnp.shape(leaf)}'
       raise ValueError(mismatch(leaf_name, got, like.shape, advice))
+    check_dtype(leaf_name, leaf, like)
 
   jax.tree.map_with_path(check, state, like)
 
@@ -184,7 +186,7 @@ def leaf_rule(
 
 def _without_padding(leaf, like):
   """Removes the padding of a leaf; `None` if the shapes do not match."""
-  if not like.shape or not divisions.is_padded(jnp.shape(leaf), like.shape):
+  if not like.shape or not divisions.may_be_padded(jnp.shape(leaf), like.shape):
     return None
   return divisions.cropped(leaf, like.shape)
 

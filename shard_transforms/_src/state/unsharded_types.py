@@ -47,6 +47,7 @@ class UnshardedTypes:
     """Returns the field at a path, unsharded by its rule.
 
     Raises:
+      TypeError: If a leaf has another dtype.
       ValueError: If the field was created for other parameters, or the
         parameters are sharded such that it cannot be converted.
     """
@@ -54,7 +55,7 @@ class UnshardedTypes:
     types = self._types_of(path)
     self._check_whole_params(path, rule, field)
     unsharded = rule.unshard(field, types.on_one_shard, name)
-    fields.check_same_shapes(name, unsharded, types.unsharded)
+    fields.check_same_types(name, unsharded, types.unsharded)
     return unsharded
 
   def check_created_on_mesh(self, state: Any) -> None:
@@ -124,12 +125,7 @@ class UnshardedTypes:
     name = leaves_lib.name_of(path)
     types = self._types_of(path)
     advice = ' Pass the result of `unshard_state` to `shard_state`.'
-    fields.check_same_shapes(name, field, types.unsharded, advice)
-
-    def check_dtype(path, leaf, like):
-      fields.check_dtype(name + jax.tree_util.keystr(path), leaf, like)
-
-    jax.tree.map_with_path(check_dtype, field, types.unsharded)
+    fields.check_same_types(name, field, types.unsharded, advice)
     self._check_whole_params(path, rule, target)
     # Raises for `groups`: each group keeps a different state.
     target = leaves_lib.shapes_of(target)

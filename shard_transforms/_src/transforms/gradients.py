@@ -214,7 +214,7 @@ def _with_checked_loss(fun, axes, has_aux):
     out = fun(*args, **kwargs)
     loss = out[0] if has_aux else out
     for axis in axes:
-      if axes_lib.state(loss, axis) == 'invariant':
+      if axes_lib.variance_of(loss, axis) == 'invariant':
         raise ValueError(
             f'The loss of `{_CALLER}` is the same on all shards of {axis!r}, so'
             ' its gradient would be N times too large or too small. Return the'

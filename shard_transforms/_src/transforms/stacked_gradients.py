@@ -52,7 +52,7 @@ def stacked_value_and_grad(
 
   def of_shard(args, kwargs):
     args, kwargs = jax.tree.map(
-        stacked_lib.local_entry, (args, kwargs), is_leaf=stacked_lib.is_stacked
+        stacked_lib.shard_value, (args, kwargs), is_leaf=stacked_lib.is_stacked
     )
     return jax.tree.map(_with_shard_axis, grad_fn(*args, **kwargs))
 

@@ -54,7 +54,7 @@ def stacked_update(
 
     def update_shard(updates, state, params, extra_args):
       grads, extra_args = jax.tree.map(
-          stacked_lib.local_entry,
+          stacked_lib.shard_value,
           (updates, extra_args),
           is_leaf=stacked_lib.is_stacked,
       )

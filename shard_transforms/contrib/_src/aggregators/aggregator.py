@@ -18,6 +18,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import thresholds
+from shard_transforms.contrib._src import arguments as contrib_arguments
 from shard_transforms.contrib._src import exchanges
 
 # A function of this shard's real arrays; of whether this shard counts, bool [],
@@ -128,7 +129,7 @@ def _check(updates, weight, axes, caller):
   axes_lib.size(axes, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, axes, caller)
-  leaves_lib.check_not_explicit(updates, caller)
+  contrib_arguments.check_not_explicit(updates, caller)
   if weight is None:
     return None
   weight = weights.as_weight(weight, (), caller)

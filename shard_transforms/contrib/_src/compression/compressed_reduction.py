@@ -20,6 +20,7 @@ from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms.contrib._src import arguments as contrib_arguments
 
 
 class Split(NamedTuple):
@@ -205,7 +206,7 @@ class CompressedReduction(abc.ABC):
     """
     arguments.check_state(state, self.state_type, self.caller)
     checked = leaf_sums.check(updates, weight, self.options)
-    leaves_lib.check_not_explicit(updates, self.caller)
+    contrib_arguments.check_not_explicit(updates, self.caller)
     split = Split.of(updates, self.compresses)
     local_state = self._local_state(state, updates, split)
     leaf_states = self.state_type(

@@ -12,6 +12,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
+from shard_transforms.contrib._src import arguments as contrib_arguments
 
 _CALLER = 'compensate_delay'
 
@@ -112,10 +113,12 @@ def compensate_delay(
     Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
     Compensation, 2017, https://arxiv.org/abs/1609.08326.
   """
-  strength = arguments.as_not_negative('strength', strength)
+  strength = arguments.as_real(
+      'strength', strength, 'not be negative', lambda x: x >= 0
+  )
   eps = arguments.as_positive('eps', eps)
   if decay is not None:
-    decay = arguments.as_decay('decay', decay)
+    decay = contrib_arguments.as_decay('decay', decay)
   axes = axes_lib.optional_axes(axis_name)
 
   def init_fn(params):
