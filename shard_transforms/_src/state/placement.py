@@ -118,8 +118,8 @@ def make_state(
     types = state_types.types_over_unmapped_axes(
         tx, params, mesh, param_specs, types, unmapped_specs
     )
-    call = functools.partial(
-        mapping.call,
+    mapped = functools.partial(
+        _call_partly_mapped,
         init,
         in_specs=(param_specs,),
         out_specs=out_specs,
@@ -127,8 +127,6 @@ def make_state(
         axes=axes,
         out_types=state_types.spec_tree(types),
     )
-    # The other axes of the mesh are left to the compiler.
-    mapped = lambda params: call((params,))
     param_specs = jax.tree.map(
         partition_specs.joined, param_specs, unmapped_specs
     )
@@ -141,6 +139,11 @@ def make_state(
   params = _placed(params, param_specs, mesh)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, types)
   return jax.jit(mapped, out_shardings=shardings)(params)
+
+
+def _call_partly_mapped(init, params, **options):
+  """Calls `init` with the other axes of the mesh left to the compiler."""
+  return mapping.call(init, (params,), **options)
 
 
 def _placed(params, param_specs, mesh):
