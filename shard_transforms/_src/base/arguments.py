@@ -169,7 +169,7 @@ def check_update(
   """
   check_state(state, state_type, caller)
   leaves.check_inexact(updates, caller)
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   leaves.check_per_shard(updates, axes, caller)
 
 

@@ -56,8 +56,8 @@ def optional_axes(axis_name: AxisName | None) -> tuple[Hashable, ...]:
   return () if axis_name is None else as_axes(axis_name)
 
 
-def size(axes: Sequence[Hashable], caller: str) -> int:
-  """Returns the total number of shards over `axes`.
+def check_bound(axes: Sequence[Hashable], caller: str) -> None:
+  """Checks that axes are bound, as inside of `jax.shard_map`.
 
   Raises:
     NameError: If an axis is not bound.
@@ -75,6 +75,11 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
           ' by `jax.set_mesh(mesh)`, or pass it. Inside `jax.shard_map`,'
           ' `jax.pmap` or `jax.vmap`, map an axis with this name.'
       ) from error
+
+
+def num_shards(axes: Sequence[Hashable], caller: str) -> int:
+  """Returns the total number of shards over `axes`, which must be bound."""
+  check_bound(axes, caller)
   return math.prod(map(lax.axis_size, axes))
 
 

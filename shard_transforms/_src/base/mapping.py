@@ -50,7 +50,7 @@ def mesh_with(
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   missing = [axis for axis in axes if axis not in mesh.axis_names]
   if missing:
-    axes_lib.size(missing, caller)
+    axes_lib.check_bound(missing, caller)
   return mesh
 
 

@@ -136,7 +136,7 @@ def sliced_axes(
         f'`specs` of `{caller}` must come with `axis_name`, got only {specs!r}.'
         ' Name the axes over which leaves are sliced.'
     )
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   leaves = jax.tree.leaves_with_path(tree)
   leaf_specs = [None] * len(leaves)
   if specs is not None:

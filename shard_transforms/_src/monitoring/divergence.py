@@ -174,6 +174,6 @@ def track_divergence(
 
 def _max_difference(axes, caller, tree):
   """Returns the largest difference between the checksums of shards."""
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   with jax.named_scope('shard_divergence'):
     return collectives.spread(digests.checksum(tree), axes).max()

@@ -105,7 +105,7 @@ def metrics(
         ' `tx.update` returned.'
     )
   axes = axes_lib.optional_axes(axis_name)
-  axes_lib.size(axes, 'metrics')
+  axes_lib.check_bound(axes, 'metrics')
   values = {}
   name_counts = collections.Counter()
   for node in states.nodes(state, _has_metrics):

@@ -208,7 +208,7 @@ def exchange_along(
 def rotate(x: jax.Array, axes: Axes, distance: int) -> jax.Array:
   """Returns the array of the shard `distance` positions ahead on the ring."""
   order = axes_lib.in_mesh_order(axes)
-  num_shards = axes_lib.size(order, '')
+  num_shards = axes_lib.num_shards(order, '')
   pairs = [((i + distance) % num_shards, i) for i in range(num_shards)]
   return permute(x, order, pairs)
 

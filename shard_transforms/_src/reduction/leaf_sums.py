@@ -133,7 +133,7 @@ class Reduction:
 
   def num_shards(self) -> int:
     """Returns the number of shards that reduce together, all or one group."""
-    num_shards = axes_lib.size(self.axes, self.caller)
+    num_shards = axes_lib.num_shards(self.axes, self.caller)
     if self.groups is not None:
       groups_lib.check_size(self.groups, num_shards)
       num_shards = len(self.groups[0])
@@ -221,7 +221,7 @@ def reduce(
       # XLA replaces a division by an array with a multiplication only for some
       # shapes, so packed leaves would not be bitwise equal to unpacked leaves.
       return lax.mul(summed, reciprocal(key.dtype))
-    size = axes_lib.size(key.axes, options.caller)
+    size = axes_lib.num_shards(key.axes, options.caller)
     if options.groups is not None:
       size = len(options.groups[0])
     # `/` takes several times as long to trace.

@@ -342,15 +342,14 @@ def _global_spec(path, leaf, mesh, stacked_axes):
         ' dimension of length 1, or the shape of a parameter that `in_specs`'
         ' shards the same way.'
     )
-  leading = []
+  leading, spec = [], leaf.spec
   if stacked_axes:
     leading.append(stacked_axes)
+    free_axes = set(mesh.axis_names).difference(stacked_axes)
+    spec = partition_specs.restricted(spec, free_axes)
   if per_shard_axes:
     row_axes = per_shard_axes.difference(stacked_axes)
     leading.append(tuple(axis for axis in mesh.axis_names if axis in row_axes))
-  spec = partition_specs.restricted(
-      leaf.spec, set(mesh.axis_names).difference(stacked_axes)
-  )
   return P(*partition_specs.from_entries(leading), *spec)
 
 

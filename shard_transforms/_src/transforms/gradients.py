@@ -59,7 +59,7 @@ def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
     [0. 1. 2. 3. 4. 5. 6. 7.]
   """
   axes = axes_lib.as_axes(axis_name)
-  axes_lib.size(axes, 'per_shard')
+  axes_lib.check_bound(axes, 'per_shard')
 
   def mark(leaf):
     is_array = leaves_lib.dtype_of_number(leaf) is not None
@@ -190,7 +190,7 @@ def value_and_grad(
   @functools.wraps(fun)
   def value_and_grad_fn(*args, **kwargs):
     if any(map(axes_lib.is_bound, axes)):
-      axes_lib.size(axes, _CALLER)
+      axes_lib.check_bound(axes, _CALLER)
       return local_value_and_grad(*args, **kwargs)
     return stacked_gradients.stacked_value_and_grad(
         local_value_and_grad,

@@ -54,7 +54,7 @@ class SlicedInner:
     reduction.check_params(params)
     # On a single shard, the state is that of `inner`, for groups of any size:
     # specs and checkpoints need its shapes.
-    if axes_lib.size(reduction.axes, reduction.caller) == 1:
+    if axes_lib.num_shards(reduction.axes, reduction.caller) == 1:
       return self._inner.init(params)
     sliced_state = self._inner.init(reduction.own(params))
     unsliced = jax.eval_shape(self._inner.init, params)

@@ -100,7 +100,7 @@ def is_sliced(axes: collectives.Axes) -> bool:
 
 def rows_of(x: jax.Array, axes: collectives.Axes) -> jax.Array:
   """Returns the slices of an array, [number of shards, elements]."""
-  num_shards = axes_lib.size(axes, '')
+  num_shards = axes_lib.num_shards(axes, '')
   return leaves_lib.slice_evenly(x, num_shards).reshape(num_shards, -1)
 
 
@@ -126,7 +126,7 @@ def map_packed(
 
 def _check(updates, weight, axes, caller):
   """Checks the updates and the weight; returns whether this shard counts."""
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, axes, caller)
   contrib_arguments.check_not_explicit(updates, caller)

@@ -136,7 +136,7 @@ class CompressedReduction(abc.ABC):
 
   def num_shards(self) -> int:
     """Returns the number of shards over all axes."""
-    return axes_lib.size(self.axes, self.caller)
+    return axes_lib.num_shards(self.axes, self.caller)
 
   @abc.abstractmethod
   def compresses(self, leaf: Any) -> bool:

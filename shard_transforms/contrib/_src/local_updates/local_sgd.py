@@ -150,7 +150,7 @@ def local_updates(
   )
 
   def init_fn(params):
-    axes_lib.size(axes, _CALLER)
+    axes_lib.check_bound(axes, _CALLER)
     own_params = local_state.trainable_params(params)
     inner_state = inner.init(own_params)
     outer_state = tuple(map(outer.init, partition.split(own_params)))

@@ -154,7 +154,7 @@ def _slicing(spec: P, shape: Sequence[int], name: str, caller: str) -> Any:
         f'`param_specs` of `{caller}` names an axis twice for {name}:'
         f' {spec!r}. An axis can slice only one dimension.'
     )
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   return (*entries, *[()] * (len(shape) - len(entries)))
 
 

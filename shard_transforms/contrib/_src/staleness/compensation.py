@@ -122,7 +122,7 @@ def compensate_delay(
   axes = axes_lib.optional_axes(axis_name)
 
   def init_fn(params):
-    axes_lib.size(axes, _CALLER)
+    axes_lib.check_bound(axes, _CALLER)
     if decay is None:
       return CompensateDelayState(())
     zeros = jax.tree.map(jnp.real, leaves_lib.accumulators(params))
