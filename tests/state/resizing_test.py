@@ -613,10 +613,8 @@ class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_health_is_checked_where_the_state_is(self):
-    printed = self.run_worker(HEALTH_WORKER)
-
-    for process in range(2):
-      self.assertIn(f'Process {process} is healthy.', printed)
+    # The launcher fails if process 1 does, and prints the output of process 0.
+    self.assertIn('Process 0 is healthy.', self.run_worker(HEALTH_WORKER))
 
   def run_worker(self, worker):
     """Runs two processes with one device each; returns what they print."""
