@@ -68,7 +68,7 @@ HEADINGS = (
     'temporary MB over plain',
     'code MB',
     'compilation over plain',
-    'reductions start after product',
+    'reductions start after product k of n',
 )
 
 
@@ -165,15 +165,15 @@ def cases(axes: Sequence[str]) -> Mapping[str, optax.GradientTransformation]:
       'guard, exclude': guarded,
       'drop_stale': st.drop_stale(2, inner, axis_name=axes),
       'drop_stale(guard)': st.drop_stale(2, guarded, axis_name=axes),
-      'scale_by_staleness': st.scale_by_staleness(
+      'scale_by_staleness': st.contrib.scale_by_staleness(
           'inverse', inner, axis_name=axes
       ),
       'tower_reduce(4)': st.tower_reduce(4, inner, axis_name=axes),
       'local_updates': st.contrib.local_updates(adam, outer, axes, every=20),
       'shard_update': st.shard_update(adam, axes),
-      'master_weights': optax.chain(mean, st.master_weights(adam)),
+      'master_weights': optax.chain(mean, st.contrib.master_weights(adam)),
       'shard_update(master_weights)': st.shard_update(
-          st.master_weights(adam), axes
+          st.contrib.master_weights(adam), axes
       ),
       'muon': optax.chain(mean, muon),
       'owned_update(muon)': owned,
@@ -392,6 +392,7 @@ class Measured(NamedTuple):
     seconds: How long processors compiled, all together.
     starts: After how many matrix products each reduction of at least a megabyte
       starts, in the order in which the program runs.
+    products: How many matrix products the program has.
   """
 
   report: st.monitoring.CommunicationReport
@@ -402,10 +403,11 @@ class Measured(NamedTuple):
   code: float
   seconds: float
   starts: list[int]
+  products: int
 
 
-def starts_of(module: hlo_program.Module) -> list[int]:
-  """Returns `Measured.starts` of a compiled program."""
+def starts_of(module: hlo_program.Module) -> tuple[list[int], int]:
+  """Returns `Measured.starts` and `Measured.products` of a program."""
   found, num_products = [], 0
   for instruction in module.entry.instructions.values():
     num_products += is_product(instruction, module)
@@ -416,7 +418,7 @@ def starts_of(module: hlo_program.Module) -> list[int]:
     elements = [math.prod(map(int, size.split(','))) for size in sizes]
     if is_start and max(elements, default=0) >= 250_000:
       found.append(num_products)
-  return found
+  return found, num_products
 
 
 def is_product(
@@ -500,7 +502,7 @@ def compiled(
       report.memory.temp_size_in_bytes / 1e6,
       report.memory.generated_code_size_in_bytes / 1e6,
       seconds,
-      starts_of(module),
+      *starts_of(module),
   )
 
 
@@ -528,7 +530,7 @@ def row(case: str, found: Measured, plain: Measured) -> str:
       f'{found.temporary - plain.temporary:+.1f}',
       f'{found.code:.1f}' if found.code else '',
       f'{found.seconds / plain.seconds:.1f}',
-      ', '.join(map(str, found.starts)),
+      f'{", ".join(map(str, found.starts))} of {found.products}',
   )
 
 

@@ -45,7 +45,7 @@ def averaged(tx: optax.GradientTransformation) -> Any:
 def ways() -> dict[str, tuple[Any, Any, int]]:
   """Returns a transformation, a dtype and a number of shards by name."""
   adam = optax.adam(_LEARNING_RATE.value)
-  masters = st.master_weights(adam)
+  masters = st.contrib.master_weights(adam)
   half = jnp.bfloat16
   return {
       'float32, one device': (averaged(adam), jnp.float32, 1),

@@ -155,7 +155,7 @@ def make_ways() -> list[Way]:
   bound = _STALENESS.value
   # Momentum suffers from stale gradients.
   tx = optax.sgd(_LEARNING_RATE.value, momentum=0.9)
-  weighted = optax.chain(st.scale_by_staleness('inverse'), tx)
+  weighted = optax.chain(st.contrib.scale_by_staleness('inverse'), tx)
   unbounded = {'staleness': None, 'pace': False}
   merging = {'staleness': bound, 'merge': _WORKERS.value}
   ways = [

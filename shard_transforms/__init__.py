@@ -29,17 +29,9 @@ from shard_transforms._src.transforms.gradients import per_shard
 from shard_transforms._src.transforms.gradients import value_and_grad
 from shard_transforms._src.transforms.guard import guard
 from shard_transforms._src.transforms.guard_state import GuardState
-from shard_transforms._src.transforms.master_weights import MasterWeightsState
-from shard_transforms._src.transforms.master_weights import master_weights
 from shard_transforms._src.transforms.on_mesh import on_mesh
 from shard_transforms._src.transforms.reduce_stacked_towers import (
     reduce_stacked_towers,
-)
-from shard_transforms._src.transforms.scale_by_staleness import (
-    ScaleByStalenessState,
-)
-from shard_transforms._src.transforms.scale_by_staleness import (
-    scale_by_staleness,
 )
 from shard_transforms._src.transforms.shard_update import ShardUpdateState
 from shard_transforms._src.transforms.shard_update import shard_update
@@ -57,8 +49,6 @@ __version__ = '0.1.0'
 __all__ = (
     'DropStaleState',
     'GuardState',
-    'MasterWeightsState',
-    'ScaleByStalenessState',
     'ShardUpdateState',
     'SpikeRule',
     'SpikeState',
@@ -72,12 +62,10 @@ __all__ = (
     'global_norm',
     'guard',
     'init_state',
-    'master_weights',
     'on_mesh',
     'per_shard',
     'reduce_stacked_towers',
     'resize_state',
-    'scale_by_staleness',
     'shard_mean',
     'shard_state',
     'shard_update',

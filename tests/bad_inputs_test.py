@@ -29,7 +29,6 @@ from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import init_state
-from shard_transforms import master_weights
 from shard_transforms import per_shard
 from shard_transforms import reduce_stacked_towers
 from shard_transforms import resize_state
@@ -40,6 +39,7 @@ from shard_transforms import state_specs
 from shard_transforms import tower_reduce
 from shard_transforms.contrib import cross_check
 from shard_transforms.contrib import majority_vote
+from shard_transforms.contrib import master_weights
 from shard_transforms.contrib import owned_update
 from shard_transforms.contrib import reproducible
 from shard_transforms.contrib.compression import Compressor
@@ -499,7 +499,7 @@ UPDATES = {
         r'`local_step` of `reduce_stacked.* \(\) or \(3,\), got \(2,\)': to(
             'stacked', local_step=np.zeros(2, int)
         ),
-        'would decide differently whether .* and give it `axis_name`': to(
+        '`drop_stale` got .* that differs .* could not .* `axis_name`': to(
             'tracked stale', local_step=lambda: lax.axis_index(AXIS)
         ),
         # Updates that are already reduced, or reduced by hand.

@@ -30,16 +30,16 @@ from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
-from shard_transforms import master_weights
 from shard_transforms import monitoring
 from shard_transforms import reduce_stacked_towers
-from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
 from shard_transforms.contrib import compensate_delay
 from shard_transforms.contrib import delay_updates
 from shard_transforms.contrib import local_updates
+from shard_transforms.contrib import master_weights
 from shard_transforms.contrib import reproducible
+from shard_transforms.contrib import scale_by_staleness
 from shard_transforms.contrib import track_noise_scale
 from shard_transforms.contrib import trimmed_mean
 from shard_transforms.contrib.compression import cast
@@ -341,7 +341,7 @@ STATIC_ARGS = (
 )
 # Documented fields of states: counters, and a weight.
 FIELDS = {
-    'TowerReduceState': ('tower', 'total_weight', 'oldest_local_step'),
+    'TowerReduceState': ('tower_count', 'total_weight', 'oldest_local_step'),
     'DropStaleState': ('global_step', 'stale_count', 'stale_shard_count'),
     'ScaleByStalenessState': ('global_step',),
     'GuardState': (

@@ -188,7 +188,7 @@ SAME: dict[str, Any] = dict(
 )
 
 HALF = np.ones(8, jnp.bfloat16)
-MASTERS = st.master_weights(SGD)
+MASTERS = st.contrib.master_weights(SGD)
 
 
 def half_alone(inner, outer):
@@ -427,21 +427,21 @@ ROWS = {
     ),
     'steps that differ': Row(
         step(optax.chain(st.drop_stale(2, SGD), MEAN), **STALE),
-        'would decide differently',
+        'could not decide together',
         {
-            'Put the gate around the reduction': step(
+            'Put the reduction inside `drop_stale`, with `axis_name`': step(
                 st.drop_stale(2, MEAN_SGD, axis_name=AXIS), **STALE
             ),
-            'or put it after the reduction': step(
+            'or put `drop_stale` after the reduction': step(
                 optax.chain(MEAN, st.drop_stale(2, SGD)), **STALE
             ),
         },
     ),
     'weights that differ': Row(
         step(optax.chain(MEAN, st.tower_reduce(1, SGD)), weight=weight),
-        'a `weight` does',
+        'could not decide together',
         {
-            'Put the gate around the reduction': step(
+            'Put the reduction inside `tower_reduce`, with `axis_name`': step(
                 st.tower_reduce(1, MEAN_SGD, axis_name=AXIS), weight=weight
             )
         },

@@ -220,7 +220,7 @@ def weightless_shards(mode):
     grads = own_gradient(params, x)
     _, state = tx.update(grads, tx.init(params), params, weight=weight)
     updates, state = tx.update(3 * grads, state, params, weight=weight)
-    return updates, state.tower
+    return updates, state.tower_count
 
   x = gradients()
   weights = np.arange(1, SHARDS + 1, dtype=np.float32)

@@ -23,15 +23,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 TPU, GPU, POD = 'v5e:2x4', 'h100:1x8', 'v5e:16x16'
 # Slices on whose only axis XLA has no reduce-scatter of one step.
 SQUARES = 'v5e:4x4', 'v6e:4x4', 'v5p:2x2x4'
-# Float32: eight matrices of 1024 x 1024, two of 8192 x 8192, and GPT-2.
+# Float32: eight matrices of 1024 x 1024, two of 8192 x 8192, and GPT-2 with one
+# layer.
 PARAMS_MB = 8 * 4 * 1024**2 / 1e6
 MEGABYTES = {
     **dict.fromkeys(['matrices', 'stacked'], PARAMS_MB),
     'nine': 9 / 8 * PARAMS_MB,
     'layers': 12 * 4 * 2048**2 / 1e6,
     'large': 536.9,
-    'gpt2': 270.9,
-    'gpt2_50304': 271.0,
+    'gpt2': 185.9,
+    'gpt2_50304': 186.0,
 }
 # Of an embedding of 50,257 rows, shards have columns, for which XLA for TPUs
 # needs more temporary memory.
@@ -49,15 +50,18 @@ BOTH_WAYS = (
     'owned_update(muon)',
     'tower_reduce(4)',
 )
-PLAIN_JIT = tuple(
-    f'{kind} jit, {case}' for kind in ('Auto', 'Explicit') for case in BOTH_WAYS
-)
+# Types of axes do not depend on the chip, so XLA for TPUs, which takes longer,
+# compiles one of them.
+KINDS = {TPU: ('Explicit',), GPU: ('Auto', 'Explicit')}
+PLAIN_JIT = {
+    name: [f'{kind} jit, {case}' for kind in kinds for case in BOTH_WAYS]
+    for name, kinds in KINDS.items()
+}
 WINDOWS = (
     'Explicit jit of 4 batches, cross_shard_mean',
     'Explicit jit of 4 batches, shard_update',
 )
 CASES = (
-    *PLAIN_JIT,
     *WINDOWS,
     'by hand',
     'by hand, ZeRO-1',
@@ -70,16 +74,23 @@ CASES = (
     'stacked: owned_update(muon, whole_dims=2)',
 )
 OF_TPU = (
-    'muon',
-    'large: cross_shard_mean',
+    'large: by hand',
     'large: guard, skip',
     'large: shard_update',
+    'leaves: by hand',
     'gpt2: shard_update',
     'gpt2_50304: shard_update',
     'gpt2_50304 bfloat16: shard_update(master_weights)',
 )
-OF_GPU = ('gpt2: shard_update', 'gpt2 bfloat16: shard_update(master_weights)')
-OVERLAP = 'layers: by hand', 'layers: guard, skip'
+OF_GPU = (
+    'layers: by hand',
+    'layers: guard, skip',
+    'gpt2: shard_update',
+    'gpt2 bfloat16: shard_update(master_weights)',
+)
+# XLA for TPUs takes minutes for many matrices, and XLA for GPUs joins the
+# reductions of few.
+OVERLAP = {TPU: 'large', GPU: 'layers'}
 # Of parameters that are sharded, and numbers of matrices that are not those of
 # the shards.
 OWNED = (
@@ -90,26 +101,35 @@ OWNED = (
 )
 # The first sixty of a thousand.
 SMALL = 'leaves: adasum', 'leaves: coordinate_median', 'leaves: majority_vote'
-PLAIN = 'leaves: by hand'
-MORE = {
-    TPU: (*OF_TPU, *OVERLAP, PLAIN, *SMALL),
-    GPU: (*OF_GPU, *OVERLAP, PLAIN, *SMALL),
-}
-# Over the two axes of the slice.
-OF_POD = 'owned_update(muon)', 'large: shard_update'
-# On one axis.
+# On one axis of a square, and over the two axes of a pod.
 OF_SQUARE = 'large: shard_update', 'large: by hand, ZeRO-1'
+PROGRAMS = {
+    TPU: (*CASES, *PLAIN_JIT[TPU], *OF_TPU, *OWNED[:1], *OWNED[2:], *SMALL),
+    GPU: (*CASES, *PLAIN_JIT[GPU], *OF_GPU, *OWNED, *SMALL),
+    POD: ('owned_update(muon)', 'large: shard_update'),
+    **dict.fromkeys(SQUARES, OF_SQUARE),
+    SQUARES[0]: (*OF_SQUARE, OWNED[1]),
+}
 # A missing compiler is reported on standard output.
 MEASURE = """
-import collections, json, sys
+import collections, functools, json, sys
 import hardware, topology
+import optax
+
+# XLA for TPUs compiles each of the five iterations, for up to half a minute.
+optax.contrib.muon = functools.partial(optax.contrib.muon, ns_steps=1)
 
 def facts(case):
   *model, case = case.split(': ')
   (model,) = model or ['matrices']
   model, *dtype = model.split()
   shapes = hardware.shapes_of(model, *dtype)[:60]
-  found = hardware.measure(case, shapes, mesh, hardware.rows_of(model))
+  if model in ('gpt2', 'gpt2_50304'):
+    # The position embedding, one layer of seven leaves, and the tokens.
+    shapes = [*shapes[:8], shapes[-1]]
+  # Products of many rows take XLA for TPUs as long as the rest.
+  rows = 4 if 'owned_update' in case else hardware.rows_of(model)
+  found = hardware.measure(case, shapes, mesh, rows)
   times, payload = collections.Counter(), collections.Counter()
   for c in found.report.collectives:
     times[c.primitive] += c.times
@@ -154,16 +174,12 @@ def run(code, *arguments):
 
 
 @functools.cache
-def measured(name, is_owned):
-  names = {POD: OF_POD} | dict.fromkeys(SQUARES, OF_SQUARE)
-  names = names.get(name) or (*CASES, *MORE[name])
-  if is_owned:
-    names = OWNED[1:2] if name in SQUARES else OWNED
-  return json.loads(run(MEASURE, name, *names))
+def measured(name):
+  return json.loads(run(MEASURE, name, *PROGRAMS[name]))
 
 
 def facts(name, case):
-  found = measured(name, case in OWNED)
+  found = measured(name)
   if isinstance(found, str):
     pytest.skip(found)
   return found[case]
@@ -182,9 +198,10 @@ class HardwareTest(parameterized.TestCase):
     if name == TPU:
       self.assertEqual(found['count'], 1)
 
-  @cases.product(name=(TPU, GPU), kind=('Auto', 'Explicit'), case=BOTH_WAYS)
-  def test_plain_jit_equals_the_mapped_step(self, name, kind, case):
-    mapped, found = facts(name, case), facts(name, f'{kind} jit, {case}')
+  @cases.parameters(*((name, x) for name in PLAIN_JIT for x in PLAIN_JIT[name]))
+  def test_plain_jit_equals_the_mapped_step(self, name, case):
+    mapped = facts(name, case.partition(' jit, ')[2])
+    found = facts(name, case)
 
     self.assertEqual(found['times'], mapped['times'])
     self.assertEqual(found['sent'], mapped['sent'])
@@ -212,7 +229,9 @@ class HardwareTest(parameterized.TestCase):
 
   @cases.parameters(TPU, GPU)
   def test_guard_overlaps_reductions_with_the_backward_pass(self, name):
-    by_hand, found = (facts(name, case) for case in OVERLAP)
+    model = OVERLAP[name]
+    by_hand = facts(name, f'{model}: by hand')
+    found = facts(name, f'{model}: guard, skip')
 
     self.assertEqual(found['count'], by_hand['count'])
     starts = zip(found['starts'], by_hand['starts'], strict=True)
@@ -258,8 +277,8 @@ class HardwareTest(parameterized.TestCase):
     self.assertGreater(scattered, 0.99 * megabytes)
     of_ring = 2 * (1 - 1 / SHARDS[name]) * megabytes
     # XLA sends a few rows of the embedding on for themselves.
-    most = 1.011 if 'gpt2' in case else 1.001
-    self.assertLess(found['sent'] / 1e6, most * of_ring)
+    extra = 5 if 'gpt2' in case else 0
+    self.assertLess(found['sent'] / 1e6, 1.001 * of_ring + extra)
 
   @cases.parameters(*SQUARES)
   def test_report_warns_of_a_sum_that_is_cut(self, name):
@@ -270,10 +289,10 @@ class HardwareTest(parameterized.TestCase):
     self.assertLess(found['sent'], 0.7 * by_hand['sent'])
 
   @cases.parameters(
-      # Megabytes of the matrices.
+      # Megabytes of the matrices. For TPUs, those of four shapes are compiled
+      # for the larger slice only.
       (TPU, OWNED[0], 12 * 4 * 2048**2 / 1e6),
       (GPU, OWNED[0], 12 * 4 * 2048**2 / 1e6),
-      (TPU, OWNED[1], 144 * 4 * 768**2 / 1e6),
       (GPU, OWNED[1], 144 * 4 * 768**2 / 1e6),
       (SQUARES[0], OWNED[1], 144 * 4 * 768**2 / 1e6),
   )
@@ -303,16 +322,19 @@ class HardwareTest(parameterized.TestCase):
     self.assertLess(found['sent'], 1.35 * SENT)
     self.assertLess(found['temporary'], 0.1 * PARAMS_MB)
 
-  @cases.parameters(
-      # Not more than these parts of what the other step needs.
-      (TPU, 'large: shard_update', 'large: cross_shard_mean', 2.1, 1.5),
-      (TPU, 'owned_update(muon)', 'muon', 0.5, 0.2),
-  )
-  def test_needs_little_memory_and_code(self, name, case, other, most, code):
-    found, other = facts(name, case), facts(name, other)
+  def test_slices_need_little_memory_and_code(self):
+    plain = facts(TPU, 'large: by hand')
+    found = facts(TPU, 'large: shard_update')
 
-    self.assertLess(found['temporary'], most * other['temporary'])
-    self.assertLess(found['code'], code * other['code'])
+    self.assertLess(found['temporary'], 2.1 * plain['temporary'])
+    self.assertLess(found['code'], 1.5 * plain['code'])
+
+  def test_owners_compile_the_program_of_one_matrix(self):
+    plain, found = facts(TPU, 'by hand'), facts(TPU, 'owned_update(muon)')
+
+    # Each of the eight matrices is 0.125 of the parameters.
+    self.assertLess(found['temporary'], 0.25 * PARAMS_MB)
+    self.assertLess(found['code'], 2 * plain['code'])
 
   @cases.parameters((TPU, 1.05), (GPU, 1.15))
   def test_an_embedding_is_updated_in_place(self, name, most):
@@ -329,7 +351,7 @@ class HardwareTest(parameterized.TestCase):
 
     # Gradients are summed in float32. All but a few bytes of short leaves, and
     # rows of the embedding that XLA sends on for themselves.
-    self.assertLess(found['sent'], 0.754 * wide['sent'])
+    self.assertLess(found['sent'], 0.76 * wide['sent'])
     self.assertAlmostEqual(
         found['payload']['reduce_scatter'], wide['payload']['reduce_scatter']
     )
@@ -344,7 +366,9 @@ class HardwareTest(parameterized.TestCase):
     # XLA does not merge all-to-alls. Those of `adasum` have two shapes.
     self.assertBetween(found['times']['all_to_all'], 1, 2)
     if name == TPU:
-      self.assertLess(found['code'], 3.5 * facts(name, PLAIN)['code'])
+      self.assertLess(
+          found['code'], 3.5 * facts(name, 'leaves: by hand')['code']
+      )
 
   @cases.product(
       name=(TPU, GPU), case=('by hand, ZeRO-1', 'reproducible.cross_shard_mean')
@@ -406,20 +430,27 @@ class SlicesTest(parameterized.TestCase):
       self.assertAlmostEqual(sent[2], 2 / 2 / 4 * PARAMS_MB * 1e6, delta=32)
 
   @cases.parameters(
-      (TPU, 'xla_jf_crs_combiner_threshold_in_bytes'),
-      (TPU, 'xla_enable_async_all_reduce'),
-      (GPU, 'xla_gpu_reduce_scatter_combine_threshold_bytes'),
-      (GPU, 'xla_gpu_all_reduce_combine_threshold_bytes'),
+      (
+          TPU,
+          'xla_jf_crs_combiner_threshold_in_bytes',
+          'xla_enable_async_all_reduce',
+      ),
+      (
+          GPU,
+          'xla_gpu_reduce_scatter_combine_threshold_bytes',
+          'xla_gpu_all_reduce_combine_threshold_bytes',
+      ),
   )
-  def test_compilers_know_the_options_of_the_page(self, name, option):
+  def test_compilers_know_the_options_of_the_page(self, name, *options):
     facts(name, 'by hand')
-    self.assertIn(f'`{option}=', PAGE.read_text(encoding='utf-8'))
+    for option in options:
+      self.assertIn(f'`{option}=', PAGE.read_text(encoding='utf-8'))
     code = """
 import hardware, sys, topology
-topology_name, option = sys.argv[1:]
+topology_name, *names = sys.argv[1:]
 mesh = topology.mesh(topology_name, {'data': 8})
 shapes = hardware.shapes_of('matrices')[:2]
-for name in option, 'xla_no_such_option':
+for name in *names, 'xla_no_such_option':
   options = {name: 'true' if 'async' in name else '1000000'}
   try:
     hardware.measure('by hand', shapes, mesh, options=options)
@@ -428,24 +459,35 @@ for name in option, 'xla_no_such_option':
     print(type(error).__name__)
 """
 
-    printed = run(code, name, option).split()
-    self.assertEqual(printed, [option, 'JaxRuntimeError'])
+    printed = run(code, name, *options).split()
+    self.assertEqual(printed, [*options, 'JaxRuntimeError'])
 
 
 class SetUpTest(parameterized.TestCase):
 
   @cases.parameters(
-      ("'v9:2x4', {'data': 8}", "must be a TPU slice .* got 'v9:2x4'"),
-      ("'v5e', {'data': 8}", "must be a TPU slice .* got 'v5e'"),
-      ("'v5e:2x4', {'data': 7}", 'must multiply to the 8 devices'),
-      ("'h100:8', {'data': 8}", "h100:1x8 .* got 'h100:8'"),
+      (
+          TPU,
+          ('v9:2x4', 8, "must be a TPU slice .* got 'v9:2x4'"),
+          ('v5e', 8, "must be a TPU slice .* got 'v5e'"),
+          ('v5e:2x4', 7, 'must multiply to the 8 devices'),
+      ),
+      (GPU, ('h100:8', 8, "h100:1x8 .* got 'h100:8'")),
   )
-  def test_refuses_unknown_arguments(self, arguments, message):
-    facts(TPU if 'v' in arguments else GPU, 'by hand')
-    code = f'import topology\ntopology.mesh({arguments})'
+  def test_refuses_unknown_arguments(self, name, *mistakes):
+    facts(name, 'by hand')
+    code = """
+import json, sys, topology
+for name, size, _ in json.loads(sys.argv[1]):
+  try:
+    topology.mesh(name, {'data': size})
+  except ValueError as error:
+    print(json.dumps(str(error)))
+"""
 
-    with self.assertRaisesRegex(RuntimeError, f'ValueError: .*{message}'):
-      run(code)
+    printed = run(code, json.dumps(mistakes)).splitlines()
+    for error, (_, _, message) in zip(printed, mistakes, strict=True):
+      self.assertRegex(error, message)
 
   @cases.parameters(TPU, GPU)
   def test_reports_missing_compilers(self, name):

@@ -60,7 +60,7 @@ FLOORS = [
 CORE = ('base', 'gates', 'reduction', 'state', 'transforms')
 DOORS = {
     '_src/gates/gating.py': ['analysis.plain_sums', 'analysis.weight_analysis'],
-    '_src/transforms/sliced_inner.py': ['analysis.elementwise'],
+    '_src/transforms/sliced_optimizer.py': ['analysis.elementwise'],
 }
 
 MODULES = [

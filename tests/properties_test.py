@@ -30,11 +30,11 @@ from shard_transforms import cross_shard_mean
 from shard_transforms import cross_shard_sum
 from shard_transforms import drop_stale
 from shard_transforms import guard
-from shard_transforms import master_weights
 from shard_transforms import reduce_stacked_towers
-from shard_transforms import scale_by_staleness
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
+from shard_transforms.contrib import master_weights
+from shard_transforms.contrib import scale_by_staleness
 from shard_transforms.monitoring import track_divergence
 
 # Without a database too, Hypothesis keeps notes in the current folder.

@@ -81,7 +81,11 @@ ROWS = {
     '`tower_reduce`, `drop_stale`, `scale_by_staleness`': [
         of(st.tower_reduce(2, then(MEAN)(None), axis_name=AXIS)),
         of(st.drop_stale(8, then(MEAN)(None), axis_name=AXIS)),
-        of(st.scale_by_staleness('inverse', then(MEAN)(None), axis_name=AXIS)),
+        of(
+            st.contrib.scale_by_staleness(
+                'inverse', then(MEAN)(None), axis_name=AXIS
+            )
+        ),
     ],
     '`compensate_delay`, `delay_updates`': [
         then(st.contrib.compensate_delay(0.1, axis_name=AXIS), MEAN),

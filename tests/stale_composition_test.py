@@ -12,6 +12,7 @@ import optax
 import cases
 import modes
 import shard_transforms as st
+from shard_transforms.contrib import scale_by_staleness
 
 AXIS = modes.AXIS
 DOCUMENT = pathlib.Path(__file__).parents[1] / 'docs' / 'composing.md'
@@ -20,11 +21,11 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 # By name: how it goes before the rest, and what is refused around it.
 ROWS = {
-    '`scale_by_staleness` with `inner`': lambda inner: st.scale_by_staleness(
+    '`scale_by_staleness` with `inner`': lambda inner: scale_by_staleness(
         'inverse', inner, axis_name=AXIS
     ),
     '`scale_by_staleness`, then': lambda inner: optax.chain(
-        st.scale_by_staleness('inverse'), inner
+        scale_by_staleness('inverse'), inner
     ),
     '`compensate_delay`, then': lambda inner: optax.chain(
         st.contrib.compensate_delay(2.0, decay=0.95, axis_name=AXIS), inner
@@ -95,7 +96,7 @@ class PlainJitTest(parameterized.TestCase):
 
   @cases.product(
       tx=(
-          st.scale_by_staleness(lambda age: 1.0 + 0 * age),
+          scale_by_staleness(lambda age: 1.0 + 0 * age),
           st.contrib.compensate_delay(2.0, decay=0.95),
           st.contrib.delay_updates(1),
       )

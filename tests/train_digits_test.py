@@ -82,7 +82,7 @@ class TrainDigitsTest(python_command.ScriptTest):
       with (self.folder / f'out/logs/{run}.csv').open(newline='') as file:
         tables[run] = list(csv.DictReader(file))
     self.assertEqual(list(tables['a'][0]), ['call', 'loss'])
-    towers = [row['tower_reduce/tower'] for row in tables['c']]
+    towers = [row['tower_reduce/tower_count'] for row in tables['c']]
     self.assertEqual(towers, ['1', '2', '3', '0'] * steps)
     *_, last = tables['d']
     self.assertEqual(last['call'], str(steps - 1))

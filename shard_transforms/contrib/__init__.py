@@ -25,6 +25,8 @@ from shard_transforms.contrib._src.local_updates.local_state import (
     LocalUpdatesState,
 )
 from shard_transforms.contrib._src.local_updates.local_state import local_params
+from shard_transforms.contrib._src.master_weights import MasterWeightsState
+from shard_transforms.contrib._src.master_weights import master_weights
 from shard_transforms.contrib._src.noise_scale import NoiseScaleState
 from shard_transforms.contrib._src.noise_scale import track_noise_scale
 from shard_transforms.contrib._src.owners.owned_leaves import OwnedLeaves
@@ -39,6 +41,12 @@ from shard_transforms.contrib._src.staleness.compensation import (
 )
 from shard_transforms.contrib._src.staleness.delay import DelayUpdatesState
 from shard_transforms.contrib._src.staleness.delay import delay_updates
+from shard_transforms.contrib._src.staleness.scale_by_staleness import (
+    ScaleByStalenessState,
+)
+from shard_transforms.contrib._src.staleness.scale_by_staleness import (
+    scale_by_staleness,
+)
 
 __all__ = (
     'CompensateDelayState',
@@ -46,10 +54,12 @@ __all__ = (
     'CrossCheckState',
     'DelayUpdatesState',
     'LocalUpdatesState',
+    'MasterWeightsState',
     'NoiseScaleState',
     'OwnedLeaves',
     'OwnedUpdateState',
     'Place',
+    'ScaleByStalenessState',
     'adasum',
     'compensate_delay',
     'coordinate_median',
@@ -58,7 +68,9 @@ __all__ = (
     'local_params',
     'local_updates',
     'majority_vote',
+    'master_weights',
     'owned_update',
+    'scale_by_staleness',
     'track_noise_scale',
     'trimmed_mean',
 )

@@ -11,7 +11,6 @@ from shard_transforms.facade.checkpoints import get_values
 from shard_transforms.facade.checkpoints import set_values
 from shard_transforms.facade.contexts import shard_context
 from shard_transforms.facade.cross_shard import CrossShardOptimizer
-from shard_transforms.facade.drop_stale import DropStaleGradientOptimizer
 from shard_transforms.facade.functional import OptaxOptimizer
 from shard_transforms.facade.functions import function
 from shard_transforms.facade.lookup import get_global_step
@@ -31,6 +30,7 @@ from shard_transforms.facade.transforms import adam
 from shard_transforms.facade.transforms import ftrl
 from shard_transforms.facade.transforms import lars
 from shard_transforms.facade.variables import Variable
+from shard_transforms.facade.workers import DropStaleGradientOptimizer
 
 __all__ = (
     'AdadeltaOptimizer',

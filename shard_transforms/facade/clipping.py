@@ -11,7 +11,7 @@ import numpy.typing as npt
 import optax
 
 from shard_transforms.facade import optimizer as optimizer_lib
-from shard_transforms.facade import ties
+from shard_transforms.facade import tf_functions
 from shard_transforms.facade import variables as variables_lib
 from shard_transforms.facade import wrapper
 
@@ -78,7 +78,9 @@ def clip_by_value(
   `jax.numpy.clip` it is 0.5.
   """
   array = jnp.asarray(t)
-  return ties.maximum(ties.minimum(array, clip_value_max), clip_value_min)
+  return tf_functions.maximum(
+      tf_functions.minimum(array, clip_value_max), clip_value_min
+  )
 
 
 def clip_gradient_norms(

@@ -125,18 +125,18 @@ class _Thread(threading.local):
   locks: tuple[Any, ...] = ()
 
 
-around = _Thread()
+current = _Thread()
 
 
 @contextlib.contextmanager
 def replaced(**fields: Any) -> Iterator[None]:
   """Replaces fields of the thread context inside `with`."""
-  before = {name: getattr(around, name) for name in fields}
-  vars(around).update(fields)
+  before = {name: getattr(current, name) for name in fields}
+  vars(current).update(fields)
   try:
     yield
   finally:
-    vars(around).update(before)
+    vars(current).update(before)
 
 
 @contextlib.contextmanager
@@ -176,28 +176,25 @@ def shard_context(
     `tpu_function.tpu_shard_context` of TensorFlow 1.15.
   """
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
-  if around.shards is not None:
+  if current.shards is not None:
     raise NotImplementedError('`shard_context` cannot be nested.')
   shards = Shards(num_shards, axis_name)
   with replaced(shards=shards):
     yield shards
 
 
-def shards() -> Shards | None:
-  """Returns the shards of the current context, if any."""
-  return around.shards
-
-
 def towers() -> Towers | None:
   """Returns the towers of the current context, if there are several."""
-  current = around.towers
-  return current if current is not None and current.num_towers > 1 else None
+  towers = current.towers
+  return towers if towers is not None and towers.num_towers > 1 else None
 
 
 def mapped_axes() -> tuple[Hashable, ...]:
   """Returns the axis of the current shards, if it is bound here."""
-  axes = [around.shards.axis_name] if around.shards else []
-  return tuple(axis for axis in axes if axes_lib.is_bound(axis))
+  shards = current.shards
+  if shards is None or not axes_lib.is_bound(shards.axis_name):
+    return ()
+  return (shards.axis_name,)
 
 
 def call_of(
@@ -212,7 +209,7 @@ def call_of(
 
 def subtemplate() -> Template | None:
   """Returns the template of a function inside the current one, if any."""
-  if around.call is None or around.call[0] is None:
+  if current.call is None or current.call[0] is None:
     return None
   return persistent('template', Template)
 
@@ -229,9 +226,9 @@ def persistent(key: Hashable, create: Callable[[], Any]) -> Any:
   Raises:
     ValueError: In a call without a template.
   """
-  if around.call is None:
+  if current.call is None:
     return create()
-  template, counts, depth = around.call
+  template, counts, depth = current.call
   if template is None:
     raise ValueError(
         'An optimizer was created in the computation of a `shard` that was not'

@@ -10,9 +10,9 @@ import jax
 from jax import core
 import jax.numpy as jnp
 
+from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
-from shard_transforms.facade import leaves
 from shard_transforms.facade import passes
 from shard_transforms.facade import variables as variables_lib
 
@@ -48,11 +48,13 @@ def cond(
   if isinstance(pred_array, core.Tracer):
     return select(pred_array, true_fn, false_fn)
   out = true_fn() if pred_array else false_fn()
-  if leaves.is_step() or not isinstance(pred, jax.Array | leaves.Leaf):
+  if arrays_lib.is_step() or not isinstance(pred, jax.Array | arrays_lib.Leaf):
     return out
   is_number = type(out) in (int, float) and abs(out) < 2**31
   # Optimizers warn of an array as a rate: this choice is not made again.
-  return jnp.asarray(out) if is_number or isinstance(out, leaves.Leaf) else out
+  return (
+      jnp.asarray(out) if is_number or isinstance(out, arrays_lib.Leaf) else out
+  )
 
 
 def select(
@@ -64,11 +66,11 @@ def select(
     ValueError: If the branches return different structures or shapes.
   """
   outputs, frames_of_branches, runs = [], [], []
-  before = contexts.around.run
+  before = contexts.current.run
   for branch in (true_fn, false_fn):
     with contexts.replaced(run=before), frames.frame('undecided') as frame:
       outputs.append(jax.tree.map(jnp.asarray, branch()))
-      runs.append(contexts.around.run)
+      runs.append(contexts.current.run)
     frames_of_branches.append(frame)
   passes.join(runs)
   if any(output is None for output in outputs):
@@ -125,5 +127,5 @@ def control_dependencies(
   """
   inputs = tuple(control_inputs or ())
   group(*inputs)
-  with passes.settled() if inputs else contextlib.nullcontext():
+  with passes.after_assignments() if inputs else contextlib.nullcontext():
     yield

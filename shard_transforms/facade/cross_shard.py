@@ -145,7 +145,7 @@ def _shards(caller):
   Raises:
     ValueError: Outside of a `shard_context`.
   """
-  shards = contexts.shards()
+  shards = contexts.current.shards
   if shards is None:
     raise ValueError(
         f'`{caller}` was used outside of a shard context, so it does not know'
@@ -193,15 +193,10 @@ def _as_groups(group_assignment, num_shards):
   try:
     groups = groups_lib.as_groups(group_assignment)
     groups_lib.check_size(groups, num_shards)
-  except TypeError as error:
+  except (TypeError, ValueError) as error:
     raise ValueError(
-        '`group_assignment` must be a list of lists of shard ids, got'
-        f' {group_assignment!r}.'
-    ) from error
-  except ValueError as error:
-    raise ValueError(
-        '`group_assignment` must divide the shards into groups of'
-        f' equal size and be a permutation of range({num_shards}), got'
-        f' {group_assignment!r}: {error}'
+        '`group_assignment` must be a list of lists of shard ids that divides'
+        ' the shards into groups of equal size, and be a permutation of'
+        f' range({num_shards}), got {group_assignment!r}: {error}'
     ) from error
   return groups if len(groups) > 1 else None

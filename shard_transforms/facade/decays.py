@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from shard_transforms.facade import leaves
+from shard_transforms.facade import arrays as arrays_lib
 
 _Parameters = ParamSpec('_Parameters')
 
@@ -42,18 +42,20 @@ def _read_at_each_update(
           f'`{step_name}` of `{name}` is None. Pass the variable that'
           ' `tf.train.get_or_create_global_step()` returns.'
       )
-    if isinstance(step, jax.Array) and not leaves.is_step():
+    if isinstance(step, jax.Array) and not arrays_lib.is_step():
       raise ValueError(
           f'`{name}` was called outside of a step with the array {step!r} as'
           f' `{step_name}`, which never changes. Pass the variable itself, or a'
           ' function that returns the step.'
       )
     compute: Callable[..., Any] = formula
-    rate = leaves.Rate(
-        lambda: compute(**{k: leaves.present(v) for k, v in arguments.items()})
+    rate = arrays_lib.Rate(
+        lambda: compute(
+            **{k: arrays_lib.present(v) for k, v in arguments.items()}
+        )
     )
     # A step calls this function again at each update.
-    return rate() if leaves.is_step() else rate
+    return rate() if arrays_lib.is_step() else rate
 
   return decay
 

@@ -30,33 +30,22 @@ def compute_gradients(
     var_list: Variable | Iterable[Variable] | None = None,
     grad_loss: jax.typing.ArrayLike | Variable | None = None,
 ) -> pairs_lib.Pairs:
-  """Returns the gradient of a loss for each variable.
+  """Returns pairs of a gradient and its variable, in the order of `var_list`.
 
-  Args:
-    loss: A function of no arguments, or of the values of `var_list`.
-    var_list: The variables; all trainable ones of the graph if `None`.
-    grad_loss: The gradient with respect to the loss, of its shape or a scalar;
-      ones if `None`, so that the elements of the loss are summed.
-
-  Returns:
-    Pairs of a gradient and its variable, in the order of `var_list`. A gradient
-    is `None` if the loss does not read the variable. Among shards, each shard
-    has the gradient of its own loss.
+  See `Optimizer.compute_gradients`. Among shards, each shard has the gradient
+  of its own loss.
 
   Raises:
-    TypeError: If `loss` is not a function, or `grad_loss` or the result of the
-      loss is not a real array.
-    ValueError: If there are no variables, an item is not a `Variable` of a
-      floating-point type, `loss` takes another number of arguments or is
-      already reduced over the shards, `grad_loss` has another shape, or the
-      loss creates new variables each time.
+    TypeError: If `loss` is not such a function.
+    ValueError: If an argument is wrong, `loss` is already reduced over the
+      shards, or it creates new variables each time.
   """
   _check_function(loss)
   requested = None if var_list is None else pairs_lib.check_variables(var_list)
   arity = _arity(loss, None if requested is None else len(requested))
   # The first evaluation may create variables, which do not have gradients yet;
   # the second also differentiates with respect to these.
-  repeated_loss = passes.repeated(loss)
+  repeated_loss = passes.from_present_pass(loss)
   for _ in range(2):
     variables = _all_trainable() if requested is None else requested
     if variables:

@@ -171,10 +171,10 @@ def replicate_model_fn(
           f'`model_fn` must return an `EstimatorSpec`, got {spec!r}.'
       )
 
-    if contexts.around.towers is not None:
+    if contexts.current.towers is not None:
       raise NotImplementedError('`replicate_model_fn` cannot be nested.')
     towers = contexts.Towers(num_towers, reduction)
-    with contexts.replaced(towers=towers), passes.begun(template):
+    with contexts.replaced(towers=towers), passes.new_pass(template):
       try:
         if num_towers == 1:
           return call(*batch)
@@ -215,7 +215,7 @@ def _run_towers(call, batch, mode, towers):
 def _run_tower(call, part, towers):
   """Runs a tower; in training, only its loss and the last tower assign."""
   towers.assigned = {}
-  with frames.frame() as frame, passes.settled():
+  with frames.frame() as frame, passes.after_assignments():
     spec = call(*part)
   assigned = {variable: frame.values[variable] for variable in frame.written}
   is_last = towers.tower == towers.num_towers - 1

@@ -113,7 +113,7 @@ def frame(
   new_frame = Frame(kind, enter, {v: enter(v, array) for v, array in values})
   outer = _innermost()
   try:
-    frames = *contexts.around.frames, new_frame
+    frames = *contexts.current.frames, new_frame
     with contexts.replaced(frames=frames), new_frame.entered:
       if outer is None or kind in ('traced', 'discovered'):
         _begin_generation(new_frame)
@@ -135,7 +135,7 @@ def _begin_generation(frame):
 
 
 @contextlib.contextmanager
-def renamed() -> Iterator[None]:
+def names_change() -> Iterator[None]:
   """Invalidates cached traces at both ends of a block that changes names."""
   frame = _innermost()
   if frame is not None:
@@ -171,7 +171,7 @@ def transaction() -> Iterator[Frame]:
 
 def read(variable: Any) -> Any:
   """Returns the array that `variable` stands for here."""
-  return _read(variable, contexts.around.frames)
+  return _read(variable, contexts.current.frames)
 
 
 def _read(variable, frames):
@@ -202,7 +202,7 @@ def readable(variables: Iterable[Any]) -> dict[Any, Any]:
     variables: The variables that may be read outside of any trace.
   """
   arrays = {} if is_tracing() else {v: v.stored for v in variables}
-  for opened in contexts.around.frames:
+  for opened in contexts.current.frames:
     arrays.update(opened.values)
   return arrays
 
@@ -219,7 +219,7 @@ def write(variable: Any, array: Any) -> None:
 
 
 def _innermost():
-  frames = contexts.around.frames
+  frames = contexts.current.frames
   return frames[-1] if frames else None
 
 
@@ -277,17 +277,17 @@ def collect(key: Any, outermost: list[Any], value: Any) -> None:
 
 def collected(key: Any) -> list[list[Any]]:
   """Returns the items of a collection in each frame, outermost first."""
-  return [frame.collected.get(key, []) for frame in contexts.around.frames]
+  return [frame.collected.get(key, []) for frame in contexts.current.frames]
 
 
 def is_open() -> bool:
   """Whether this thread is inside any frame."""
-  return bool(contexts.around.frames)
+  return bool(contexts.current.frames)
 
 
 def is_step() -> bool:
   """Whether the caller is in a step, which will run again."""
-  return is_open() or contexts.around.call is not None
+  return is_open() or contexts.current.call is not None
 
 
 def is_tracing() -> bool:
@@ -306,7 +306,7 @@ def is_undecided() -> bool:
 
 
 def _is_in(*kinds):
-  return any(frame.kind in kinds for frame in contexts.around.frames)
+  return any(frame.kind in kinds for frame in contexts.current.frames)
 
 
 def is_staged() -> bool:
@@ -318,16 +318,16 @@ def is_staged() -> bool:
 
 
 @contextlib.contextmanager
-def held(lock: Any) -> Iterator[None]:
+def locked(lock: Any) -> Iterator[None]:
   """Holds a lock, and makes enclosing traced calls hold it when they run.
 
   Raises:
     ValueError: If writes inside could be dropped after other threads have seen
       them.
   """
-  for frame in contexts.around.frames:
+  for frame in contexts.current.frames:
     frame.locks[lock] = None
-  locks = contexts.around.locks
+  locks = contexts.current.locks
   if lock in locks:
     yield
     return
@@ -340,18 +340,18 @@ def held(lock: Any) -> Iterator[None]:
   with (
       contexts.replaced(locks=(*locks, lock)),
       lock,
-      contextlib.nullcontext() if is_tracing() else at_once(),
+      contextlib.nullcontext() if is_tracing() else without_transactions(),
   ):
     yield
 
 
 @contextlib.contextmanager
-def at_once() -> Iterator[None]:
+def without_transactions() -> Iterator[None]:
   """Makes all writes, past and future, visible to other threads immediately.
 
   The writes of outer transactions can then no longer be rolled back.
   """
-  frames = contexts.around.frames
+  frames = contexts.current.frames
   with contexts.replaced(frames=()):
     for frame in frames:
       commit(frame.written, [frame.values[v] for v in frame.written])
@@ -361,7 +361,7 @@ def at_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def outside() -> Iterator[None]:
+def outside_of_traces() -> Iterator[None]:
   """Leaves all frames, calls and traces, so that results are concrete."""
   left = contexts.replaced(frames=(), call=None, is_creating=True)
   # In the generation of a trace, JAX would recompile each operation.
@@ -371,5 +371,5 @@ def outside() -> Iterator[None]:
 
 def mark_mapped(mesh: jax.sharding.Mesh) -> None:
   """Records in all open frames that they contain a call over `mesh`."""
-  for frame in contexts.around.frames:
+  for frame in contexts.current.frames:
     frame.mesh = mesh

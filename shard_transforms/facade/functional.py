@@ -61,7 +61,7 @@ class FunctionalOptimizer(optimizer.Optimizer, abc.ABC):
     """
     variables = [variable for _, variable in pairs]
     grads: Any = {v.op.name: grad for grad, v in pairs}
-    with passes.settled():
+    with passes.after_assignments():
       params: Any = {v.op.name: v.value() for v in variables}
     state = self.slots.load(variables)
     updates, state = self._prepared.update(grads, state, params)

@@ -23,7 +23,7 @@ class Function:
     self._fn = fn
     self._attribute = ''
     self._graph = graph_lib.get_default_graph()
-    self._scopes = contexts.around.scopes
+    self._scopes = contexts.current.scopes
     self._template = contexts.Template()
     self._variables = []
     self._locks = []
@@ -51,15 +51,15 @@ class Function:
       RuntimeError: If each trace creates new variables.
       ValueError: If the function raises one.
     """
-    around = contexts.around
-    if around.frames or around.shards or around.towers:
+    thread = contexts.current
+    if thread.frames or thread.shards or thread.towers:
       # The call is part of another compiled call, a shard or a tower.
       return self._inline(args, kwargs)
     if not self._is_built:
       self.build(*args, **kwargs)
     for _ in range(shards.MAX_TRACES):
       variables = self._variables
-      with self._held():
+      with self._locked():
         # Outside of all frames, a variable stands for what it stores.
         arrays = [variable.stored for variable in variables]
         self._wait()
@@ -117,11 +117,11 @@ class Function:
       # The results of a call are ready together.
       self._unfinished.block_until_ready()
 
-  def _held(self):
+  def _locked(self):
     """Acquires the locks of the step in a fixed order, to avoid deadlocks."""
     stack = contextlib.ExitStack()
     for lock in sorted(self._locks, key=id):
-      stack.enter_context(frames.held(lock))
+      stack.enter_context(frames.locked(lock))
     return stack
 
   def _inline(self, args, kwargs):
@@ -129,9 +129,9 @@ class Function:
     with (
         self._graph.as_default(),
         contexts.replaced(scopes=self._scopes),
-        frames.renamed(),
+        frames.names_change(),
         contexts.call_of(self._template),
-        passes.begun(self._template),
+        passes.new_pass(self._template),
     ):
       out = self._fn(*args, **kwargs)
       with contexts.replaced(run=None):

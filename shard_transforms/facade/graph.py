@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
+from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
-from shard_transforms.facade import leaves
 from shard_transforms.facade import passes
 
 
@@ -140,7 +140,7 @@ class Graph:
         x
         for x in self._collections.get(name, ())
         if not (
-            isinstance(x, leaves.Leaf) and passes.is_hidden((self, name, x))
+            isinstance(x, arrays_lib.Leaf) and passes.is_hidden((self, name, x))
         )
     ]
     items = _latest([visible, *frames.collected((self, name))])
@@ -155,13 +155,13 @@ class Graph:
           x for x in items if re.match(scope, getattr(x, 'name', None) or '')
       ]
     values = _values(items)
-    if not leaves.is_step():
+    if not arrays_lib.is_step():
       return values
     # Regularization losses have names. Computed outside of the loss that is
     # differentiated, they would be constants.
-    in_loss = contexts.around.loss is not None
+    in_loss = contexts.current.loss is not None
     return [
-        x() if isinstance(x, leaves.Rate) and (in_loss or not x.name) else x
+        x() if isinstance(x, arrays_lib.Rate) and (in_loss or not x.name) else x
         for x in values
     ]
 
@@ -228,7 +228,7 @@ class Graph:
   @contextlib.contextmanager
   def as_default(self) -> Iterator['Graph']:
     """Makes this graph the default of the calling thread, inside `with`."""
-    with contexts.replaced(graph=self), frames.renamed():
+    with contexts.replaced(graph=self), frames.names_change():
       yield self
 
 
@@ -259,7 +259,7 @@ def _latest(collections):
 
 def scope_of(graph: Graph) -> VariableScope:
   """Returns the innermost current scope of a graph."""
-  scopes = reversed(contexts.around.scopes)
+  scopes = reversed(contexts.current.scopes)
   return next((s for s in scopes if s.graph is graph), graph.scope)
 
 
@@ -272,7 +272,7 @@ def get_default_graph() -> Graph:
   It is the innermost `Graph.as_default()` of the calling thread, or else a
   graph that all threads share.
   """
-  return contexts.around.graph or _shared[0]
+  return contexts.current.graph or _shared[0]
 
 
 def get_collection(key: str, scope: str | None = None) -> list[Any]:
@@ -313,7 +313,7 @@ def reset_default_graph() -> None:
   Raises:
     ValueError: Inside `Graph.as_default()`.
   """
-  if contexts.around.graph is not None:
+  if contexts.current.graph is not None:
     raise ValueError(
         '`reset_default_graph` was called inside `Graph.as_default()`. Leave'
         ' the `with` block first.'

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import leaves
 from shard_transforms.facade import scopes
 from shard_transforms.facade import variables as variables_lib
 
@@ -90,7 +90,7 @@ def get_variable(
     dtype = scope.dtype if dtype is None else dtype
     if initializer is None:
       initializer = scope.initializer
-    with frames.outside(), scopes.name_scope(''):
+    with frames.outside_of_traces(), scopes.name_scope(''):
       initial_value: Any = _initial(initializer, shape, dtype, name, graph)
       _check('shape', np.shape(initial_value), shape, name)
       if trainable is None:
@@ -100,7 +100,7 @@ def get_variable(
       graph.shared[name] = variable
       regularizer_fn: Any = regularizer or scope.regularizer
       if regularizer_fn is not None:
-        loss = leaves.Rate(lambda: regularizer_fn(variable), name)
+        loss = arrays_lib.Rate(lambda: regularizer_fn(variable), name)
         if regularizer_fn(variable) is not None:
           graph.keep(_KEYS.REGULARIZATION_LOSSES, loss, variable)
   return variable
@@ -116,7 +116,7 @@ def _in_loss(graph, name):
     ValueError: If variables exist for none or several prefixes, or if the
       variables of the loss have different prefixes.
   """
-  loss = contexts.around.loss
+  loss = contexts.current.loss
   if loss is None or len(loss.prefixes) < 2:
     return name
   *_, call_prefix = loss.prefixes

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import leaves
 from shard_transforms.facade import lookup
 from shard_transforms.facade import scopes
 from shard_transforms.facade import variables
@@ -83,9 +83,9 @@ class ExponentialMovingAverage:
             ' variable. Assign the value to a `tf.Variable` to average it.'
         )
     # As in TensorFlow, 1 - decay is computed in float32.
-    decay = jnp.asarray(leaves.present(self._decay), jnp.float32)
+    decay = jnp.asarray(arrays_lib.present(self._decay), jnp.float32)
     if self._num_updates is not None:
-      n = jnp.asarray(leaves.present(self._num_updates), jnp.float32)
+      n = jnp.asarray(arrays_lib.present(self._num_updates), jnp.float32)
       decay = jnp.minimum(decay, (1 + n) / (10 + n))
     with frames.transaction():
       # When a step runs again, its averages are among the variables.
@@ -151,7 +151,7 @@ class ExponentialMovingAverage:
       with (
           graph.as_default(),
           graph.lock,
-          frames.outside(),
+          frames.outside_of_traces(),
           scopes.slot_scope(),
       ):
         value, name = variable.value(), self._new_name(variable)

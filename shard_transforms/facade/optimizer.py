@@ -103,11 +103,11 @@ class Updater(slots_lib.SlotMaker):
         if name in vars(base)
     )
 
-  def _held(self, variables):
+  def _locked(self, variables):
     """Excludes concurrent updates with locking, if this optimizer uses it."""
     if not self._use_locking:
       return contextlib.nullcontext()
-    return frames.held(variables[0].graph.update_lock)
+    return frames.locked(variables[0].graph.update_lock)
 
 
 class Optimizer(Updater):
@@ -320,14 +320,14 @@ class Optimizer(Updater):
       )
     pairs_lib.check_any_gradient(pairs)
     updated = [variable for grad, variable in pairs if grad is not None]
-    with self._held(updated), self.slots.lock, frames.transaction():
-      with frames.outside():
+    with self._locked(updated), self.slots.lock, frames.transaction():
+      with frames.outside_of_traces():
         self._create_slots(updated)
       self._prepare()
       update_ops = self._apply_all([(g, v) for g, v in pairs if g is not None])
       for variable in updated:
         if variable.constraint is not None:
-          with passes.settled():
+          with passes.after_assignments():
             variable.assign(variable.constraint(variable.value()))
       finished = self._finish(update_ops, name or self._name)
       return finished if global_step is None else global_step.assign_add(1)

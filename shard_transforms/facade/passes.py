@@ -40,48 +40,48 @@ class Pass:
 
 
 @contextlib.contextmanager
-def begun(template: contexts.Template) -> Iterator[None]:
+def new_pass(template: contexts.Template) -> Iterator[None]:
   """Begins a pass; inside another pass, the function becomes part of it.
 
   Lines of one function are ordered after those of another, like those of
   several `session.run`.
   """
-  outer = contexts.around.run
+  outer = contexts.current.run
   if outer is None:
     with contexts.replaced(run=Pass(template)):
       yield
     return
-  with settled():
+  with after_assignments():
     yield
-  run: Pass = contexts.around.run
-  contexts.around.run = dataclasses.replace(run, written=outer.written)
+  run: Pass = contexts.current.run
+  contexts.current.run = dataclasses.replace(run, written=outer.written)
 
 
-def repeated(
+def from_present_pass(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
   """Returns a function whose calls all begin with the present pass."""
-  first = contexts.around.run
+  first = contexts.current.run
 
   @functools.wraps(function)
   def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-    contexts.around.run = first
+    contexts.current.run = first
     return function(*args, **kwargs)
 
   return run
 
 
 @contextlib.contextmanager
-def settled() -> Iterator[None]:
+def after_assignments() -> Iterator[None]:
   """Orders the lines inside after all assignments before."""
-  before = contexts.around.run
+  before = contexts.current.run
   if before is not None:
-    contexts.around.run = dataclasses.replace(before, written=frozenset())
+    contexts.current.run = dataclasses.replace(before, written=frozenset())
   try:
     yield
   finally:
     if before is not None:
-      join([before, contexts.around.run])
+      join([before, contexts.current.run])
 
 
 def join(runs: Sequence[Pass | None]) -> None:
@@ -92,26 +92,26 @@ def join(runs: Sequence[Pass | None]) -> None:
         frozenset().union(*(getattr(run, name) for run in parts))
         for name in ('entries', 'written')
     )
-    contexts.around.run = dataclasses.replace(
+    contexts.current.run = dataclasses.replace(
         parts[0], entries=entries, written=written
     )
 
 
 def write(variable: Hashable) -> None:
   """Records that this call assigns a variable."""
-  run = contexts.around.run
+  run = contexts.current.run
   if run is not None:
-    contexts.around.run = dataclasses.replace(
+    contexts.current.run = dataclasses.replace(
         run, written=run.written | {variable}
     )
 
 
 def warn_if_written(variable: Any) -> None:
   """Warns, once per call, if the call has assigned a variable before."""
-  run = contexts.around.run
-  if run is None or contexts.around.is_creating or variable not in run.written:
+  run = contexts.current.run
+  if run is None or contexts.current.is_creating or variable not in run.written:
     return
-  contexts.around.run = dataclasses.replace(
+  contexts.current.run = dataclasses.replace(
       run, written=run.written - {variable}
   )
   line = next(contexts.lines(), None)
@@ -132,23 +132,23 @@ def warn_if_written(variable: Any) -> None:
 
 def keep(entry: Hashable) -> None:
   """Records that this call adds an entry to a collection permanently."""
-  if contexts.around.run is not None:
-    contexts.around.run.template.entries.add(entry)
+  if contexts.current.run is not None:
+    contexts.current.run.template.entries.add(entry)
     show([entry])
 
 
 def show(entries: Iterable[Hashable]) -> None:
   """Records that this call creates or uses entries of collections."""
-  run = contexts.around.run
+  run = contexts.current.run
   if run is not None and not run.entries.issuperset(entries):
-    contexts.around.run = dataclasses.replace(
+    contexts.current.run = dataclasses.replace(
         run, entries=run.entries.union(entries)
     )
 
 
 def is_hidden(entry: Hashable) -> bool:
   """Whether only earlier calls have created an entry of a collection."""
-  run = contexts.around.run
+  run = contexts.current.run
   if run is None:
     return False
   return entry in run.template.entries and entry not in run.entries

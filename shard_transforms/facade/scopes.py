@@ -45,7 +45,7 @@ def variable_scope(
         ' `name_or_scope`.'
     )
   outer = get_variable_scope()
-  loss = contexts.around.loss
+  loss = contexts.current.loss
   if isinstance(name_or_scope, graph_lib.VariableScope):
     loss = loss and dataclasses.replace(loss, is_explicit=True)
     base, name = name_or_scope, name_or_scope.name
@@ -62,8 +62,8 @@ def variable_scope(
       regularizer=base.regularizer if regularizer is None else regularizer,
       dtype=base.dtype if dtype is None else dtype,
   )
-  scopes = *contexts.around.scopes, scope
-  with contexts.replaced(scopes=scopes, loss=loss), frames.renamed():
+  scopes = *contexts.current.scopes, scope
+  with contexts.replaced(scopes=scopes, loss=loss), frames.names_change():
     yield scope
 
 
@@ -80,7 +80,7 @@ def name_scope(
   name_or_default = default_name if name is None else name
   names = _unique(outer, name_or_default) if name_or_default else ''
   scope = dataclasses.replace(outer, names=names)
-  with contexts.replaced(scopes=(*contexts.around.scopes, scope)):
+  with contexts.replaced(scopes=(*contexts.current.scopes, scope)):
     yield names
 
 
@@ -95,8 +95,8 @@ def loss_prefixes() -> tuple[str, ...]:
   TensorFlow built the loss either in the scopes around the optimizer, or before
   some of them; a loss inside another loss combines the prefixes of both.
   """
-  graph, loss = graph_lib.get_default_graph(), contexts.around.loss
-  scopes = [s for s in contexts.around.scopes if s.graph is graph]
+  graph, loss = graph_lib.get_default_graph(), contexts.current.loss
+  scopes = [s for s in contexts.current.scopes if s.graph is graph]
   outer = loss.prefixes if loss else ('',)
   inner = [
       s.prefix.removeprefix(outer[-1])

@@ -89,7 +89,7 @@ def shard(
   """
   if infeed_queue is not None:
     raise NotImplementedError('`infeed_queue` must be None: pass `inputs`.')
-  if contexts.shards() is not None:
+  if contexts.current.shards is not None:
     raise NotImplementedError(
         '`shard` cannot be nested. Call the inner computation directly.'
     )
@@ -118,7 +118,7 @@ def shard(
     place_leaf = functools.partial(_place, name, mesh)
     specs.append(jax.tree.map(of_leaf, tree))
     placed.append(jax.tree.map(place_leaf, tree, specs[-1]))
-  with passes.begun(template or contexts.Template()):
+  with passes.new_pass(template or contexts.Template()):
     outputs = _map_variables(run, placed, specs, mesh, template)
   from_all = _per_item(
       'outputs_from_all_shards', outputs_from_all_shards, len(outputs)
@@ -228,7 +228,7 @@ def _map_variables(
   """
   frames.mark_mapped(mesh)
   # The function also runs to discover its variables.
-  mapping = _Mapping(passes.repeated(run), inputs, specs, mesh)
+  mapping = _Mapping(passes.from_present_pass(run), inputs, specs, mesh)
   mapped = {} if template is None else template.mapped
   discovered = None if frames.is_discovering() else mapped.get(mesh)
   for _ in range(MAX_TRACES):

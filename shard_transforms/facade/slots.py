@@ -68,7 +68,7 @@ class Slots:
     """Returns a counter outside of the Optax state; creates it at 0."""
     with self.lock:
       if (None, name) not in self._slots:
-        with frames.outside():
+        with frames.outside_of_traces():
           zero = jnp.zeros([], jnp.int32)
           self._slots[None, name] = Variable(zero, trainable=False, name=name)
       return self._slots[None, name]
@@ -105,7 +105,10 @@ class Slots:
           _check_one_value(variable.op.name, variable.is_per_shard)
           self._variables[variable.op.name] = variable
           graph, op_name = variable.graph, f'{variable.op.name}/{op_name}'
-        with frames.outside(), (graph or graph_lib.Graph()).as_default():
+        with (
+            frames.outside_of_traces(),
+            (graph or graph_lib.Graph()).as_default(),
+        ):
           slot = _new(initial(), op_name)
         self._slots[variable, name] = self._leaves[variable, name] = slot
       return self._slots[variable, name]
@@ -174,7 +177,7 @@ class Slots:
   def _make(self, transformation, variables, slot_names, op_names):
     self._check_graph(variables)
     self._variables.update({v.op.name: v for v in variables})
-    with frames.outside():
+    with frames.outside_of_traces():
       per_shard_names = {v.op.name for v in variables if v.is_per_shard}
       # A variable with one value per shard cannot be read. Its slots must exist
       # already, so only the shapes of the state matter.

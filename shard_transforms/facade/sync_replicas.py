@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import optax
@@ -21,13 +21,6 @@ from shard_transforms.facade import workers
 from shard_transforms.facade import wrapper
 
 Variable = variables_lib.Variable
-
-
-class Averages(Protocol):
-  """An object that updates averages of variables."""
-
-  def apply(self, variables: Sequence[Variable], /) -> object:
-    """Updates the averages from the current values."""
 
 
 class SyncReplicasOptimizer(workers.Worker):
@@ -85,7 +78,7 @@ class SyncReplicasOptimizer(workers.Worker):
       opt: optimizer.Optimizer,
       replicas_to_aggregate: int,
       total_num_replicas: int | None = None,
-      variable_averages: Averages | None = None,
+      variable_averages: Any = None,
       variables_to_average: Sequence[Variable] | None = None,
       use_locking: bool = False,
       name: str = 'sync_replicas',
@@ -140,7 +133,7 @@ class SyncReplicasOptimizer(workers.Worker):
           ' called inside a traced function, where threads cannot wait for'
           ' each other. Compile only `compute_gradients`.'
       )
-    with frames.at_once(), self._condition:
+    with frames.without_transactions(), self._condition:
       local_step = int(self._local_step.step)
       current_step = int(frames.read(self._num_steps))
       if local_step == workers.NO_STEP or local_step >= current_step:
@@ -204,14 +197,14 @@ class SyncReplicasOptimizer(workers.Worker):
     pairs = pairs_lib.of_variables(mean, calls[0])
     step = super()._apply(pairs, global_step, None)
     if self._averages is not None and self._averaged_variables is not None:
-      with passes.settled():
+      with passes.after_assignments():
         self._averages.apply(self._averaged_variables)
     return step
 
 
 def _num_steps():
   """Returns a variable at 0 that belongs to no saved graph."""
-  with frames.outside(), graph_lib.Graph().as_default():
+  with frames.outside_of_traces(), graph_lib.Graph().as_default():
     return Variable(np.int32(0), trainable=False, name='num_steps')
 
 

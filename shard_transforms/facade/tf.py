@@ -9,9 +9,6 @@ of other frequent names.
 
 import contextlib
 import functools
-import inspect
-import itertools
-import math as math_lib
 import sys
 from typing import Any
 import warnings
@@ -21,16 +18,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import clipping
 from shard_transforms.facade import control_flow
 from shard_transforms.facade import cross_shard
 from shard_transforms.facade import decays
 from shard_transforms.facade import differentiation
-from shard_transforms.facade import drop_stale
 from shard_transforms.facade import estimator as estimator_lib
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import leaves
 from shard_transforms.facade import lookup
 from shard_transforms.facade import losses as losses_lib
 from shard_transforms.facade import moving_averages
@@ -38,11 +32,12 @@ from shard_transforms.facade import optimizer
 from shard_transforms.facade import scopes
 from shard_transforms.facade import shards
 from shard_transforms.facade import sync_replicas
+from shard_transforms.facade import tf_arguments
 from shard_transforms.facade import tf_functions as functions
 from shard_transforms.facade import tf_optimizers
-from shard_transforms.facade import ties
 from shard_transforms.facade import towers
 from shard_transforms.facade import variables
+from shard_transforms.facade import workers
 
 _PAGE = 'docs/porting_from_tf1.md'
 
@@ -78,107 +73,6 @@ def _missing(path):
   )
 
 
-def _renamed(function, name, parameters):
-  """Returns a function that takes the arguments of TensorFlow.
-
-  Args:
-    function: The function.
-    name: The name in TensorFlow.
-    parameters: The parameters in TensorFlow, in their order, each with the
-      corresponding parameter of the function: a position, a name, `None` if it
-      has no effect, or `...` if it is not supported.
-
-  Raises:
-    TypeError: When called with unknown, missing or unsupported arguments.
-  """
-  num_required = _num_required(function)
-
-  def call(*args: Any, **kwargs: Any) -> Any:
-    arguments = dict(zip(parameters, args, strict=False)) | kwargs
-    unknown = [key for key in arguments if key not in parameters]
-    if len(args) > len(parameters) or unknown:
-      raise TypeError(
-          f'`tf.{name}` got the unexpected arguments {unknown or args}. It'
-          f' takes {list(parameters)}.'
-      )
-    arguments = {
-        key: _arrays(key, value)
-        for key, value in arguments.items()
-        if value is not None or key == 'loss_collection'
-    }
-    positional, named = {}, {}
-    for key, value in arguments.items():
-      target = parameters[key]
-      if target is ... and value:
-        raise TypeError(
-            f'`tf.{name}` does not support `{key}`. Leave it out, or use a'
-            ' function of JAX or Optax instead.'
-        )
-      if isinstance(target, int):
-        positional[target] = value
-      elif isinstance(target, str):
-        named[target] = value
-    missing = [
-        key
-        for key, target in parameters.items()
-        if isinstance(target, int)
-        and target not in positional
-        and target < max(positional, default=num_required)
-    ]
-    if missing:
-      raise TypeError(
-          f'`tf.{name}` got only the arguments {sorted(arguments)}. Also pass'
-          f' {missing}.'
-      )
-    out = function(*(positional[i] for i in sorted(positional)), **named)
-    if arguments.keys() & _DTYPES:
-      return out
-    return arrays_lib.in_32_bits(out, arguments)
-
-  call.__name__ = call.__qualname__ = name
-  vars(call)['__signature__'] = _signature(parameters, num_required)
-  call.__doc__ = f'`tf.{name}` with the arguments of TensorFlow 1.15.'
-  return call
-
-
-def _num_required(function):
-  """Returns the number of positional parameters without a default."""
-  try:
-    parameters = inspect.signature(function).parameters.values()
-  except ValueError:  # Built-in functions do not have signatures.
-    return 0
-  if any(p.kind == p.VAR_POSITIONAL for p in parameters):
-    return math_lib.inf  # JAX's functions of `*args` require each of them.
-  keywords = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
-  return sum(
-      p.default is p.empty and p.kind not in keywords for p in parameters
-  )
-
-
-def _signature(parameters, num_required):
-  """Returns the signature in TensorFlow, for `help` and completion."""
-  kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, {'default': None}
-  result, options = [], {}
-  for name, target in parameters.items():
-    if not isinstance(target, int) or target >= num_required:
-      options = none
-    result.append(inspect.Parameter(name, kind, **options))
-  return inspect.Signature(result)
-
-
-def _arrays(key, value):
-  # Flattening converts variables to arrays, also in lists. Rates stay.
-  """Converts an argument, where variables and lists are arrays."""
-  value = jax.tree.map(
-      lambda x: x, value, is_leaf=lambda x: isinstance(x, leaves.Rate)
-  )
-  if key in _DTYPES:
-    return jax.dtypes.canonicalize_dtype(value)
-  if key in _TENSORS.split() and type(value) is list:
-    return arrays_lib.in_32_bits(jnp.asarray(value), value)
-  return value
-
-
 def _members(names: str, prefix: str = '', module: Any = jnp):
   """Returns members of a module by their names in TensorFlow, `'pow=power'`."""
   pairs = (name.partition('=') for name in names.split())
@@ -186,14 +80,6 @@ def _members(names: str, prefix: str = '', module: Any = jnp):
       f'{prefix}{name}': getattr(module, member or name)
       for name, _, member in pairs
   }
-
-
-_DTYPES = {'dtype', 'output_type'}
-# Parameters that can be lists of numbers in TensorFlow.
-_TENSORS = (
-    'a b condition features ids indices input input_tensor labels lengths'
-    ' input_ logits onehot_labels params predictions t tensor weights x y'
-)
 
 
 def _without_effect(name, result=None):
@@ -204,44 +90,6 @@ def _without_effect(name, result=None):
     return result
 
   return call
-
-
-# Keyword parameters by their name in TensorFlow. (`None`: without effect.)
-_MEANINGS: dict[str, Any] = {
-    **{name: name for name in ('axis', 'dtype', 'keepdims', 'weights')},
-    **{name: name for name in ('loss_collection', 'reduction')},
-    **{name: name for name in ('transpose_a', 'transpose_b')},
-    **{name: None for name in ('name', 'seed', 'shift', 'validate_indices')},
-    'dim': 'axis',
-    'dimension': 'axis',
-    'keep_dims': 'keepdims',
-    'reduction_indices': 'axis',
-    'squeeze_dims': 'axis',
-}
-
-
-def _parameters(signature):
-  """Parses the parameters of a signature, for `_renamed`.
-
-  Args:
-    signature: The parameters in TensorFlow in their order, such as `'a
-      perm=axes name'`. A single name has the meaning in `_MEANINGS`, or else is
-      the next position; after `=` comes a position, a name, `...` or `None`.
-  """
-  meanings = {'...': ..., 'None': None}
-  position = itertools.count()
-  meanings_by_name = {}
-  for parameter in signature.split():
-    name, _, meaning = parameter.partition('=')
-    if meaning:
-      meanings_by_name[name] = (
-          int(meaning) if meaning.isdigit() else meanings.get(meaning, meaning)
-      )
-    else:
-      meanings_by_name[name] = (
-          _MEANINGS[name] if name in _MEANINGS else next(position)
-      )
-  return meanings_by_name
 
 
 # The last parameters of the functions in `tf.losses`.
@@ -257,7 +105,7 @@ _FUNCTIONS = {
         ),
         **_members('log_sigmoid nn.sigmoid=sigmoid sigmoid', module=jax.nn),
         **_members('erf lgamma=gammaln', module=jax.scipy.special),
-        'abs': ties.magnitude,
+        'abs': functions.magnitude,
         'rsqrt': jax.lax.rsqrt,
         'to_float': functools.partial(jnp.asarray, dtype=jnp.float32),
         'to_int32': functools.partial(jnp.asarray, dtype=jnp.int32),
@@ -269,7 +117,7 @@ _FUNCTIONS = {
             ' mod multiply not_equal pow=power subtract'
             ' truediv=true_divide'
         ),
-        **_members('maximum minimum', module=ties),
+        **_members('maximum minimum', module=functions),
         'div': functions.div,
         'squared_difference': optax.squared_error,
     },
@@ -341,15 +189,15 @@ _FUNCTIONS = {
     # Losses, and the layers of networks.
     'features name': {
         **_members('elu relu relu6 softplus swish', 'nn.', jax.nn),
-        'nn.selu': ties.selu,
+        'nn.selu': functions.selu,
     },
-    'features alpha name': {'nn.leaky_relu': ties.leaky_relu},
+    'features alpha name': {'nn.leaky_relu': functions.leaky_relu},
     'indices depth on_value=... off_value=... axis dtype name': _members(
         'one_hot', module=jax.nn
     ),
     f'labels=1 predictions=0 weights {_LOSS}': {
         'losses.absolute_difference': losses_lib.reduced_loss(
-            lambda x, y: ties.magnitude(x - y)
+            lambda x, y: functions.magnitude(x - y)
         ),
         'losses.mean_squared_error': losses_lib.reduced_loss(
             optax.squared_error
@@ -402,10 +250,8 @@ _FUNCTIONS = {
     },
     # Initializers.
     'dtype=None': {
-        f'{name}_initializer': functools.partial(
-            getattr, jax.nn.initializers, name
-        )
-        for name in ('ones', 'zeros')
+        'ones_initializer': lambda: jax.nn.initializers.ones,
+        'zeros_initializer': lambda: jax.nn.initializers.zeros,
     },
     'mean=... stddev seed dtype': {
         'random_normal_initializer': functions.random_normal,
@@ -480,7 +326,7 @@ _FACADE = (
     ('tf.contrib.opt', tf_optimizers, 'AdamWOptimizer LARSOptimizer'),
     ('tf.contrib.opt', tf_optimizers, 'DecoupledWeightDecayExtension'),
     ('tf.contrib.opt', tf_optimizers, 'LazyAdamOptimizer'),
-    ('tf.contrib.opt', drop_stale, 'DropStaleGradientOptimizer'),
+    ('tf.contrib.opt', workers, 'DropStaleGradientOptimizer'),
     ('tf.contrib.estimator', towers, 'TowerOptimizer'),
     ('tf.contrib.estimator', clipping, 'clip_gradients_by_norm'),
     ('tf.contrib.estimator', estimator_lib, 'replicate_model_fn'),
@@ -511,7 +357,7 @@ def _names() -> dict[str, Any]:
           get, regularization
       ),
       'tf.contrib.layers.l1_regularizer': functions.regularizer(
-          lambda w: jnp.sum(ties.magnitude(w))
+          lambda w: jnp.sum(functions.magnitude(w))
       ),
       'tf.contrib.layers.l2_regularizer': functions.regularizer(
           functions.l2_loss
@@ -532,7 +378,7 @@ def _names() -> dict[str, Any]:
     names_with_values |= _members(names, f'{place}.', module)
   for signature, members in _FUNCTIONS.items():
     for name, function in members.items():
-      renamed = _renamed(function, name, _parameters(signature))
+      renamed = tf_arguments.renamed(function, name, signature)
       names_with_values[f'tf.{name}'] = renamed
       if '.' not in name:
         names_with_values[f'tf.math.{name}'] = renamed

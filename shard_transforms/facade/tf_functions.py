@@ -1,6 +1,8 @@
-"""Functions of TensorFlow 1 whose arguments or results differ in JAX and Optax.
+"""Functions of TensorFlow 1 that differ in JAX and Optax.
 
-`tf.py` lists them by their names in TensorFlow.
+Their arguments or results differ, or their gradients where two branches meet:
+at zero, or where two arguments are equal, JAX splits a gradient or takes the
+other branch. `tf.py` lists the functions by their names in TensorFlow.
 """
 
 from collections.abc import Callable
@@ -12,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-from shard_transforms.facade import ties
 
 _Array = Any  # An array, or a list of numbers that stands for one.
 
@@ -135,7 +135,7 @@ def l2_normalize(x: Any, epsilon: float = 1e-12, axis: Any = None) -> jax.Array:
   """`tf.nn.l2_normalize`."""
   axis = tuple(axis) if isinstance(axis, list) else axis
   squares = jnp.sum(x * x, axis, keepdims=True)
-  return x * jax.lax.rsqrt(ties.maximum(squares, epsilon))
+  return x * jax.lax.rsqrt(maximum(squares, epsilon))
 
 
 def matmul(
@@ -292,3 +292,35 @@ def xavier(uniform: bool = True) -> Callable[..., jax.Array]:
   if uniform:
     return jax.nn.initializers.glorot_uniform()
   return jax.nn.initializers.glorot_normal()
+
+
+# Functions with the gradients of TensorFlow. NaN propagates, as in JAX.
+
+
+def magnitude(x: jax.typing.ArrayLike) -> jax.Array:
+  """`jax.numpy.abs` with the gradient 0 at 0."""
+  x = jnp.asarray(x)
+  return jnp.where(x == 0, jnp.zeros_like(jnp.abs(x)), jnp.abs(x))
+
+
+def maximum(x: jax.typing.ArrayLike, y: jax.typing.ArrayLike) -> jax.Array:
+  """`jax.numpy.maximum` with the whole gradient for `x` at a tie."""
+  x, y = jnp.asarray(x), jnp.asarray(y)
+  return jnp.where((x >= y) | (x != x), x, y)
+
+
+def minimum(x: jax.typing.ArrayLike, y: jax.typing.ArrayLike) -> jax.Array:
+  """`jax.numpy.minimum` with the whole gradient for `x` at a tie."""
+  x, y = jnp.asarray(x), jnp.asarray(y)
+  return jnp.where((x <= y) | (x != x), x, y)
+
+
+def leaky_relu(features: jax.Array, alpha: float = 0.2) -> jax.Array:
+  """`jax.nn.leaky_relu` with the slope `alpha` at 0."""
+  return jnp.where(features > 0, features, alpha * features)
+
+
+def selu(features: jax.Array) -> jax.Array:
+  """`jax.nn.selu` with the slope of positive inputs at 0."""
+  scale = 1.0507009873554805
+  return jnp.where(features >= 0, scale * features, jax.nn.selu(features))

@@ -15,8 +15,8 @@ import jax
 import optax
 
 from shard_transforms._src.base import arguments
+from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import functional
-from shard_transforms.facade import leaves
 from shard_transforms.facade import optimizer
 from shard_transforms.facade import transforms
 from shard_transforms.facade import variables as variables_lib
@@ -285,7 +285,7 @@ class DecoupledWeightDecayExtension(optimizer.Optimizer):
 
   def _apply_all(self, pairs: list[tuple[jax.Array, Variable]]) -> list[Any]:
     """Subtracts the decay, then updates variables with the optimizer."""
-    decay = leaves.present(self._weight_decay)
+    decay = arrays_lib.present(self._weight_decay)
     for _, variable in pairs:
       if not self._decay_var_list or variable in self._decay_var_list:
         variable.assign_sub(decay * variable)
@@ -332,10 +332,8 @@ class LARSOptimizer(functional.TensorFlowOptimizer):
       skip_list: Sequence[str] | None = None,
       use_nesterov: bool = False,
   ):
-    nonnegative = {'momentum': momentum, 'weight_decay': weight_decay}
-    for argument, value in nonnegative.items():
-      if value < 0:
-        raise ValueError(f'`{argument}` must not be negative, got {value!r}.')
+    arguments.as_not_negative('momentum', momentum)
+    arguments.as_not_negative('weight_decay', weight_decay)
     skipped_names = skip_list or ()
 
     def mask(params):

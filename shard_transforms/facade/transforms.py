@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shard_transforms._src.base import arguments
+
 _Arguments = ParamSpec('_Arguments')
 _Result = TypeVar('_Result')
 
@@ -25,8 +27,8 @@ def _checked(
 
   @functools.wraps(factory)
   def make(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-    arguments = inspect.signature(factory).bind(*args, **kwargs).arguments
-    for name, value in arguments.items():
+    bound = inspect.signature(factory).bind(*args, **kwargs)
+    for name, value in bound.arguments.items():
       if isinstance(value, float) and math.isnan(value):
         raise ValueError(f'`{name}` of `{factory.__name__}` is NaN.')
     return factory(*args, **kwargs)
@@ -208,8 +210,7 @@ def ftrl(
           l2_shrinkage_regularization_strength
       ),
   }.items():
-    if value < 0:
-      raise ValueError(f'`{name}` must not be negative, got {value!r}.')
+    arguments.as_not_negative(name, value)
 
   def init_fn(params):
     return FtrlState(

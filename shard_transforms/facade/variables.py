@@ -14,7 +14,6 @@ from shard_transforms.facade import arrays as arrays_lib
 from shard_transforms.facade import contexts
 from shard_transforms.facade import frames
 from shard_transforms.facade import graph as graph_lib
-from shard_transforms.facade import leaves
 from shard_transforms.facade import passes
 
 
@@ -45,7 +44,7 @@ class Shape(tuple[int, ...]):
     return math.prod(self)
 
 
-class Variable(leaves.ArrayLeaf):
+class Variable(arrays_lib.ArrayLeaf):
   """A named array that can be assigned: `tf.Variable`.
 
   It can be used wherever an array can: in arithmetic, in functions of
@@ -108,7 +107,7 @@ class Variable(leaves.ArrayLeaf):
       constraint: Callable[[jax.Array], jax.Array] | None = None,
       use_resource: bool | None = None,
   ):
-    is_repeated = contexts.around.call is not None
+    is_repeated = contexts.current.call is not None
     if frames.is_tracing() or is_repeated or frames.is_staged():
       raise ValueError(
           f'`tf.Variable` ({name or "without a name"!r}) was called inside a'
@@ -237,8 +236,8 @@ class Variable(leaves.ArrayLeaf):
 
   def _change(self, operation, delta):
     """Assigns the result of an operation, atomically as in TensorFlow."""
-    delta = leaves.operand(delta)
-    with passes.settled():
+    delta = arrays_lib.operand(delta)
+    with passes.after_assignments():
       return self.assign(operation(self, delta))
 
   def __reduce__(self):

@@ -205,9 +205,9 @@ def cut(folder: pathlib.Path, num_records: int, group: int = 1) -> int:
   return num_records
 
 
-def slow_gradient_with_data(data, params, x):
-  """Returns a gradient; its task is as large as its data."""
-  return slow_gradient(params, x + data[0])
+def with_momentum_and_data(data, params, x, trace):
+  """Returns `with_momentum`; its task is as large as its data."""
+  return with_momentum(params, x + data[0], trace)
 
 
 def hang_once(path, number):

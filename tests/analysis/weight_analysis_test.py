@@ -58,7 +58,7 @@ def gathered(u, w):
 def in_gate(fn):
   def update(u, w):
     return branching.run_when_due(
-        w > 0, lambda state, u, w: (fn(u, w), state), (), u, w
+        w > 0, lambda state, u, w: (fn(u, w), state), (), u, w, caller='gate'
     )[0]
 
   return update

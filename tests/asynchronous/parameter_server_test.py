@@ -111,6 +111,22 @@ class ParameterServerTest(parameterized.TestCase):
         jax.tree.map(np.asarray, (params, state)),
     )
 
+  def test_servers_of_one_optimizer_share_the_compiled_step(self):
+    num_traces = []
+
+    def update(updates, state, params=None):
+      num_traces[-1] += 1
+      return updates, state
+
+    tx = optax.GradientTransformation(optax.identity().init, update)
+    for _ in range(2):
+      num_traces.append(0)
+      server = parameter_server.ParameterServer(tx, np.zeros(2, np.float32))
+      server.update([Contribution(np.ones(2, np.float32))])
+
+    # The second server is only analyzed.
+    self.assertLess(num_traces[1], num_traces[0])
+
   @cases.parameters(
       (shard_transforms.contrib.compensate_delay(2.0), True),
       (optax.sgd(0.1), False),

@@ -1,6 +1,7 @@
 """Asynchronous runs whose processes are killed end with the same bits."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import pathlib
@@ -20,7 +21,6 @@ import optax
 import psutil
 import pytest
 
-import cases
 import python_command
 import runs
 from shard_transforms import asynchronous
@@ -158,34 +158,40 @@ class FaultsTest(runs.FolderTest):
     self.assertLen(set(accepted['batch'].tolist()), len(accepted))
     runs.assert_same_bits(asynchronous.replay(self.folder, task, TX), result)
 
-  @cases.parameters((TASK, 1), (runs.KEEPING_TASK, 3))
-  def test_random_kills_lose_nothing(self, task, merge):
+  def test_random_kills_lose_nothing(self):
+    # So large that Ray keeps the task in its object store.
+    data = np.zeros(1_000_000, np.float32)
+    gradient = functools.partial(runs.with_momentum_and_data, data)
+    task = dataclasses.replace(runs.KEEPING_TASK, gradient=gradient)
     killer = Killer(seed=0, number=3)
     num_updates = 0
     while len(killer.kills) < 3:
       # The run continues until all have been killed.
-      num_updates += 300 // merge
+      num_updates += 100
       result = self.train(
           task,
           num_updates=num_updates,
-          num_workers=max(merge, 2),
-          merge=merge,
+          num_workers=3,
+          merge=3,
           on_progress=killer.on_progress,
       )
     killer.join()
 
     self.check(result, task)
+    # Killed workers are replaced.
+    workers = asynchronous.read_journal(self.folder)['worker'][-150:]
+    self.assertEqual(set(workers.tolist()), {0, 1, 2})
 
   def test_end_of_ray_and_a_worker_while_the_journal_is_rolled_forward(self):
     killed = []
 
     def on_progress(report):
-      if report.global_step >= 60 and not killed:
+      if report.global_step >= 30 and not killed:
         # With the raylet end the driver and all workers.
         children = psutil.Process().children(recursive=True)
         killed.extend(child for child in children if child.name() == 'raylet')
         killed[0].kill()
-      elif len(killed) == 1 and report.global_step < 40:
+      elif len(killed) == 1 and report.global_step < 20:
         # It is back, and behind where it was.
         killed.extend(runs.processes(WORKER)[:1])
         killed[-1].kill()
@@ -200,26 +206,8 @@ class FaultsTest(runs.FolderTest):
     )
 
     self.assertLen(killed, 2)
-    self.assertGreaterEqual(result.report.num_recovered, 60)
+    self.assertGreaterEqual(result.report.num_recovered, 30)
     self.check(result, runs.SLOW_TASK)
-
-  def test_worker_of_a_large_task_is_replaced(self):
-    data = np.zeros(1_000_000, np.float32)
-    gradient = functools.partial(runs.slow_gradient_with_data, data)
-    task = asynchronous.Task(runs.init, gradient, runs.batch)
-    killed = []
-
-    def on_progress(report):
-      if report.global_step >= 10 and not killed:
-        killed.extend(runs.processes(WORKER)[:1])
-        killed[0].kill()
-
-    result = self.train(task, num_updates=200, on_progress=on_progress)
-
-    self.assertLen(killed, 1)
-    self.assertEqual(result.report.global_step, 200)
-    workers = asynchronous.read_journal(self.folder)['worker'][-50:]
-    self.assertEqual(set(workers.tolist()), {0, 1})
 
   def test_cluster_that_is_not_there_is_reported(self):
     with self.assertRaisesRegex(

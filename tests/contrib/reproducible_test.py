@@ -358,13 +358,13 @@ class ResizedTest(parameterized.TestCase):
     mesh, tx, step = _step_on(4)
     state = shard_transforms.init_state(tx, PARAMS, mesh)
     params, state = step(PARAMS, state, _towers_of(4)[0])
-    self.assertEqual(state.tower, 1)
+    self.assertEqual(state.tower_count, 1)
     params, state = _restored((params, state))
     mesh, tx, step = _step_on(2)
 
     with self.assertRaisesRegex(ValueError, '1 towers in an unfinished window'):
       shard_transforms.resize_state(state, tx, PARAMS, mesh)
-    state = optax.tree_utils.tree_set(state, tower=np.int32(0))
+    state = optax.tree_utils.tree_set(state, tower_count=np.int32(0))
     state = shard_transforms.resize_state(state, tx, PARAMS, mesh)
     for x in _towers_of(2):
       params, state = step(params, state, x)

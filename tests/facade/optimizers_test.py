@@ -120,7 +120,6 @@ class DecaysTest(graphs.GraphTest):
 
   @cases.parameters(
       ('v', lambda decay: tf.train.AdamOptimizer(0.1, beta2=decay)),
-      ('accum', lambda decay: tf.train.AdadeltaOptimizer(0.1, decay)),
       ('rms', lambda decay: tf.train.RMSPropOptimizer(0.1, decay)),
       fast='v',
   )

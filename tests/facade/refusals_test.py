@@ -202,12 +202,12 @@ TYPE_ERRORS = [
         lambda t: tf.clip_by_global_norm([None, 3], 1.0),
     ),
     ('does not support `on_value`', lambda t: tf.one_hot([1], 2, on_value=2.0)),
-    (r"Also pass \['x'\]", lambda t: tf.where(X > 0, y=X)),
+    (r"where\(condition, x, .* needs \['x'\]", lambda t: tf.where(X > 0, y=X)),
     (
-        r"`tf.reduce_mean` .* pass \['input_tensor'\]",
+        r"`tf.reduce_mean\(.* needs \['input_tensor'\]",
         lambda t: tf.reduce_mean(),
     ),
-    ('`tf.sqrt` got the unexpected', lambda t: tf.sqrt(X, 'name', 3)),
+    (r'`tf.sqrt\(x, name=None\)`: too many', lambda t: tf.sqrt(X, 'name', 3)),
 ]
 VALUE_ERRORS = [
     # Variables.

@@ -18,7 +18,9 @@ GATES = {
     'drop_stale': functools.partial(st.drop_stale, 9),
     'guard': st.guard,
     'one_tower': functools.partial(st.tower_reduce, 1),
-    'scale_by_staleness': functools.partial(st.scale_by_staleness, 'inverse'),
+    'scale_by_staleness': functools.partial(
+        st.contrib.scale_by_staleness, 'inverse'
+    ),
     'tower_reduce': functools.partial(st.tower_reduce, 2),
 }
 NAMES = {name: name for name in GATES} | {'one_tower': 'tower_reduce'}

@@ -118,9 +118,9 @@ class ProcessesTest(parameterized.TestCase):
     self.assertEqual(supervisor.returncode, 0, err)
     # The equal output of the other processes is discarded.
     self.assertRegex(out, r'\A127\.0\.0\.1:\d+ 3 0 1073741824\n\Z')
-    self.assertCountEqual(
-        err.splitlines(), [f'error {i}, GPU {i}' for i in range(3)]
-    )
+    # Some versions of JAX write other lines when they are imported.
+    errors = [line for line in err.splitlines() if line.startswith('error')]
+    self.assertCountEqual(errors, [f'error {i}, GPU {i}' for i in range(3)])
 
   @cases.parameters(
       (('wait', 'exit'), 'process 1 of 2 exited with status 7.'),

@@ -43,7 +43,7 @@ def after_three_towers(tx, params, own):
 
 
 EXPECTED = {
-    'tower_reduce/tower': 1,
+    'tower_reduce/tower_count': 1,
     'tower_reduce/total_weight': 36.0,
     'guard/num_updates': 1,
     'guard/skipped_count': 0,
@@ -145,7 +145,8 @@ class MetricsTest(parameterized.TestCase):
   def test_every_state_declares_metrics(self):
     params = jnp.zeros(2)
     inner = optax.chain(
-        st.scale_by_staleness('inverse'), st.monitoring.track_divergence(AXIS)
+        st.contrib.scale_by_staleness('inverse'),
+        st.monitoring.track_divergence(AXIS),
     )
     tx = st.guard(inner, spikes=st.SpikeRule(max_stds=3.0, window=4))
 

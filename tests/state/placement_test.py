@@ -49,7 +49,7 @@ class StateSpecsTest(parameterized.TestCase):
       specs = st.state_specs(tx, PARAMS, _mesh(kind, shape))
 
       expected = st.TowerReduceState(
-          tower=P(),
+          tower_count=P(),
           total=dict.fromkeys(PARAMS, P('data')),
           total_weight=P('data'),
           oldest_local_step=P('data'),

@@ -281,7 +281,7 @@ GATES = {
     'none': lambda tx: tx,
     'guard': lambda tx: guard(tx, AXIS, on_bad='exclude'),
     'drop_stale': lambda tx: drop_stale(2, tx, axis_name=AXIS),
-    'scale_by_staleness': lambda tx: st.scale_by_staleness(
+    'scale_by_staleness': lambda tx: st.contrib.scale_by_staleness(
         'inverse', tx, axis_name=AXIS
     ),
 }
@@ -308,7 +308,7 @@ class WindowTest(parameterized.TestCase):
       inner = replaced(state.inner_state, last_bad_step=last_bad_step)
       names = 'total', 'total_weight', 'oldest_local_step'
       fields = dict(zip(names, fields, strict=True))
-      return replaced(state, tower=2, **fields, inner_state=inner)
+      return replaced(state, tower_count=2, **fields, inner_state=inner)
 
     state = state_with(before, bad, total, weight, step)
     resized = resize_state(state, tx, params, modes.mesh(after))
@@ -337,12 +337,12 @@ class WindowTest(parameterized.TestCase):
     tx = tower_reduce(4, averaged(optax.identity()), axis_name=AXIS)
     tower, params = 3 if any(before) else 0, np.float32(0)
     given = dict(total=before, total_weight=np.full(len(before), tower))
-    state = saved(tx, params, len(before), tower=tower, **given)
+    state = saved(tx, params, len(before), tower_count=tower, **given)
 
     mesh = modes.mesh(len(after))
     resized = resize_state(state, tx, params, mesh, reduction=how)
 
-    self.assertEqual(resized.tower, tower)
+    self.assertEqual(resized.tower_count, tower)
     np.testing.assert_array_equal(resized.total, after)
     weights = np.broadcast_to(weights, len(after))
     np.testing.assert_array_equal(resized.total_weight, weights)
@@ -363,7 +363,7 @@ class WindowTest(parameterized.TestCase):
     tx = tower_reduce(2, inner, axis_name=AXIS, reduction=kind)
     # The first shard has no weight yet.
     total = np.float32([[0, 0], [6, 8], [18, 21], [36, 40]])
-    given = {'tower': 1, 'total': total, 'total_weight': np.arange(4)}
+    given = {'tower_count': 1, 'total': total, 'total_weight': np.arange(4)}
     state = saved(tx, ZEROS, 4, **given)
     tx = GATES[gate](tx)
     if gate != 'none':
@@ -433,7 +433,7 @@ class WindowTest(parameterized.TestCase):
   ):
     inner = averaged(optax.identity())
     tx = tower_reduce(4, inner, axis_name=AXIS, reduction=kind)
-    state = saved(tx, ZEROS, 8, tower=tower, total_weight=weights)
+    state = saved(tx, ZEROS, 8, tower_count=tower, total_weight=weights)
     given = {'params': ZEROS, 'mesh': modes.mesh(4)} | changes
 
     with self.assertRaisesRegex(ValueError, message):

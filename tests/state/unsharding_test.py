@@ -258,7 +258,7 @@ class FullTest(parameterized.TestCase):
     params = {'w': zeros((3, 5))}
     state = init_state(tx, params, modes.mesh(4))
     state = state._replace(
-        tower=np.int32(2),
+        tower_count=np.int32(2),
         total={'w': np.arange(60, dtype=np.float32).reshape(4, 3, 5)},
         total_weight=np.float32([1, 2, 3, 5]),
     )

@@ -130,6 +130,21 @@ class AccumulationTest(parameterized.TestCase):
     self.assertEqual(float(value), x.sum())
     self.assertEqual(float(grad), float(jnp.bfloat16(x.sum())))
 
+  @cases.parameters(None, lambda x: jnp.sum(x))
+  def test_the_value_has_the_dtype_of_the_loss(self, weight_fn):
+    fn = accumulated_value_and_grad(
+        lambda w, x: jnp.mean(w * x).astype(jnp.bfloat16),
+        'data',
+        2,
+        mesh=make_mesh((4,)),
+        weight_fn=weight_fn,
+    )
+
+    value, grad = jax.jit(fn)(jnp.float32(1), jnp.ones(16))
+
+    self.assertEqual((value, value.dtype), (1, jnp.bfloat16))
+    self.assertEqual((grad, grad.dtype), (1, jnp.float32))
+
   def test_passes_keyword_arguments_and_rematerializes(self):
     mesh = make_mesh((4, 2), EXPLICIT)
 

@@ -53,7 +53,8 @@ class ReducedUpdatesTest(parameterized.TestCase):
       gate=(
           st.drop_stale(1, optax.sgd(0.5, momentum=0.9)),
           optax.chain(
-              st.scale_by_staleness('inverse'), optax.sgd(0.5, momentum=0.9)
+              st.contrib.scale_by_staleness('inverse'),
+              optax.sgd(0.5, momentum=0.9),
           ),
       ),
       num_towers=(None, 2),
@@ -95,7 +96,7 @@ class ReducedUpdatesTest(parameterized.TestCase):
               1,
               optax.chain(
                   st.cross_shard_mean(modes.AXIS),
-                  st.scale_by_staleness('inverse'),
+                  st.contrib.scale_by_staleness('inverse'),
               ),
               axis_name=modes.AXIS,
           ),
@@ -124,7 +125,7 @@ class ReducedUpdatesTest(parameterized.TestCase):
   @cases.product(
       gate=(
           st.drop_stale(1, optax.identity()),
-          st.scale_by_staleness('inverse'),
+          st.contrib.scale_by_staleness('inverse'),
       )
   )
   def test_uses_the_weight_like_the_reduction(self, gate):
@@ -151,7 +152,7 @@ class ReducedUpdatesTest(parameterized.TestCase):
       ('1', TypeError, "must be a real number, got '1'"),
   )
   def test_refuses_a_wrong_weight(self, weight, error, message):
-    for tx in st.drop_stale(1), st.scale_by_staleness('inverse'):
+    for tx in st.drop_stale(1), st.contrib.scale_by_staleness('inverse'):
 
       def shard(x, step, tx=tx):
         return tx.update(x, tx.init(x), weight=weight, local_step=step)[0]

@@ -399,7 +399,7 @@ class RefusalTest(parameterized.TestCase):
     tx = guard(optax.sgd(1.0))
 
     with self.assertRaisesRegex(
-        ValueError, 'decide differently .* `axis_name`'
+        ValueError, '`guard` got .* could not decide .* `axis_name`'
     ):
       run(tx, data())
 

@@ -109,3 +109,68 @@ class OnMeshTest(parameterized.TestCase):
   def test_refuses_arguments(self, change, words):
     with self.assertRaisesRegex(TypeError, words):
       st.on_mesh(**{'tx': _guard(), 'mesh': _mesh()} | change)
+
+
+class ShardedParametersTest(parameterized.TestCase):
+  """On a mesh of `data` and `model`, over which parameters are sharded."""
+
+  SPECS = {'w': P(None, 'model'), 'b': P('model')}
+
+  def setUp(self):
+    super().setUp()
+    self.params = {'w': jnp.ones((3, 16)), 'b': jnp.ones(16)}
+    grad = jax.random.normal(jax.random.key(0), (4, 3, 16))
+    self.grads = {'w': grad, 'b': grad[:, 0]}
+    mean = jax.tree.map(lambda x: x.mean(axis=0), self.grads)
+    adam = optax.adam(0.1)
+    self.expected, _ = adam.update(mean, adam.init(self.params))
+
+  def place(self, kind):
+    mesh = jax.make_mesh((4, 2), ('data', 'model'), (kind,) * 2)
+    shardings = jax.tree.map(
+        lambda spec: jax.NamedSharding(mesh, spec),
+        self.SPECS,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    return mesh, jax.device_put(self.params, shardings)
+
+  def check(self, tx, params):
+    """Checks the values of an update; returns the specs of update and state."""
+    state = tx.init(params)
+    grads = st.Stacked(self.grads, ('data',))
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    chex.assert_trees_all_close(updates, self.expected, rtol=1e-4)
+    mu = optax.tree_utils.tree_get(state, 'mu')
+    return [x['w'].sharding.spec for x in (updates, mu)]
+
+  @cases.parameters(AxisType.Auto, AxisType.Explicit)
+  def test_the_error_names_what_each_transformation_needs(self, kind):
+    mesh, params = self.place(kind)
+    averaged = optax.chain(st.cross_shard_mean('data'), optax.adam(0.1))
+    sliced = st.shard_update(optax.adam(0.1), 'data')
+
+    for tx in averaged, sliced:
+      with self.assertRaisesRegex(
+          ValueError,
+          r"on_mesh\(tx, mesh, 'data'\)`; around .* `shard_update`, pass the"
+          ' specs .* over the other axes as `in_specs`',
+      ):
+        st.on_mesh(tx, mesh).init(params)
+    found = self.check(st.on_mesh(averaged, mesh, 'data'), params)
+    self.assertEqual(found, [P(None, 'model')] * 2)
+    bound = st.on_mesh(sliced, mesh, in_specs=self.SPECS)
+    found = self.check(bound, params)
+    self.assertEqual(found[0], P(None, 'model'))
+    self.assertIn("'model'", str(found[1]))
+
+  @cases.parameters(AxisType.Auto, AxisType.Explicit)
+  def test_named_axes_that_shard_parameters_are_gathered(self, kind):
+    mesh, params = self.place(kind)
+    averaged = optax.chain(st.cross_shard_mean('data'), optax.adam(0.1))
+
+    of_update, of_state = self.check(
+        st.on_mesh(averaged, mesh, ('data', 'model')), params
+    )
+
+    is_sharded = ["'model'" in str(x) for x in (of_update, of_state)]
+    self.assertEqual(is_sharded, [kind == AxisType.Explicit, False])

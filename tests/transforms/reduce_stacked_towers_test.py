@@ -5,6 +5,7 @@ import functools
 from absl.testing import parameterized
 import chex
 import jax
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -16,6 +17,7 @@ import one_device
 import shard_transforms as st
 
 NUM_TOWERS = 3
+INT32_MAX = np.iinfo(np.int32).max
 
 # [shards, towers, features]
 DATA = np.random.default_rng(0).integers(-99, 99, (8, 3, 5)).astype(np.float32)
@@ -82,8 +84,9 @@ class ReduceTowersTest(parameterized.TestCase):
         NUM_TOWERS, harness.recorder(), reduction=reduction
     )
     weights = WEIGHTS.copy()
-    weights[3] = 0
+    weights[3], weights[5, 0] = 0, 0
     steps = np.random.default_rng(2).integers(-9, 99, (8, 3)).astype(np.int32)
+    steps[5, 0] = -10
 
     def shard(_, own):
       data, weight, local_step = own
@@ -95,7 +98,8 @@ class ReduceTowersTest(parameterized.TestCase):
     total = weights.sum(1)
     expected = {
         'weight': np.sign(total) if reduction == 'sum' else total,
-        'local_step': steps.min(1),
+        # Towers without weight do not count.
+        'local_step': np.where(weights > 0, steps, INT32_MAX).min(1),
         'value': DATA[:, 0, 1],
     }
     chex.assert_trees_all_equal(recorded, expected, strict=True)
@@ -139,6 +143,33 @@ class WeightTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(ValueError, message):
       jax.eval_shape(mapped, jnp.ones(()), jnp.ones((8, 2)))
+
+  @cases.parameters(*modes.MAPPED, 'on_mesh')
+  def test_refuses_an_inner_that_reduces_without_the_weight(self, mode):
+    def update(inner, **kwargs):
+      tx = st.reduce_stacked_towers(2, inner, **kwargs)
+
+      def shard(_, own):
+        towers, weight = own
+        return tx.update(towers, tx.init(towers[0]), weight=weight)[0]
+
+      towers, weight = DATA[:, :2], np.eye(8, 2, dtype=np.float32)
+      if mode != 'on_mesh':
+        return modes.map_shards(mode, shard)(0.0, (towers, weight))
+      bound, params = st.on_mesh(tx, modes.mesh()), jnp.zeros(5)
+      stack = st.Stacked(towers, (modes.AXIS,))
+      return bound.update(stack, bound.init(params), params, weight=weight)
+
+    by_hand = optax.stateless(lambda updates, _: lax.pmean(updates, modes.AXIS))
+    message = 'must use .* to `reduce_stacked_towers`'
+    with self.assertRaisesRegex(ValueError, message):
+      update(optax.chain(optax.scale(2.0), by_hand))
+    assumed = update(by_hand, assume_weighted=True)
+    reduced = update(st.cross_shard_mean(modes.AXIS))
+
+    first = np.stack([DATA[0, 0], DATA[1, 1]])
+    np.testing.assert_allclose(assumed[0], first.sum(0) / 8, rtol=1e-6)
+    np.testing.assert_allclose(reduced[0], first.mean(0), rtol=1e-6)
 
   def test_takes_common_weights_for_updates_that_are_already_reduced(self):
     tx = st.reduce_stacked_towers(2, optax.identity())

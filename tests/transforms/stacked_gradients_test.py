@@ -312,6 +312,16 @@ REFUSED = {
         '`in_axes` .* each of the 2 positional',
         lambda: _grad(in_axes=(None,))(W, X),
     ),
+    'no tuple of entries': (
+        TypeError,
+        "`in_axes` .* must be a tuple .*, got 'nonsense'",
+        lambda: _grad(in_axes='nonsense'),
+    ),
+    'an axis of another kind': (
+        ValueError,
+        "`in_axes` .* must be 0 .*, got 'x'",
+        lambda: _grad(in_axes=(None, 'x')),
+    ),
     'no mesh with the axis': (
         NameError,
         "`value_and_grad` needs the axis 'model'.*`jax.set_mesh",

@@ -585,6 +585,12 @@ class RefusalTest(Bench):
     with self.assertRaisesRegex(ValueError, words):
       call(self)
 
+  @cases.parameters('weight', 'local_step', 'value')
+  def test_refuses_a_list_of_numbers(self, name):
+    message = rf'`{name}` of `on_mesh` .* got \[1, .*`jnp.array\({name}\)`'
+    with self.assertRaisesRegex(TypeError, message):
+      self.update(mean(ADAM), **{name: [1] * 8})
+
   def test_refuses_a_transformation_that_closes_over_arrays(self):
     mesh = modes.plain_mesh('jit_explicit')
 

@@ -144,13 +144,13 @@ class Contributions:
     computed = _Computed(assigned, event)
     if event.reply is None:
       self._lose(computed)
-      return
-    if event.reply.failure:
+    elif event.reply.failure:
       raise RuntimeError(
           f'{event.reply.failure} (batch {assigned.batch}, worker'
           f' {assigned.worker}).\n{event.reply.trace}'.rstrip()
       )
-    self._take(computed)
+    else:
+      self._take(computed)
 
   def seconds_left(self) -> float:
     """Returns the seconds that the update may wait for more contributions."""
@@ -267,24 +267,13 @@ class Contributions:
     self.waiting.appendleft(assigned._replace(num_lost=num_lost))
 
   def _write(self, outcome, computed, num_merged=0):
-    """Records the outcome of a group at once.
-
-    Args:
-      outcome: The outcome.
-      computed: The computed batches; empty for an early update, which is a
-        record without a batch.
-      num_merged: The number of contributions if this ends an update, or 0.
-    """
+    """Records the outcome of a group at once; see `Tally.new_records`."""
+    rows = []
+    for assigned, event in computed:
+      checksum = event.reply.checksum if event.reply else 0
+      rows.append((*assigned[:3], checksum))
     step = self._server.global_step
-    records = np.zeros(len(computed) or 1, journal.RECORD)
-    records[['batch', 'worker', 'local_step']] = -1, -1, step
-    for record, (assigned, event) in zip(records, computed, strict=False):
-      record['batch'], record['worker'] = assigned.batch, assigned.worker
-      record['local_step'] = assigned.local_step
-      record['checksum'] = event.reply.checksum if event.reply else 0
-    records['global_step'], records['fate'] = step, outcome
-    records['seconds'] = self._tally.seconds()
-    records['merged'][-1] = num_merged
+    records = self._tally.new_records(outcome, step, rows, num_merged)
     if self._folder is not None:
       self._folder.write(records)
     self._tally.add_all(records)

@@ -12,7 +12,6 @@ from typing import Any
 
 import optax
 
-from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import report
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import arguments
@@ -21,7 +20,7 @@ _COUNTS = 'num_updates', 'num_workers', 'merge', 'group', 'save_every'
 _TYPES = {
     'task': (task_lib.Task, 'a `Task`'),
     'tx': (
-        optax.GradientTransformation | learner.Learner,
+        optax.GradientTransformation | task_lib.Learner,
         'an `optax.GradientTransformation` or a `Learner`',
     ),
     'resources': (Mapping | None, 'a dict'),
@@ -46,7 +45,7 @@ class Options:
   """
 
   task: task_lib.Task
-  tx: optax.GradientTransformation | learner.Learner
+  tx: optax.GradientTransformation | task_lib.Learner
   num_updates: int = 1
   num_workers: int = 1
   staleness: Any = None
@@ -63,7 +62,7 @@ class Options:
 
   def __post_init__(self):
     check_types(**vars(self))
-    if isinstance(self.tx, learner.Learner):
+    if isinstance(self.tx, task_lib.Learner):
       self.task = task_lib.AnyTreeTask(**vars(self.task))
     for name in _COUNTS:
       value = arguments.as_at_least(name, getattr(self, name), 1)

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 
 from shard_transforms._src.analysis import weight_analysis
-from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import task as task_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.transforms import drop_stale
@@ -65,15 +64,13 @@ class ParameterServer:
     Raises:
       ValueError: If the optimizer cannot merge contributions.
     """
-    gate = drop_stale.drop_stale(0 if staleness == math.inf else int(staleness))
-    self._gate = None if staleness == math.inf else jax.jit(gate.update)
-    state: Any = gate.init(params)
+    self._staleness = staleness
+    state: Any = drop_stale.drop_stale(0).init(params)
     self.restore(params, state._replace(inner_state=tx.init(params)), {})
-    self._is_learner = isinstance(tx, learner.Learner)
-    step = functools.partial(_learn if self._is_learner else _step, tx)
-    self._step = jax.jit(step, donate_argnums=(0, 1))
+    self._is_learner = isinstance(tx, task_lib.Learner)
+    self._step = _compiled(_learn if self._is_learner else _step, tx)
     trees = jax.eval_shape(lambda: (self._params, self._opt_state))
-    analysis = (False, '') if self._is_learner else _analyze(step, *trees)
+    analysis = (False, '') if self._is_learner else _analyze(tx, *trees)
     self._needs_read_params, text = analysis
     if self._needs_read_params and merge > 1:
       raise ValueError(
@@ -133,11 +130,10 @@ class ParameterServer:
     Args:
       local_step: The global step of the parameters that the worker used.
     """
-    if self._gate is None:
+    if self._staleness == math.inf:
       return True
     counts = self._counts._replace(global_step=np.int32(self.global_step))
-    step = np.int32(local_step)
-    _, self._counts = self._gate((), counts, local_step=step)
+    self._counts = _count(int(self._staleness), counts, np.int32(local_step))
     return int(self._counts.global_step) > self.global_step
 
   def update(self, window: Sequence[Contribution]) -> None:
@@ -210,10 +206,32 @@ def _is_key(x):
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _analyze(step, params, state):
-  """Returns whether an Optax step uses `read_params`, and its lowered text."""
+def _compiled(step, tx):
+  """Returns a compiled step; the same one for the same optimizer."""
+  try:
+    return _compiled_once(step, tx)
+  except TypeError:  # Its functions may be objects that are not hashable.
+    return _compiled_once.__wrapped__(step, tx)
+
+
+# Resuming and replaying a run with the same optimizer does not compile again.
+@functools.lru_cache(maxsize=8)
+def _compiled_once(step, tx):
+  return jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _count(staleness, counts, local_step):
+  """Returns the next counts of `drop_stale`."""
+  gate = drop_stale.drop_stale(staleness)
+  return gate.update((), counts, local_step=local_step)[1]
+
+
+def _analyze(tx, params, state):
+  """Returns whether an optimizer uses `read_params`, and its lowered step."""
   steps = np.zeros(1, np.int32)
-  traced = jax.jit(step).trace(params, state, (params,), steps, None, params)
+  arguments = params, state, (params,), steps, None, params
+  traced = jax.jit(functools.partial(_step, tx)).trace(*arguments)
   # Gates forward every argument, so that signatures are not enough.
   marks = [weight_analysis.UPDATES] * len(jax.tree.leaves(params))
   marks = [0] * (len(traced.jaxpr.jaxpr.invars) - len(marks)) + marks

@@ -107,6 +107,30 @@ class Tally:
     # `None` before the first update.
     self.metrics: Mapping[str, float] | None = None
 
+  def new_records(
+      self,
+      outcome: journal.Outcome,
+      global_step: int,
+      rows: Sequence[tuple[int, int, int, int]],
+      num_merged: int = 0,
+  ) -> np.ndarray:
+    """Returns the records of an outcome, without `sequence` and `crc`.
+
+    Args:
+      outcome: The outcome.
+      global_step: The global step.
+      rows: The batch, local step, worker and checksum of each record; empty for
+        an early update, which is a record without a batch.
+      num_merged: The number of contributions if this ends an update, or 0.
+    """
+    records = np.zeros(len(rows) or 1, journal.RECORD)
+    columns = ['batch', 'local_step', 'worker', 'checksum']
+    records[columns] = rows or [(-1, global_step, -1, 0)]
+    records['global_step'], records['fate'] = global_step, outcome
+    records['seconds'] = self.seconds()
+    records['merged'][-1] = num_merged
+    return records
+
   def add_all(self, records: np.ndarray) -> None:
     """Counts the outcomes of records."""
     self._counts.update(records['fate'].tolist())

@@ -13,7 +13,6 @@ import optax
 from shard_transforms._src.asynchronous import driver
 from shard_transforms._src.asynchronous import driver_process
 from shard_transforms._src.asynchronous import journal as journal_lib
-from shard_transforms._src.asynchronous import learner
 from shard_transforms._src.asynchronous import options as options_lib
 from shard_transforms._src.asynchronous import report
 from shard_transforms._src.asynchronous import run_folder
@@ -22,7 +21,7 @@ from shard_transforms._src.asynchronous import task as task_lib
 
 def train(
     task: task_lib.Task,
-    tx: optax.GradientTransformation | learner.Learner,
+    tx: optax.GradientTransformation | task_lib.Learner,
     *,
     num_updates: int,
     num_workers: int,
@@ -168,7 +167,7 @@ def _warn_if_idle(options):
 def replay(
     folder: str | os.PathLike[str],
     task: task_lib.Task,
-    tx: optax.GradientTransformation | learner.Learner,
+    tx: optax.GradientTransformation | task_lib.Learner,
 ) -> report.Result:
   """Computes an asynchronous run again from its journal, with the same bits.
 
@@ -220,7 +219,7 @@ def replay(
 def read_checkpoint(
     folder: str | os.PathLike[str],
     task: task_lib.Task,
-    tx: optax.GradientTransformation | learner.Learner,
+    tx: optax.GradientTransformation | task_lib.Learner,
 ) -> report.Result:
   """Returns the latest checkpoint of an asynchronous run, for any machine.
 

@@ -52,6 +52,11 @@ def as_positive(name: str, value: Any) -> Any:
   return as_real(name, value, 'be positive', lambda x: x > 0)
 
 
+def as_not_negative(name: str, value: Any) -> Any:
+  """Returns a real number, checked to be non-negative unless it is traced."""
+  return as_real(name, value, 'not be negative', lambda x: x >= 0)
+
+
 def as_real(
     name: str, value: Any, requirement: str, fits: Callable[[Any], bool]
 ) -> Any:

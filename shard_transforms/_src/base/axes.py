@@ -7,6 +7,7 @@ of JAX.
 from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
+import importlib
 import math
 from typing import Any, Literal
 
@@ -160,6 +161,18 @@ def varying_axes(leaf: Any) -> frozenset[Hashable]:
   is_type = isinstance(leaf, core.AbstractValue)
   array_type: Any = leaf if is_type else jax.typeof(leaf)
   return frozenset(array_type.manual_axis_type.varying)
+
+
+def possibly_varying_axes(leaf: Any) -> tuple[Hashable, ...]:
+  """Returns the bound axes over which a leaf may vary."""
+  untracked = (x for x in _bound_axes() if not is_tracked(x))
+  return *sorted(varying_axes(leaf), key=str), *untracked
+
+
+def _bound_axes():
+  # Private in JAX.
+  core_internals = importlib.import_module('jax._src.core')
+  return tuple(core_internals.get_axis_env().axis_sizes)
 
 
 def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ def run_when_due(
     run: Callable[..., tuple[optax.Updates, Any]],
     state: Any,
     *args: Any,
+    caller: str,
     extra_args: Mapping[str, Any] | None = None,
     check: Callable[[jax.extend.core.Jaxpr], None] | None = None,
 ) -> tuple[optax.Updates, Any]:
@@ -41,6 +42,7 @@ def run_when_due(
       the next state. It is traced once.
     state: Tree of arrays.
     args: Further arguments of `run`, trees whose leaves need not be arrays.
+    caller: The public name, for errors.
     extra_args: The keyword arguments of `run`, whose leaves need not be arrays
       either.
     check: A function of the jaxpr of `run` that raises an error if the jaxpr
@@ -54,7 +56,7 @@ def run_when_due(
     ValueError: If `is_due` can differ between shards, or if `run` changes the
       state in a way that `Gate.update_or_skip` refuses.
   """
-  selection.check_agreed(is_due)
+  selection.check_agreed(is_due, caller)
   state = jax.tree.map(selection.as_array, state)
   # Parameters and extra arguments may have leaves that are not arrays.
   arrays, join = leaves_lib.split_arrays((args, dict(extra_args or {})))
@@ -88,13 +90,11 @@ def run_when_due(
 def _cond_in_place(is_due, when_due, otherwise, state, arrays):
   """Like `lax.cond`, but as a loop of at most one iteration, updated in place.
 
-  XLA updates the carry of a loop in place and copies the operands of a branch.
-  With `lax.cond`, a window of four towers of 34 MB with Adam uses 147 MB of
-  temporary memory on H100 × 8 instead of 63 MB, and 1.3 times the CPU time in
-  calls that skip (JAX 0.12). Only on v5e 2×4 does `lax.cond` use less memory, 0
-  to 3 MB instead of 39 MB. JAX cannot reverse-differentiate a `while_loop`, or
-  differentiate it with respect to closed-over values, so derivatives, and
-  functions that close over arrays, use `lax.cond`.
+  XLA updates the carry of a loop in place and copies the operands of a branch,
+  which takes more memory on CPUs and GPUs (docs/measurements.md). JAX cannot
+  reverse-differentiate a `while_loop`, or differentiate it with respect to
+  closed-over values, so derivatives, and functions that close over arrays, use
+  `lax.cond`.
   """
 
   @jax.custom_jvp

@@ -27,27 +27,27 @@ _GATE_ARGS = ('local_step', 'weight')
 
 
 class WeightCheck(NamedTuple):
-  """The check of the weight that outer gates leave to the innermost gate.
+  """What the innermost of directly nested gates must check.
 
-  Only the innermost gate can check that sums over shards use the weight: once a
-  gate has read the weight, all its updates appear to depend on the weight. Only
-  a gate nested directly inside another gate receives the check. An element of a
-  chain may change the updates or the weight, so that a gate after such an
-  element checks them itself.
+  Sums over the axes must use the weight. Only the innermost gate can check
+  this: once a gate has read the weight, all its updates appear to depend on the
+  weight. Only a gate nested directly inside another gate receives the check. An
+  element of a chain may change the updates or the weight, so that a gate after
+  such an element checks them itself.
 
   Attributes:
     axes: The axes over which sums must use the weight.
-    may_be_local: Whether `inner` may return updates that are not summed.
+    may_be_unsummed: Whether `inner` may return updates that are not summed.
     caller: The innermost of the outer gates without `assume_weighted`, for the
       error message.
   """
 
   axes: tuple[Hashable, ...] = ()
-  may_be_local: bool = True
+  may_be_unsummed: bool = True
   caller: str = ''
 
 
-def transformation(
+def gated_transformation(
     init: optax.TransformInitFn, step: Callable[..., Any]
 ) -> optax.GradientTransformationExtraArgs:
   """Returns a gate, whose `step` takes a `WeightCheck` as first argument."""
@@ -74,14 +74,14 @@ class Gate:
     axes: The axes over whose shards updates and weights differ.
     assume_weighted: Whether to assume, without a check, that `inner` uses the
       weight.
-    may_be_local: See `weight_analysis.check`.
+    may_be_unsummed: See `weight_analysis.check`.
   """
 
   caller: str
   inner: optax.GradientTransformationExtraArgs
   axes: tuple[Hashable, ...]
   assume_weighted: bool
-  may_be_local: bool = True
+  may_be_unsummed: bool = True
 
   def update_or_skip(
       self,
@@ -97,8 +97,8 @@ class Gate:
     """Returns the result of `inner` if `accept`, else zeros and the old state.
 
     `inner` runs in every step, and its results are discarded if the step is
-    skipped. The selection does not remove non-finite derivatives, so in a
-    skipped step either `updates` or their derivative should be zero.
+    skipped. A skipped step has NaN derivatives if `inner` has, so the caller
+    must zero the updates or stop their derivatives.
 
     Args:
       weight_check: The check that outer gates delegate.
@@ -109,11 +109,12 @@ class Gate:
       weight: The weight of this shard, which `inner` must use in its sums over
         the axes; `None` if `inner` receives no weight.
       extra_args: The other extra arguments of `inner`.
-      decide_by_sums: Computes the decision, instead of `accept`, from the sums
-        of the updates over the axes, if `inner` first sums all updates. XLA for
-        GPUs starts reductions in the order in which their results are used. If
-        all results waited for `accept`, all other reductions would start only
-        after the reduction that `accept` needs.
+      decide_by_sums: A function of the sums of the updates over the axes. If
+        `inner` begins by summing every update unchanged, the result of the
+        function replaces `accept`. XLA for GPUs starts reductions in the order
+        in which their results are used. If all results waited for `accept`, all
+        other reductions would start only after the reduction that `accept`
+        needs.
 
     Returns:
       The decision; the updates, which are zero if the step is skipped; and the
@@ -128,12 +129,7 @@ class Gate:
         changes a dtype to one that is not wider.
     """
     inner_state = jax.tree.map(selection.as_array, inner_state)
-    if self.axes and weight is not None and not self.assume_weighted:
-      weight_check = WeightCheck(
-          axes=(*weight_check.axes, *self.axes),
-          may_be_local=weight_check.may_be_local and self.may_be_local,
-          caller=self.caller,
-      )
+    weight_check = self._joint_check(weight_check, weight)
     update, to_check = self.inner.update, weight_check.axes
     if isinstance(update, _GateUpdate):
       update, to_check = functools.partial(update.step, weight_check), ()
@@ -147,48 +143,56 @@ class Gate:
 
     # An inner gate checks the value of a weight that is not an input.
     args = inner_state, updates, *((weight,) if to_check else ())
-    # Outside of `jax.jit`, XLA does not fuse, so an early selection would gain
-    # nothing.
     is_traced = isinstance(accept, core.Tracer)
-    if not is_traced and not to_check:
-      updates, state = run(*args)
-      return accept, *selection.select(accept, updates, state, inner_state)
-    jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
-    if to_check:
-      weight_analysis.check(
-          jaxpr.jaxpr,
-          updates=updates,
-          state=inner_state,
-          axes=to_check,
-          may_be_local=weight_check.may_be_local,
-          caller=weight_check.caller,
-      )
-    if not is_traced:
-      updates, state = run(*args)
-      return accept, *selection.select(accept, updates, state, inner_state)
-    sums = ()
+    if is_traced or to_check:
+      jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+      if to_check:
+        weight_analysis.check(jaxpr.jaxpr, updates, inner_state, *weight_check)
+      # Outside of `jax.jit`, XLA does not fuse, so an early selection would
+      # gain nothing.
+      if is_traced:
+        return self._select_early(accept, jaxpr, shapes, args, decide_by_sums)
+    updates, state = run(*args)
+    return accept, *selection.select(
+        accept, updates, state, inner_state, self.caller
+    )
+
+  def _joint_check(self, weight_check, weight):
+    """Returns the check for `inner`: that of outer gates, and of this gate."""
+    if not self.axes or weight is None or self.assume_weighted:
+      return weight_check
+    may_be_unsummed = self.may_be_unsummed and weight_check.may_be_unsummed
+    axes = *weight_check.axes, *self.axes
+    return WeightCheck(axes, may_be_unsummed, self.caller)
+
+  def _select_early(self, accept, jaxpr, shapes, args, decide_by_sums):
+    """Evaluates the jaxpr of `inner`, and selects where it computes the state.
+
+    The arguments of the jaxpr begin with the old state and the updates.
+    """
+    sums, old_state = (), args[0]
     if decide_by_sums is not None:
-      treedef = jax.tree.structure(args)
-      inputs = jax.tree.leaves(treedef.unflatten(jaxpr.jaxpr.invars)[1])
-      sums = plain_sums.find(jaxpr.jaxpr, inputs, self.axes)
-    selection.check_state(inner_state, shapes[1])
+      inputs = jax.tree.structure(args).unflatten(jaxpr.jaxpr.invars)
+      sums = plain_sums.find(jaxpr.jaxpr, jax.tree.leaves(inputs[1]), self.axes)
+    selection.check_agreed(accept, self.caller)
+    selection.check_state(old_state, shapes[1])
     accept, outputs = selection.select_early(
         accept,
         jaxpr,
         jax.tree.leaves(args),
-        jax.tree.leaves(inner_state),
+        jax.tree.leaves(old_state),
         sums,
         decide_by_sums,
     )
     return accept, *jax.tree.structure(shapes).unflatten(outputs)
 
 
-def gate(
+def make_gate(
     caller: str,
     inner: optax.GradientTransformation | None,
     axes: tuple[Hashable, ...],
     assume_weighted: bool,
-    may_be_local: bool = True,
+    may_be_unsummed: bool = True,
 ) -> Gate:
   """Returns a gate around `inner`, or around `optax.identity()` if it is None.
 
@@ -198,7 +202,7 @@ def gate(
   arguments.check_bool('assume_weighted', assume_weighted)
   inner = optax.identity() if inner is None else inner
   inner = arguments.as_inner(inner, caller)
-  return Gate(caller, inner, axes, assume_weighted, may_be_local)
+  return Gate(caller, inner, axes, assume_weighted, may_be_unsummed)
 
 
 def _accepting_gate_args(fn):

@@ -3,9 +3,9 @@
 A leaf of the state is selected early, where a jaxpr computes it. The equations
 that follow, such as those that compute the update from a moment, then read the
 selected value, and XLA fuses the jaxpr as it would without the selection. If
-leaves were selected after the last equation, XLA for CPUs would write each leaf
-twice, because an update that reads a moment needs the moment before the
-selection.
+all leaves were selected at the end, XLA for CPUs would store both values of
+each moment, and a step of `drop_stale` around momentum or Adam would take 1.7
+to 1.9 times the CPU time.
 """
 
 import collections
@@ -31,6 +31,7 @@ def select(
     updates: optax.Updates,
     state: Any,
     old_state: Any,
+    caller: str,
 ) -> tuple[optax.Updates, Any]:
   """Returns a step's updates and state if `accept`, else zeros and `old_state`.
 
@@ -39,6 +40,7 @@ def select(
     updates: The updates of the step.
     state: The state after the step.
     old_state: The state before the step, a tree of arrays.
+    caller: The public name, for errors.
 
   Raises:
     ValueError: If `accept` can differ between shards, if the step changes the
@@ -49,7 +51,7 @@ def select(
   check_state(old_state, state)
   if accept is None:
     return updates, state
-  check_agreed(accept)
+  check_agreed(accept, caller)
   keep = functools.partial(_select_leaf, accept)
   state = jax.tree.map(keep, old_state, state)
   return leaves_lib.where_or_zeros(accept, updates), state
@@ -66,7 +68,7 @@ def select_early(
   """Evaluates a jaxpr of a step, with zeros and old state unless accepted.
 
   Args:
-    accept: Whether the step is accepted, bool [].
+    accept: Whether the step is accepted, bool []; the same on all shards.
     closed_jaxpr: The jaxpr, whose last outputs are the next state.
     args: The arguments of the jaxpr.
     old_state: The leaves of the state before the step.
@@ -76,11 +78,7 @@ def select_early(
 
   Returns:
     The decision, and the outputs of the jaxpr after the selection.
-
-  Raises:
-    ValueError: If `accept` can differ between shards.
   """
-  check_agreed(accept)
   jaxpr = closed_jaxpr.jaxpr
   num_updates = len(jaxpr.outvars) - len(old_state)
   state_vars = jaxpr.outvars[num_updates:]
@@ -147,11 +145,11 @@ def _evaluate(jaxpr, eqns, values):
 def _is_selected_early(var, old):
   """Whether a leaf of the state can be selected where a jaxpr computes it.
 
-  Integers are selected after the last equation, because later equations may
-  divide by a counter, which stays 0 if the first step is skipped. So are
-  floating-point values of at most 16 bits: inside a fusion, XLA keeps
-  intermediate values in higher precision, but it rounds selected values, and
-  the update of Adam is infinite if its second moment is rounded to 0.
+  Counters are selected at the end: if the first step is skipped, the old count
+  is 0, and Adam divides by it. So are floating-point values of at most 16 bits:
+  inside a fusion, XLA keeps intermediate values in higher precision, but it
+  rounds selected values, and the update of Adam is infinite if its second
+  moment is rounded to 0.
   """
   dtype = var.aval.dtype
   is_wide = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4
@@ -174,7 +172,7 @@ def as_wide(leaf: jax.Array, like: Any) -> jax.Array:
   return leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype)
 
 
-def check_agreed(decision: jax.Array) -> None:
+def check_agreed(decision: jax.Array, caller: str) -> None:
   """Checks that a decision is the same on all shards.
 
   Raises:
@@ -182,11 +180,10 @@ def check_agreed(decision: jax.Array) -> None:
   """
   if axes := axes_lib.varying_axes(decision):
     raise ValueError(
-        'The shards would decide differently whether a transformation runs: the'
-        f' decision, of the type {jax.typeof(decision)}, varies over'
-        f' {sorted(axes, key=str)}, because an update, a `local_step` or a'
-        ' `weight` does. Put the gate around the reduction, and give it'
-        ' `axis_name`, or put it after the reduction.'
+        f'`{caller}` got an update, a `local_step` or a `weight` that differs'
+        f' between the shards of {sorted(axes, key=str)}, so the shards could'
+        f' not decide together. Put the reduction inside `{caller}`, with'
+        f' `axis_name`; or put `{caller}` after the reduction.'
     )
 
 

@@ -13,7 +13,7 @@ import jax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.launch import jax_cluster
-from shard_transforms._src.launch import schedulers
+from shard_transforms._src.launch import launchers
 
 # JAX itself reads the first and the last variable; the others are named after
 # its arguments.
@@ -72,8 +72,8 @@ def join_processes(
     TypeError: If a timeout is not an integer.
     ValueError: If only some of the variables are set, a variable cannot be
       parsed, or the number of processes differs between processes; if the
-      process is one of several tasks that JAX cannot join; or if a timeout is
-      less than 1.
+      process is one of several tasks that JAX does not detect; or if a timeout
+      is less than 1.
 
   Examples:
     >>> import shard_transforms
@@ -87,7 +87,7 @@ def join_processes(
   }
   for name, seconds in timeouts.items():
     arguments.as_at_least(name, seconds, 1)
-  cluster = _read_cluster() or schedulers.find_cluster(initialization_timeout)
+  cluster = _read_cluster() or launchers.find_cluster(initialization_timeout)
   if cluster is None:
     return 1
   address, num_processes, process_id, local_device_ids = cluster
@@ -130,12 +130,7 @@ def _read_cluster():
   address = os.environ[ADDRESS]
   num_processes = _read_number(NUM_PROCESSES, 1, math.inf)
   process_id = _read_number(PROCESS_ID, 0, num_processes - 1)
-  cluster = schedulers.Cluster(address, num_processes, process_id)
-  # A process that is not a task of Slurm may start processes on its own host,
-  # and on several TPU slices, tasks have the same numbers.
-  only_sure = _is_loopback(address) or 'MEGASCALE_NUM_SLICES' in os.environ
-  schedulers.check_agrees(cluster, only_sure=only_sure)
-  return cluster
+  return launchers.Cluster(address, num_processes, process_id)
 
 
 def _read_number(name, low, high):

@@ -67,7 +67,7 @@ def init_state(
     >>> tx = shard_transforms.tower_reduce(
     ...     4, optax.sgd(0.1), axis_name='data')
     >>> state = shard_transforms.init_state(tx, {'w': jnp.ones(3)}, mesh)
-    >>> print(state.tower.shape, state.total['w'].shape)
+    >>> print(state.tower_count.shape, state.total['w'].shape)
     () (8, 3)
   """
   mapping.check_mesh(mesh)

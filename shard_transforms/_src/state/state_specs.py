@@ -58,7 +58,7 @@ def state_specs(
     >>> tx = shard_transforms.tower_reduce(
     ...     4, optax.identity(), axis_name='data')
     >>> specs = shard_transforms.state_specs(tx, jnp.ones(3), mesh)
-    >>> print(specs.tower, specs.total)
+    >>> print(specs.tower_count, specs.total)
     P() P('data',)
   """
   mapping.check_mesh(mesh)

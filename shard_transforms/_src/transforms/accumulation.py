@@ -78,7 +78,8 @@ def accumulated_value_and_grad(
     A function of the parameters and of one or more trees `batch`, whose leaves
     are [rows, ...] or [towers, rows, ...], with the rows sharded over
     `axis_name`. It returns the pair (value, gradient) like
-    `jax.value_and_grad`, with gradients in the dtypes of the parameters. Each
+    `jax.value_and_grad`, with the value in the dtype of the loss and gradients
+    in the dtypes of the parameters. Each
     auxiliary leaf has a leading axis of all micro-batches, [shards * towers,
     ...], in the order of the rows; for stacked micro-batches, it has two
     leading axes, [towers, shards, ...].
@@ -122,7 +123,7 @@ def accumulated_value_and_grad(
   @functools.wraps(fun)
   def value_and_grad_fn(params, *batch, **kwargs):
     num_shards = _num_shards(mesh, axes)
-    towers = _check_rows(batch, num_shards, num_towers)
+    towers = _checked_num_towers(batch, num_shards, num_towers)
     count = towers * num_shards if reduction == 'mean' else None
     specs = _specs_of_params(params, param_specs, mesh)
     # JAX cannot close over arrays that are sharded on axes of type `Explicit`.
@@ -136,35 +137,44 @@ def accumulated_value_and_grad(
       gathered = sharded_parameters.gather(params, specs, axes)
       if not is_stacked:
         batch = jax.tree.map(functools.partial(_split, towers), batch)
-      sums, aux = _accumulate(loss_fn, weight_fn, gathered, batch)
+      sums, losses, aux = _accumulate(loss_fn, weight_fn, gathered, batch)
       sums = sharded_parameters.reduce(sums, (P(), specs, P()), axes, _CALLER)
-      loss, grads = _divide(sums, count, params)
+      loss, grads = _divide(sums, count, (losses, params))
       if is_stacked:
         aux = jax.tree.map(lambda x: x[:, None], aux)
       return ((loss, aux) if has_aux else loss), grads
 
     value_spec = (P(), batch_spec) if has_aux else P()
-    slice_specs = partition_specs.restricted(specs, axes)
-    mesh_in_use = jax.sharding.get_abstract_mesh()
-    is_explicit = not set(axes).isdisjoint(mesh_in_use.explicit_axes)
-    # Type checks would reject a loss that was not written for `jax.shard_map`.
-    mapped = jax.shard_map(
-        of_shard,
-        mesh=None if is_explicit else mesh,
-        axis_names=set(axes),
-        in_specs=(slice_specs, P(), batch_spec),
-        out_specs=(value_spec, slice_specs),
-        check_vma=False,
-    )
-    if is_explicit:
-      mapped = jax.sharding.auto_axes(mapped, out_sharding=(value_spec, specs))
+    mapped = _mapped(of_shard, axes, mesh, specs, batch_spec, value_spec)
     # JAX 0.10 maps a subset of the axes of a mesh only under `jax.jit`.
     value, grads = jax.jit(mapped)(params, arrays, batch)
-    if param_specs is not None and not is_explicit:
+    if param_specs is not None and not _is_explicit(axes):
       grads = sharded_parameters.constrain(grads, specs, axes, mesh)
     return value, grads
 
   return value_and_grad_fn
+
+
+def _is_explicit(axes):
+  mesh = jax.sharding.get_abstract_mesh()
+  return not set(axes).isdisjoint(mesh.explicit_axes)
+
+
+def _mapped(of_shard, axes, mesh, specs, batch_spec, value_spec):
+  """Maps `axes` over a function of the parameters, arrays and the batch."""
+  slice_specs = partition_specs.restricted(specs, axes)
+  # Type checks would reject a loss that was not written for `jax.shard_map`.
+  mapped = jax.shard_map(
+      of_shard,
+      mesh=None if _is_explicit(axes) else mesh,
+      axis_names=set(axes),
+      in_specs=(slice_specs, P(), batch_spec),
+      out_specs=(value_spec, slice_specs),
+      check_vma=False,
+  )
+  if not _is_explicit(axes):
+    return mapped
+  return jax.sharding.auto_axes(mapped, out_sharding=(value_spec, specs))
 
 
 def _specs_of_params(params, param_specs, mesh):
@@ -222,8 +232,8 @@ def _num_shards(mesh, axes):
   return mapping.num_shards(mesh, axes)
 
 
-def _check_rows(batch, num_shards, num_towers):
-  """Checks the rows of a batch, and returns the number of towers per shard.
+def _checked_num_towers(batch, num_shards, num_towers):
+  """Returns the number of towers per shard, and checks the rows of a batch.
 
   Raises:
     ValueError: If rows cannot be divided evenly, or if the leaves have
@@ -250,7 +260,7 @@ def _check_rows(batch, num_shards, num_towers):
           f' with {num_towers} towers as in its first leaf, got the shape'
           f' {shape} at {name}. Pass `num_towers` if towers are not stacked.'
       )
-    rows = shape[is_stacked] if shape else 0
+    rows = shape[1 if is_stacked else 0] if shape else 0
     if not rows or rows % num_parts:
       towers = ' in each tower' if is_stacked else f' times {num_towers} towers'
       raise ValueError(
@@ -277,7 +287,7 @@ def _accumulate(loss_fn, weight_fn, params, batch):
 
   Returns:
     A triple of the weighted sums of the losses and of the gradients, and the
-    sum of the weights or `None`; and the stacked auxiliary results.
+    sum of the weights or `None`; the losses; and the stacked auxiliary results.
   """
   grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -291,30 +301,30 @@ def _accumulate(loss_fn, weight_fn, params, batch):
     def add(total, x):
       return lax.add(total, weigh(leaves_lib.as_accumulator(x)))
 
-    loss = weigh(leaves_lib.as_accumulator(loss))
-    return jax.tree.map(add, totals, grads), (loss, weight, aux)
+    weighed_loss = weigh(leaves_lib.as_accumulator(loss))
+    totals = jax.tree.map(add, totals, grads)
+    return totals, (weighed_loss, weight, loss, aux)
 
   zeros = leaves_lib.accumulators(params)
-  grads, (losses, weight, aux) = lax.scan(tower, zeros, batch)
+  grads, (weighed, weight, losses, aux) = lax.scan(tower, zeros, batch)
   total_weight = None if weight is None else jnp.sum(weight)
-  return (jnp.sum(losses), grads, total_weight), aux
+  return (jnp.sum(weighed), grads, total_weight), losses, aux
 
 
-def _divide(sums, count, params):
-  """Returns the loss and gradients, in the dtypes of the parameters.
+def _divide(sums, count, like):
+  """Returns the loss and gradients, in the dtypes of a pair of trees.
 
   Args:
     sums: The sums of the losses, the gradients and the weights, if any.
     count: The number of terms in a mean, or `None` for a sum.
-    params: The parameters.
+    like: The losses and the parameters.
   """
   loss, grads, weight = sums
   divisor = 1 if count is None else count
   if count is not None and weight is not None:
     divisor = weights.safe_divisor(weight)
 
-  def divide(x, param):
-    return leaves_lib.as_dtype(x / divisor, leaves_lib.dtype_of(param))
+  def divide(x, like):
+    return leaves_lib.as_dtype(x / divisor, leaves_lib.dtype_of(like))
 
-  loss = leaves_lib.as_dtype(loss / divisor, loss.dtype)
-  return loss, jax.tree.map(divide, grads, params)
+  return jax.tree.map(divide, (loss, grads), like)

@@ -23,10 +23,10 @@ class DropStaleState(NamedTuple):
 
   Attributes:
     global_step: Number of accepted updates, int32 [].
-    stale_count: Number of updates that were dropped because of their age,
-      int32 [].
-    stale_shard_count: Number of dropped updates, counted over all shards, int32
-      []; without `axis_name`, all shards together count as one.
+    stale_count: Number of steps that were dropped while at least one shard was
+      too late, int32 [].
+    stale_shard_count: Number of updates that were too late, counted over all
+      shards, int32 []; without `axis_name`, all shards together count as one.
     inner_state: State of the inner transformation.
 
   Examples:
@@ -160,7 +160,9 @@ def drop_stale(
         ' transformation cannot pass weights to the next element of a chain.'
         ' Write `drop_stale(staleness, optax.chain(...), axis_name=...)`.'
     )
-  gate = gating.gate(_CALLER, inner, axes, assume_weighted, may_be_local=False)
+  gate = gating.make_gate(
+      _CALLER, inner, axes, assume_weighted, may_be_unsummed=False
+  )
 
   def init_fn(params):
     return DropStaleState(
@@ -175,7 +177,8 @@ def drop_stale(
     local_step = arguments.as_local_step(extra_args.get('local_step'), _CALLER)
     local_step = collectives.oldest(local_step, updates, axes, weight, _CALLER)
     is_fresh = _is_fresh(local_step, state.global_step, staleness)
-    accept, counts, num_stale = is_fresh, is_fresh, jnp.where(is_fresh, 0, 1)
+    accept = is_counted = is_fresh
+    num_stale = jnp.where(is_fresh, 0, 1)
     if axes:
       if weight is None:
         weight = jnp.float32(1)
@@ -184,11 +187,11 @@ def drop_stale(
       total_weight, num_stale = collectives.sum_scalars(
           (weight, ~is_fresh), axes
       )
-      accept, counts = total_weight > 0, weight > 0
+      accept, is_counted = total_weight > 0, weight > 0
     _, updates, inner_state = gate.update_or_skip(
         check,
         accept,
-        leaves.where_or_zeros(counts, updates),
+        leaves.where_or_zeros(is_counted, updates),
         state.inner_state,
         params,
         weight,
@@ -203,7 +206,7 @@ def drop_stale(
         inner_state=inner_state,
     )
 
-  return gating.transformation(init_fn, step)
+  return gating.gated_transformation(init_fn, step)
 
 
 def _is_fresh(local_step, global_step, staleness):

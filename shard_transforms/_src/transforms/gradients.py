@@ -13,6 +13,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
 from shard_transforms._src.base import weights
+from shard_transforms._src.transforms import split_arguments
 from shard_transforms._src.transforms import stacked_gradients
 
 _CALLER = 'value_and_grad'
@@ -134,7 +135,8 @@ def value_and_grad(
   Raises:
     NameError: When called, if an axis is neither mapped nor in the mesh.
     TypeError: If an argument has the wrong type.
-    ValueError: If `axis_name` is empty or names an axis twice; when called, if
+    ValueError: If `axis_name` is empty or names an axis twice, or an entry of
+      `in_axes` is neither 0 nor `None`; when called, if
       no argument is split, if rows cannot be split evenly, or if arguments have
       different numbers of rows; under `jax.shard_map`, if the loss is already
       reduced over an axis and JAX tracks types. Otherwise, a reduced loss
@@ -166,6 +168,7 @@ def value_and_grad(
   argnums_tuple = tuple(map(operator.index, argnums_tuple))
   if mesh is not None:
     mapping.check_mesh(mesh)
+  split_arguments.check_in_axes(in_axes)
   jax_value_and_grad = jax.value_and_grad(
       _with_checked_loss(fun, axes, has_aux),
       argnums,

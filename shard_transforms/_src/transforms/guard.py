@@ -134,18 +134,19 @@ def guard(
     https://arxiv.org/abs/2204.02311.
   """
   axes = axes_lib.optional_axes(axis_name)
-  num_required = _check_options(
+  num_required = _num_required(
       on_bad, min_shards, spikes, max_consecutive, specs, axes
   )
-  inner = arguments.as_inner(inner, _CALLER)
-  gate = gating.gate(_CALLER, inner, axes, assume_weighted)
+  gate = gating.make_gate(
+      _CALLER, arguments.as_inner(inner, _CALLER), axes, assume_weighted
+  )
   # If not, a NaN goes through the reduction, which then does not wait.
-  is_sanitized = on_bad == 'exclude' or spikes is not None
+  waits_for_decision = on_bad == 'exclude' or spikes is not None
 
   def init_fn(params):
     if axes_lib.num_shards(axes, _CALLER) > 1 and num_required is not None:
       _check_num_shards(axes, num_required)
-    inner_state = inner.init(params)
+    inner_state = gate.inner.init(params)
     return state_lib.initial_state(inner_state, spikes, max_consecutive, axes)
 
   def step(check, updates, state, params=None, *, weight=None, **extra_args):
@@ -155,26 +156,26 @@ def guard(
     if spikes is not None or state.spikes:
       spikes_lib.check_state(spikes, state.spikes)
     sliced = _sliced_over(updates, axes, specs)
-    local_weight = jnp.float32(1)
+    local_weight, decide_by_sums = jnp.float32(1), None
     # After a reduction, the weights still differ between shards, so they must
     # not influence the decision.
     if axes and weight is not None:
       weight = local_weight = weights.as_weight(weight, (), _CALLER)
-    on_accelerator = bool(axes) and axes_lib.platform() != 'cpu'
-    by_sums = on_accelerator and not is_sanitized and weight is None
-    if is_sanitized:
+    if waits_for_decision:
       value = extra_args.get('value')
       health = spikes_lib.check(
           spikes, state.spikes, updates, value, sliced, specs
       )
-    else:
-      updates, is_finite = norms.check_finite(updates, sliced, on_accelerator)
-      health = spikes_lib.SpikeCheck(is_finite)
-    decision = _decide(health, local_weight, axes, num_required)
-    if is_sanitized:
+      decision = _decide(health, local_weight, axes, num_required)
       updates = _sanitize(updates, health)
     else:
+      on_accelerator = bool(axes) and axes_lib.platform() != 'cpu'
+      updates, is_finite = norms.check_finite(updates, sliced, on_accelerator)
+      health = spikes_lib.SpikeCheck(is_finite)
+      decision = _decide(health, local_weight, axes, num_required)
       updates = _pass_on(updates, weight if axes else None, decision.accept)
+      if on_accelerator and weight is None:
+        decide_by_sums = functools.partial(norms.are_finite, sliced_over=sliced)
     if on_bad == 'exclude':
       weight = decision.weight
     accept, updates, inner_state = gate.update_or_skip(
@@ -185,17 +186,16 @@ def guard(
         params,
         weight,
         extra_args,
-        functools.partial(norms.are_finite, sliced_over=sliced)
-        if by_sums
-        else None,
+        decide_by_sums,
     )
+    decision = decision._replace(accept=accept)
     state = state._replace(inner_state=inner_state)
-    return updates, state_lib.next_state(state, accept, decision, spikes, axes)
+    return updates, state_lib.next_state(state, decision, spikes, axes)
 
-  return gating.transformation(init_fn, step)
+  return gating.gated_transformation(init_fn, step)
 
 
-def _check_options(on_bad, min_shards, spikes, max_consecutive, specs, axes):
+def _num_required(on_bad, min_shards, spikes, max_consecutive, specs, axes):
   """Returns the number of good shards that a step needs; `None` for all shards.
 
   Raises:
@@ -275,18 +275,21 @@ def _sliced_over(updates, axes, specs):
   return sliced
 
 
-def _decide(check, weight, axes, num_required):
+def _decide(health, weight, axes, num_required):
   """Returns the joint decision, which takes one reduction of a few scalars."""
   # A shard of weight zero is not bad.
-  counts = weight > 0
-  is_good, is_bad = counts & check.is_healthy, counts & ~check.is_healthy
-  is_spike, tally = leaves.where_or_zeros(counts, (check.is_spike, check.tally))
+  is_counted = weight > 0
+  is_good = is_counted & health.is_healthy
+  is_bad = is_counted & ~health.is_healthy
+  is_spike, sums = leaves.where_or_zeros(
+      is_counted, (health.is_spike, health.sums)
+  )
   # `inner` receives the same array, so that XLA for GPUs merges its sum with
   # this one: benchmarks/hardware.py h100:1x8 "drop_stale(guard)"
   good_weight = jnp.where(is_good, weight, 0)
   with jax.named_scope(_CALLER):
-    num_good, num_bad, total_weight, tally = collectives.sum_scalars(
-        (is_good, is_bad, good_weight, tally), axes
+    num_good, num_bad, total_weight, sums = collectives.sum_scalars(
+        (is_good, is_bad, good_weight, sums), axes
     )
   is_enough = num_bad == 0 if num_required is None else num_good >= num_required
   return state_lib.Decision(
@@ -294,12 +297,11 @@ def _decide(check, weight, axes, num_required):
       is_bad=is_bad,
       weight=good_weight,
       num_bad=num_bad,
-      is_spike=is_spike,
-      tally=tally,
+      health=health._replace(is_spike=is_spike, sums=sums),
   )
 
 
-def _sanitize(updates, check):
+def _sanitize(updates, health):
   """Scales down updates that are spikes, and zeros updates that are bad."""
 
   def scale(leaf):
@@ -307,12 +309,12 @@ def _sanitize(updates, check):
       return leaf
     leaf = jnp.asarray(leaf)
     wide = leaves.as_accumulator(leaf)
-    factor = leaves.as_dtype(check.factor, wide.dtype)
+    factor = leaves.as_dtype(health.factor, wide.dtype)
     return leaves.as_dtype(wide * factor, leaf.dtype)
 
-  if check.factor is not None:
+  if health.factor is not None:
     updates = jax.tree.map(scale, updates)
-  return leaves.where_or_zeros(check.is_healthy, updates)
+  return leaves.where_or_zeros(health.is_healthy, updates)
 
 
 def _pass_on(updates, weight, accept):

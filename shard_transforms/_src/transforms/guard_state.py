@@ -132,34 +132,27 @@ class Decision(NamedTuple):
     is_bad: Whether this shard is bad, bool [].
     weight: The weight of this shard, float32 []; 0 if the shard is bad.
     num_bad: The number of bad shards, float32 [].
-    is_spike: As in `SpikeCheck`, but false for shards that do not count.
-    tally: The sum of `SpikeCheck.tally` over the shards.
+    health: The check of this shard, without spikes if the shard does not count,
+      and with the sums over all shards.
   """
 
   accept: jax.Array
   is_bad: jax.Array
   weight: jax.Array
   num_bad: jax.Array
-  is_spike: Any
-  tally: Any
+  health: spikes_lib.SpikeCheck
 
 
-def next_state(state, accept, decision, spikes, axes):
+def next_state(state, decision, spikes, axes):
   """Returns the state after an update, except for the state of `inner`."""
-  step = state.num_updates
+  step, accept = state.num_updates, decision.accept
   last_bad_step = states.without_shard_axis(state.last_bad_step, axes, _CALLER)
   last_bad_step = jnp.where(decision.is_bad, step, last_bad_step)
   consecutive_skipped = states.safe_add(state.consecutive_skipped, 1)
   spike_state = ()
   if spikes is not None:
     spike_state = spikes_lib.next_state(
-        spikes,
-        state.spikes,
-        decision.is_spike,
-        decision.tally,
-        accept,
-        step,
-        axes,
+        spikes, state.spikes, decision.health, accept, step, axes
     )
   return state._replace(
       num_updates=states.safe_add(step, 1),

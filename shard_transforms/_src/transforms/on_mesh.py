@@ -54,7 +54,10 @@ def on_mesh(
     axis_name: The axes that `tx` names. The compiler shards the step over the
       other axes of the mesh, and shards the state over these axes like the
       parameters, so every transformation receives parameters that are not
-      sliced over these axes. `None` stands for all axes of the mesh.
+      sliced over these axes. `None` stands for all axes of the mesh. Parameters
+      that are sharded over the axes that are named here, but not in `in_specs`,
+      are gathered in each step, and `init` replicates their state over these
+      axes. On axes of type `Auto`, their updates are also replicated.
     in_specs: The `PartitionSpec`s of parameters that are slices inside the
       mapped step, as in `init_state`.
     stacked: As in `init_state`; only for steps that are mapped.
@@ -159,11 +162,14 @@ def _check_axes_are_named(params, mesh, in_specs):
     axes -= specs_lib.axes_of(in_specs)
     if axes and math.prod(mesh.axis_sizes) > mapping.num_shards(mesh, axes):
       raise ValueError(
-          '`on_mesh` needs `axis_name`, because the parameter'
+          '`on_mesh` needs `axis_name` or `in_specs`, because the parameter'
           f' {leaves_lib.name_of(path)} is sharded over'
           f' {sorted(axes, key=str)}, and the compiler may have to shard the'
           f' step over some of the axes {mesh.axis_names}. Name the axes that'
-          " the transformation names, as in `on_mesh(tx, mesh, 'data')`."
+          " the transformation names, as in `on_mesh(tx, mesh, 'data')`; around"
+          ' a transformation that slices leaves, such as `shard_update`, pass'
+          ' the specs of the parameters over the other axes as `in_specs`'
+          ' instead.'
       )
 
 

@@ -1,5 +1,6 @@
 """`reduce_stacked_towers`: gradient accumulation over stacked updates."""
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.base import axes
+from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves
 from shard_transforms._src.base import weights
+from shard_transforms._src.gates import gating
 
 _CALLER = 'reduce_stacked_towers'
+_NO_STEP = jnp.iinfo(jnp.int32).max
 
 
 def reduce_stacked_towers(
@@ -20,6 +23,7 @@ def reduce_stacked_towers(
     inner: optax.GradientTransformation | None = None,
     *,
     reduction: Literal['mean', 'sum'] = 'mean',
+    assume_weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Gradient accumulation: reduces a leading axis of updates to one update.
 
@@ -35,7 +39,8 @@ def reduce_stacked_towers(
   `cross_shard_mean` inside computes the mean over all tokens. With
   `reduction='sum'`, `inner` receives the weight 1 if :math:`W > 0`, else 0. If
   the total weight is zero, the update is zero. If there is one `local_step` per
-  tower, `inner` receives the minimum.
+  tower, `inner` receives the minimum over the towers with positive weight, or
+  the largest int32 if there is no such tower.
 
   `tower_reduce` does the same for towers that arrive in separate calls.
 
@@ -45,6 +50,11 @@ def reduce_stacked_towers(
       to the next transformation of an `optax.chain`, in which case `weight`
       raises an error.
     reduction: `'mean'` or `'sum'` over the towers.
+    assume_weighted: Turns off the check that `inner` uses `weight` in all its
+      sums over shards with different weights. Set it only if `inner` is refused
+      although it uses the weight, or if the weights are the same on these
+      shards but JAX does not track types: a sum without the weight counts all
+      shards equally, without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` whose state is that of `inner`
@@ -58,8 +68,8 @@ def reduce_stacked_towers(
       extra argument has the wrong type.
     ValueError: If `num_towers` is less than 1, or `reduction` is unknown; in
       `update`, if a leaf lacks the leading axis, if updates are already reduced
-      over an axis over which their weights differ, or if an extra argument has
-      an invalid value.
+      over an axis over which their weights differ, if an extra argument has an
+      invalid value, or if `inner` reduces over shards without the weight.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -76,33 +86,49 @@ def reduce_stacked_towers(
   """
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
-  is_link = inner is None
-  inner = arguments.as_inner(optax.identity() if is_link else inner, _CALLER)
+  gate = gating.make_gate(_CALLER, inner, (), assume_weighted)
 
   def update_fn(
       updates, state, params=None, *, weight=None, local_step=None, **extra_args
   ):
     leaves.check_inexact(updates, _CALLER)
     _check_stacked(updates, num_towers)
-    if is_link:
+    if inner is None:
       weights.check_not_in_chain(weight, _CALLER)
-    divisor = num_towers
+    total_weight, divisor, axes = None, num_towers, ()
     if weight is not None:
       weight = weights.as_weight(weight, (num_towers,), _CALLER)
-      differs = tuple(axes.varying_axes(weight))
+      differs = tuple(axes_lib.varying_axes(weight))
       leaves.check_per_shard(updates, differs, _CALLER)
+      axes = axes_lib.possibly_varying_axes(weight)
       total_weight = _sum(weight, None)
       divisor = weights.safe_divisor(total_weight)
-      extra_args['weight'] = weights.outgoing_weight(total_weight, reduction)
+      total_weight = weights.outgoing_weight(total_weight, reduction)
     if local_step is not None:
-      step = arguments.as_local_step(local_step, _CALLER, (num_towers,))
-      extra_args['local_step'] = jnp.min(step)
+      extra_args['local_step'] = _oldest(local_step, weight, num_towers)
     divisor = 1 if reduction == 'sum' else divisor
     reduce = functools.partial(_reduce, weight=weight, divisor=divisor)
-    reduced = jax.tree.map(reduce, updates)
-    return inner.update(reduced, state, params, **extra_args)
+    _, updates, state = dataclasses.replace(gate, axes=axes).update_or_skip(
+        gating.WeightCheck(),
+        None,
+        jax.tree.map(reduce, updates),
+        state,
+        params,
+        total_weight,
+        extra_args,
+    )
+    return updates, state
 
-  return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+  return optax.GradientTransformationExtraArgs(gate.inner.init, update_fn)
+
+
+def _oldest(local_step, weight, num_towers):
+  """Returns the smallest local step of the towers with positive weight."""
+  step = arguments.as_local_step(local_step, _CALLER, (num_towers,))
+  # One step for all towers does not depend on their weights.
+  if weight is not None and step.ndim:
+    step = jnp.where(weight > 0, step, _NO_STEP)
+  return jnp.min(step)
 
 
 def _reduce(towers, weight, divisor):

@@ -11,7 +11,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms._src.state import fields
-from shard_transforms._src.transforms import sliced_inner
+from shard_transforms._src.transforms import sliced_optimizer
 
 _CALLER = 'shard_update'
 
@@ -147,16 +147,18 @@ def shard_update(
       if_reduced,
   )
   inner = arguments.as_inner(inner, _CALLER)
-  sliced = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
+  optimizer = sliced_optimizer.SlicedOptimizer(
+      inner, reduce, assume_elementwise
+  )
 
   def init_fn(params):
-    return ShardUpdateState(sliced.init(params))
+    return ShardUpdateState(optimizer.init(params))
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_state(state, ShardUpdateState, _CALLER)
     reduce.check_mapped()
     slices = reduce.scatter(updates, weight)
-    slices, inner_state = sliced.update(
+    slices, inner_state = optimizer.update(
         slices, state.inner_state, updates, params, extra_args
     )
     updates = reduce.gather(slices, updates)

@@ -22,7 +22,7 @@ def gather(params: Any, specs: Any, axes: tuple[Hashable, ...]) -> Any:
         x = collectives.gather_along(x, axis, dimension)
       return x
 
-    return _map_other_axes(gather_slices, spec, axes)(x)
+    return _mapped_over_other_axes(gather_slices, spec, axes)(x)
 
   return jax.tree.map(gather_leaf, params, specs)
 
@@ -42,15 +42,13 @@ def reduce(
   specs = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
   scatter = functools.partial(_scatter, axes)
   leaves, treedef = jax.tree.flatten(jax.tree.map(scatter, tree, specs))
-  unreduced_axes = [
+  axes_of_sums = [
       tuple(axis for axis in axes if axis not in partition_specs.axes_of(spec))
       for spec in jax.tree.leaves(specs, is_leaf=is_spec)
   ]
-  for axes_of_sum in filter(None, dict.fromkeys(unreduced_axes)):
-    to_sum = {
-        i: leaves[i] for i, x in enumerate(unreduced_axes) if x == axes_of_sum
-    }
-    sums: Any = leaf_sums.Reduction(caller, 'sum', axes_of_sum)(to_sum)
+  for sum_axes in filter(None, dict.fromkeys(axes_of_sums)):
+    to_sum = {i: leaves[i] for i, x in enumerate(axes_of_sums) if x == sum_axes}
+    sums: Any = leaf_sums.Reduction(caller, 'sum', sum_axes)(to_sum)
     leaves = [sums.get(i, x) for i, x in enumerate(leaves)]
   return treedef.unflatten(leaves)
 
@@ -80,11 +78,11 @@ def _scatter(axes, x, spec):
       x = collectives.scatter_along(x, axis, dimension, tiled=True)
     return x
 
-  return _map_other_axes(scatter, spec, axes)(x)
+  return _mapped_over_other_axes(scatter, spec, axes)(x)
 
 
-def _map_other_axes(fn, spec, axes):
-  """Maps the axes of a spec that are not in `axes`, if the array is sliced.
+def _mapped_over_other_axes(fn, spec, axes):
+  """Returns `fn`, mapped over the other axes of the spec of a sliced array.
 
   Without a map over the other axes, the compiler would gather the arrays along
   these axes before the communication in `fn`.

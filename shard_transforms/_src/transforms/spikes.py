@@ -167,7 +167,7 @@ def check_state(rule: spike_rule.SpikeRule | None, state: Any) -> None:
     )
 
 
-class Tally(NamedTuple):
+class SpikeSums(NamedTuple):
   """Values of a shard that are summed over all shards, float32 [].
 
   Attributes:
@@ -193,13 +193,13 @@ class SpikeCheck(NamedTuple):
       updates are not scaled.
     is_spike: Whether each signal is outside its limits, bool [], by the name of
       the signal; `()` without a rule.
-    tally: The values to sum over the shards; `()` without a rule.
+    sums: The values to sum over the shards; `()` without a rule.
   """
 
   is_healthy: jax.Array
   factor: jax.Array | None = None
-  is_spike: Mapping[str, jax.Array] | tuple[()] = ()
-  tally: Tally | tuple[()] = ()
+  is_spike: Any = ()
+  sums: SpikeSums | tuple[()] = ()
 
 
 def check(
@@ -253,7 +253,7 @@ def check(
       is_healthy=is_finite & ~_any(is_bad.values()),
       factor=factor,
       is_spike=is_spike,
-      tally=Tally(has_spike, is_recorded, deviations),
+      sums=SpikeSums(has_spike, is_recorded, deviations),
   )
 
 
@@ -313,8 +313,7 @@ def _as_loss(value):
 def next_state(
     rule: spike_rule.SpikeRule,
     state: SpikeState,
-    is_spike: Mapping[str, jax.Array],
-    total: Tally,
+    health: SpikeCheck,
     accept: jax.Array,
     step: jax.Array,
     axes: tuple[Hashable, ...],
@@ -324,12 +323,12 @@ def next_state(
   Args:
     rule: The rule.
     state: The state before the step.
-    is_spike: Whether each signal of this shard is a spike, bool [], by name.
-    total: The sum of `SpikeCheck.tally` over all shards.
+    health: The check of this shard, with the sums over all shards.
     accept: Whether the step is accepted, bool [].
     step: The index of the step, int32 [].
     axes: The axes over whose shards `last_spike` differs.
   """
+  total: Any = health.sums
   consecutive = states.safe_add(state.consecutive_spikes, 1)
   consecutive = jnp.where(total.num_spikes > 0, consecutive, 0)
   is_new = (accept | rule.record_spikes) & (total.num_recorded > 0)
@@ -346,7 +345,7 @@ def next_state(
     consecutive = jnp.where(is_over, 0, consecutive)
   last_spike = states.without_shard_axis(state.last_spike, axes, _CALLER)
   last_spike = {
-      name: jnp.where(is_spike[name], step, last)
+      name: jnp.where(health.is_spike[name], step, last)
       for name, last in last_spike.items()
   }
   return SpikeState(

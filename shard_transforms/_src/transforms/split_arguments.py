@@ -16,6 +16,29 @@ from shard_transforms._src.base import stacked as stacked_lib
 _CALLER = 'value_and_grad'
 
 
+def check_in_axes(in_axes: Any) -> None:
+  """Checks the argument `in_axes`, as far as it does not depend on the others.
+
+  Raises:
+    TypeError: If `in_axes` is not `None`, a tuple or a list.
+    ValueError: If an entry is neither 0 nor `None`.
+  """
+  if in_axes is None:
+    return
+  if not isinstance(in_axes, tuple | list):
+    raise TypeError(
+        f'`in_axes` of `{_CALLER}` must be a tuple with an entry for each'
+        f' positional argument, got {in_axes!r}.'
+    )
+  axes = jax.tree.leaves(in_axes, is_leaf=leaves_lib.is_none)
+  wrong = [x for x in axes if x not in (0, None) or isinstance(x, bool)]
+  if wrong:
+    raise ValueError(
+        f'`in_axes` of `{_CALLER}` must be 0 where the first dimension is'
+        f' split, and None elsewhere, got {wrong[0]!r} in {in_axes!r}.'
+    )
+
+
 def split_arguments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -28,7 +51,8 @@ def split_arguments(
 
   Raises:
     TypeError: If `in_axes` does not have an entry for each argument.
-    ValueError: If `in_axes` has an invalid entry, or if rows cannot be split.
+    ValueError: If `in_axes` does not fit the arguments, or if rows cannot be
+      split.
   """
   are_typed = set(axes) <= set(mesh.explicit_axes)
 
@@ -38,32 +62,16 @@ def split_arguments(
       return 0 if first and set(axes) <= set(first[0]) else None
     return 0 if mapping.is_array(x) and jnp.ndim(x) else None
 
-  is_default = in_axes is None
-  if in_axes is None:
-    in_axes = [
+  entries = in_axes
+  if entries is None:
+    entries = [
         None if i in argnums else jax.tree.map(default_axis, arg)
         for i, arg in enumerate(args)
     ]
   else:
-    _check_in_axes(in_axes, args, argnums)
+    _check_fits(entries, args, argnums)
   kwargs_axes = jax.tree.map(default_axis, kwargs) if are_typed else None
-  entries = tuple(in_axes), kwargs_axes
-  splits = jax.tree.broadcast(
-      leaves_lib.tree_map(lambda entry: entry is not None, entries),
-      (args, kwargs),
-  )
-  are_stacked = jax.tree.map(
-      lambda x: jax.tree.map(lambda _: stacked_lib.is_stacked(x), x),
-      (args, kwargs),
-      is_leaf=stacked_lib.is_stacked,
-  )
-  splits = [
-      mapping.is_array(x) and (is_split or is_stacked)
-      for x, is_split, is_stacked in zip(
-          *map(jax.tree.leaves, ((args, kwargs), splits, are_stacked)),
-          strict=True,
-      )
-  ]
+  splits = _splits((tuple(entries), kwargs_axes), (args, kwargs))
   num_shards = mapping.num_shards(mesh, axes)
   rows = _num_rows((args, kwargs), splits, num_shards, argnums)
   if not rows:
@@ -74,7 +82,7 @@ def split_arguments(
         ' `Explicit` axes, place it with `jax.device_put(batch,'
         ' jax.P(axis_name))`, or give `in_axes`.'
     )
-  if is_default and len(set(rows.values())) > 1:
+  if in_axes is None and len(set(rows.values())) > 1:
     raise ValueError(
         f'The arguments that `{_CALLER}` splits have different numbers of rows:'
         f' {rows}. Pass arrays that are not split as keyword arguments, or'
@@ -83,15 +91,34 @@ def split_arguments(
   return splits
 
 
-def _check_in_axes(in_axes, args, argnums):
-  """Checks the argument `in_axes`.
+def _splits(entries, arguments):
+  """Returns whether each leaf is split; each entry of a `Stacked` is one."""
+
+  def is_split(x, by_entry):
+    if stacked_lib.is_stacked(x):
+      return jax.tree.map(mapping.is_array, x)
+    return by_entry and mapping.is_array(x)
+
+  by_entry = leaves_lib.tree_map(lambda entry: entry is not None, entries)
+  return jax.tree.leaves(
+      jax.tree.map(
+          is_split,
+          arguments,
+          jax.tree.broadcast(by_entry, arguments),
+          is_leaf=stacked_lib.is_stacked,
+      )
+  )
+
+
+def _check_fits(in_axes, args, argnums):
+  """Checks that `in_axes` fits the positional arguments.
 
   Raises:
-    TypeError: If `in_axes` does not have an entry for each positional argument.
-    ValueError: If `in_axes` splits parameters, has an entry that is neither 0
-      nor `None`, or has another tree than the arguments.
+    TypeError: If `in_axes` does not have an entry for each argument.
+    ValueError: If `in_axes` splits parameters, or has another tree than the
+      arguments.
   """
-  if not isinstance(in_axes, tuple | list) or len(in_axes) != len(args):
+  if len(in_axes) != len(args):
     raise TypeError(
         f'`in_axes` of `{_CALLER}` must be a tuple with an entry for each of'
         f' the {len(args)} positional arguments, got {in_axes!r}.'
@@ -102,12 +129,6 @@ def _check_in_axes(in_axes, args, argnums):
           f'`in_axes` of `{_CALLER}` must be None for parameters, got'
           f' {entry!r} for argument {i}. For parameters that differ between'
           ' shards, pass a `shard_transforms.Stacked`.'
-      )
-    axes = jax.tree.leaves(entry, is_leaf=leaves_lib.is_none)
-    if any(x is not None and (x != 0 or isinstance(x, bool)) for x in axes):
-      raise ValueError(
-          f'`in_axes` of `{_CALLER}` must be 0 where the first dimension is'
-          f' split, and None elsewhere, got {entry!r}.'
       )
     try:
       jax.tree.broadcast(entry, arg, is_leaf=leaves_lib.is_none)
@@ -148,4 +169,5 @@ def _name(path):
   in_argument = jax.tree_util.keystr(tuple(rest))
   if is_keyword.idx:
     return f'`{argument.key}{in_argument}`'
-  return f'argument {argument.idx}' + f' at {in_argument}' * bool(rest)
+  name = f'argument {argument.idx}'
+  return f'{name} at {in_argument}' if rest else name

@@ -38,7 +38,7 @@ def has_same_tree(tree: Any, other: Any) -> bool:
   return jax.tree.structure(tree) == jax.tree.structure(other)
 
 
-def as_stacked(
+def stack_arguments(
     updates: Any,
     params: optax.Params | None,
     extra_args: Mapping[str, Any],
@@ -59,9 +59,12 @@ def as_stacked(
     in_specs: The specs of the parameters.
 
   Raises:
+    TypeError: If an extra argument of the shards is a list or a tuple.
     ValueError: If the arguments do not belong to these shards and parameters.
   """
-  stack = _stack(updates, params, extra_args.get('weight'), mesh, axes)
+  stack = _stacked_updates(
+      updates, params, extra_args.get('weight'), mesh, axes
+  )
   _check_axes(stack, axes, in_specs)
   num_shards = mapping.num_shards(mesh, stack.axes)
   _check_shapes(stack, params, num_shards)
@@ -79,7 +82,7 @@ def as_stacked(
   return stack, extra_args
 
 
-def _stack(updates, params, weight, mesh, axes):
+def _stacked_updates(updates, params, weight, mesh, axes):
   """Returns the per-shard gradients as a `Stacked`.
 
   Raises:
@@ -141,9 +144,15 @@ def _stack_argument(name, x, axes, num_shards):
   """Returns an extra argument; a per-shard argument as a `Stacked`.
 
   Raises:
+    TypeError: If the argument is a list or a tuple.
     ValueError: If the length of the argument is not the number of shards.
   """
   is_per_shard = name in _PER_SHARD and not stacked_lib.is_stacked(x)
+  if is_per_shard and isinstance(x, list | tuple):
+    raise TypeError(
+        f'`{name}` of `on_mesh` must be an array or a scalar, got {x!r}. Pass'
+        f' `jnp.array({name})`.'
+    )
   if not is_per_shard or not jnp.ndim(x):
     return x
   if jnp.shape(x)[0] != num_shards:

@@ -37,7 +37,7 @@ def stacked_update(
 
   def update(updates, state, params, extra_args):
     if not stacked_arguments.are_global(updates, params, in_specs):
-      updates, extra_args = stacked_arguments.as_stacked(
+      updates, extra_args = stacked_arguments.stack_arguments(
           updates,
           params,
           extra_args,
@@ -49,34 +49,19 @@ def stacked_update(
     leaves, treedef = jax.tree.flatten(grads if params is None else params)
     state_specs = get_state_specs(treedef, *map(_abstract, leaves))
     grad_specs = specs_lib.of_params(in_specs, grads, _CALLER)
-    param_specs = specs_lib.of_params(in_specs, params, _CALLER)
     _check_state(state, state_specs)
-
-    def update_shard(updates, state, params, extra_args):
-      grads, extra_args = jax.tree.map(
-          stacked_lib.shard_value,
-          (updates, extra_args),
-          is_leaf=stacked_lib.is_stacked,
-      )
-      updates, state = inner.update(grads, state, params, **extra_args)
-      if stacked_arguments.has_same_tree(updates, params):
-        _check_shapes(updates, params)
-      _check_reduced(updates, grad_specs, 'updates')
-      _check_reduced(state, state_specs, 'state')
-      return updates, state
-
     with mapping.translate_closure_error(
         'The transformation of `on_mesh`',
         'Keep them in its state, for example by `optax.inject_hyperparams`'
         ' inside of `on_mesh`.',
     ):
       return mapping.call(
-          update_shard,
+          functools.partial(_update_shard, inner, grad_specs, state_specs),
           (updates, state, params, extra_args),
           in_specs=(
               _update_specs(updates, grads, grad_specs, params),
               state_specs,
-              param_specs,
+              specs_lib.of_params(in_specs, params, _CALLER),
               _extra_arg_specs(extra_args),
           ),
           out_specs=(grad_specs, state_specs),
@@ -89,6 +74,23 @@ def stacked_update(
       )
 
   return update
+
+
+def _update_shard(
+    inner, grad_specs, state_specs, updates, state, params, extra_args
+):
+  """Returns the update and the state of a shard, inside the map."""
+  grads, extra_args = jax.tree.map(
+      stacked_lib.shard_value,
+      (updates, extra_args),
+      is_leaf=stacked_lib.is_stacked,
+  )
+  updates, state = inner.update(grads, state, params, **extra_args)
+  if stacked_arguments.has_same_tree(updates, params):
+    _check_shapes(updates, params)
+  _check_reduced(updates, grad_specs, 'updates')
+  _check_reduced(state, state_specs, 'state')
+  return updates, state
 
 
 def _abstract(x):
@@ -189,8 +191,8 @@ def _check_reduced(tree, tree_specs, name):
   for (path, leaf), spec in zip(leaves, leaf_specs, strict=True):
     if spec is None:
       continue
-    if unreduced := axes_lib.varying_axes(leaf) - specs_lib.axes_of(spec):
-      axis = min(unreduced, key=str)
+    if differing := axes_lib.varying_axes(leaf) - specs_lib.axes_of(spec):
+      axis = min(differing, key=str)
       raise ValueError(
           f'The transformation of `on_mesh` does not reduce the gradients over'
           f' {axis!r}: {leaves_lib.name_of(path)} of the {name} differs between'

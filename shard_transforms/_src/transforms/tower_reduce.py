@@ -30,7 +30,7 @@ def _total_rule(state, reduction):
   """Returns the resize rule of totals, which keeps the result of the window."""
   if _is_unweighted(state, reduction):
     return _unweighted_rule(reduction)
-  if state.tower and isinstance(state.summed, SummedTowers):
+  if state.tower_count and isinstance(state.summed, SummedTowers):
     # The sum already contains the weights, and `inner` counts each shard once.
     return _unweighted_rule('mean' if reduction == 'weighted' else reduction)
   return states.Rule(resize='sum')
@@ -40,9 +40,9 @@ def _total_weight_rule(state, reduction):
   """Returns the resize rule of the total weights."""
   if _is_unweighted(state, reduction):
     # Without weights, the total weight of a shard is its number of towers.
-    return states.Rule(resize='maximum', empty=state.tower)
-  # For a sum, `inner` counts each shard with a positive weight once, so every
-  # new shard needs a share of the weight.
+    return states.Rule(resize='maximum', empty=state.tower_count)
+  # With `reduction='sum'`, `inner` gets weight 1 from each shard whose total is
+  # positive. A new shard with total 0 would drop out.
   is_sum = isinstance(state.summed, SummedTowers)
   return _equal_parts if is_sum else states.Rule(resize='sum')
 
@@ -53,7 +53,9 @@ def _equal_parts(rows, num_shards):
 
 
 def _is_unweighted(state, reduction):
-  has_towers = np.all(state.total_weight == state.tower) and state.tower
+  has_towers = (
+      np.all(state.total_weight == state.tower_count) and state.tower_count
+  )
   return has_towers and reduction != 'weighted'
 
 
@@ -78,7 +80,7 @@ class TowerReduceState(NamedTuple):
   mapped function and of the number of shards outside.
 
   Attributes:
-    tower: Number of towers collected since the last update, int32 [].
+    tower_count: Number of towers collected since the last update, int32 [].
     total: The (weighted) sum of the updates of these towers, a tree like the
       parameters, in float32 for leaves of fewer than 32 bits; `()` if
       `num_towers` is 1.
@@ -95,11 +97,11 @@ class TowerReduceState(NamedTuple):
     >>> import optax
     >>> import shard_transforms
     >>> state = shard_transforms.tower_reduce(4).init(jnp.zeros(2))
-    >>> print(optax.tree_utils.tree_get(state, 'tower'), state.total)
+    >>> print(optax.tree_utils.tree_get(state, 'tower_count'), state.total)
     0 [0. 0.]
   """
 
-  tower: jax.Array
+  tower_count: jax.Array
   total: optax.Updates
   total_weight: jax.Array
   oldest_local_step: jax.Array
@@ -107,7 +109,7 @@ class TowerReduceState(NamedTuple):
   summed: SummedTowers | tuple[()] = ()
 
   rules = {
-      'tower': states.Rule(metric='same'),
+      'tower_count': states.Rule(metric='same'),
       'total': states.Rule(resize=_total_rule),
       'total_weight': states.Rule(resize=_total_weight_rule, metric='sum'),
       'oldest_local_step': states.Rule(resize='minimum', empty=_NO_STEP),
@@ -206,7 +208,7 @@ def tower_reduce(
   num_towers = arguments.as_at_least('num_towers', num_towers, 1)
   arguments.check_reduction(reduction)
   axes = axes_lib.optional_axes(axis_name)
-  gate = gating.gate(_CALLER, inner, axes, assume_weighted)
+  gate = gating.make_gate(_CALLER, inner, axes, assume_weighted)
   is_mean = reduction == 'mean'
 
   def init_fn(params):
@@ -219,9 +221,25 @@ def tower_reduce(
     if weight is not None:
       accept = collectives.psum(weight, axes) > 0
       weight = weights.sanitized(weights.outgoing_weight(weight, reduction))
-    return gate.update_or_skip(
+    _, updates, inner_state = gate.update_or_skip(
         check, accept, updates, state.inner_state, params, weight, extra_args
-    )[1:]
+    )
+    return updates, state._replace(inner_state=inner_state)
+
+  # This must not close over arrays: `jax.checking_leaks` would find them.
+  def end_window(flags, window, updates, params, /, **extra_args):
+    is_weighted, has_steps = flags
+    sums = _without_shard_axis(window, axes)
+    if has_steps:
+      extra_args['local_step'] = sums.oldest_local_step
+    reduced = _reduced(sums, updates, params, is_mean)
+    weight = sums.total_weight if is_weighted else None
+    # The sums of the window already use the weights of outer gates.
+    check = gating.WeightCheck()
+    updates, window = update_inner(
+        check, reduced, window, params, weight, extra_args
+    )
+    return updates, _emptied(window)
 
   def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, TowerReduceState, axes, _CALLER)
@@ -235,39 +253,29 @@ def tower_reduce(
       if weight is not None:
         updates = _weighted(weight, updates, is_mean)
       extra_args |= weights.drop_none(local_step=local_step)
-      updates, inner_state = update_inner(
-          check, updates, state, params, weight, extra_args
-      )
-      return updates, state._replace(inner_state=inner_state)
+      return update_inner(check, updates, state, params, weight, extra_args)
     window = _collect(state, updates, weight, local_step, axes)
-    # `end` must not close over arrays: `jax.checking_leaks` would find them.
-    is_weighted, has_steps = weight is not None, local_step is not None
-
-    def end(window, updates, params, /, **extra_args):
-      sums = _without_shard_axis(window, axes)
-      if has_steps:
-        extra_args['local_step'] = sums.oldest_local_step
-      reduced = _reduced(sums, updates, params, is_mean)
-      weight = sums.total_weight if is_weighted else None
-      # The sums of the window already use the weights of outer gates.
-      check = gating.WeightCheck()
-      updates, inner_state = update_inner(
-          check, reduced, window, params, weight, extra_args
-      )
-      return updates, _emptied(window, inner_state)
-
-    is_last = collectives.agreed(window.tower >= num_towers)
+    is_last = collectives.agreed(window.tower_count >= num_towers)
+    end = functools.partial(
+        end_window, (weight is not None, local_step is not None)
+    )
     return branching.run_when_due(
-        is_last, end, window, updates, params, extra_args=extra_args
+        is_last,
+        end,
+        window,
+        updates,
+        params,
+        caller=_CALLER,
+        extra_args=extra_args,
     )
 
-  return gating.transformation(init_fn, step)
+  return gating.gated_transformation(init_fn, step)
 
 
 def _empty_window(params, num_towers, is_mean, axes):
   """Returns the state before the first tower, without the inner state."""
   state = TowerReduceState(
-      tower=states.counter(),
+      tower_count=states.counter(),
       total=leaves_lib.accumulators(params if num_towers > 1 else ()),
       total_weight=jnp.zeros([], weights.dtype_for(params)),
       oldest_local_step=jnp.full([], _NO_STEP, jnp.int32),
@@ -311,7 +319,7 @@ def _collect(state, updates, weight, local_step, axes):
     oldest_local_step = jnp.minimum(oldest_local_step, step)
   add = functools.partial(_add, weights.scale_by_weight(weight))
   window = window._replace(
-      tower=states.safe_add(state.tower, 1),
+      tower_count=states.safe_add(state.tower_count, 1),
       total=leaves_lib.tree_map(add, window.total, updates),
       total_weight=window.total_weight + tower_weight,
       oldest_local_step=oldest_local_step,
@@ -374,15 +382,14 @@ def _weighted(weight, updates, is_mean):
   return leaves_lib.tree_map(apply, updates)
 
 
-def _emptied(window, inner_state):
+def _emptied(window):
   """Returns the state at the start of the next window."""
   zeros = functools.cache(axes_lib.zeros)
   return window._replace(
-      tower=jnp.zeros_like(window.tower),
+      tower_count=jnp.zeros_like(window.tower_count),
       total=jax.tree.map(lambda x: zeros(jax.typeof(x)), window.total),
       total_weight=jnp.zeros_like(window.total_weight),
       oldest_local_step=jnp.full_like(window.oldest_local_step, _NO_STEP),
-      inner_state=inner_state,
   )
 
 

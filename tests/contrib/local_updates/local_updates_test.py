@@ -25,7 +25,6 @@ from shard_transforms import cross_shard_mean
 from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import init_state
-from shard_transforms import master_weights
 from shard_transforms import shard_update
 from shard_transforms import state_specs
 from shard_transforms import tower_reduce
@@ -33,6 +32,7 @@ from shard_transforms import value_and_grad
 from shard_transforms.contrib import compression
 from shard_transforms.contrib import local_params
 from shard_transforms.contrib import local_updates
+from shard_transforms.contrib import master_weights
 from shard_transforms.monitoring import communication_report
 
 AXIS = modes.AXIS

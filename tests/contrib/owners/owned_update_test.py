@@ -479,9 +479,9 @@ class StateTest(parameterized.TestCase):
       )
 
   @cases.parameters(
-      ({}, {'x': (1,)}, 'the tree'),
+      ({}, {'x': (1,)}, 'got PyTreeDef'),
       ({}, {'b': (9,)}, 'got Place'),
-      ({}, {'c': (4, 2)}, 'the tree'),
+      ({}, {'c': (4, 2)}, 'got PyTreeDef'),
       ({'groups': GROUPS}, {}, 'got Place', [[0, 1], [2, 3]]),
   )
   def test_refuses_state_of_others(self, kwargs, shapes, message, groups=None):
@@ -512,7 +512,9 @@ class StateTest(parameterized.TestCase):
       kept = kept._replace(stacks=change(kept.stacks))
       return tx.update(grads, contrib.OwnedUpdateState(kept))[0]
 
-    with self.assertRaisesRegex(ValueError, 'State of .* got the stacks'):
+    with self.assertRaisesRegex(
+        ValueError, r"State of .* got {.* instead of {'float32_"
+    ):
       mapped = jax.vmap(step, axis_name=AXIS)
       jax.eval_shape(mapped, [np.ones((SHARDS, 5, 3), np.float32)] * 2)
 
@@ -689,7 +691,7 @@ class RefusalTest(parameterized.TestCase):
       ),
       (
           lambda u: lax.psum(lax.psum(norm_of(u), AXIS), AXIS),
-          'that are the same on all shards by `psum`',
+          'values by `psum` that do not each come from one leaf',
       ),
       (
           lambda u: lax.psum(norm_of(u) ** 2, AXIS),
@@ -866,13 +868,17 @@ class StacksTest(parameterized.TestCase):
       ([(4, 4)] * 11, 8, [(1, 4, 4), (1, 4, 4)]),
       ([(9,)] * 8, 4, [(2, 9)]),
       ([(4, 4), (2,)], 8, []),
+      # A single layer is a leaf like any other.
+      ([(1, 4, 4)], 8, [], 2),
+      ([(1, 4, 4)] * 9, 8, [(1, 1, 4, 4)], 2),
+      ([(3, 4, 4)], 8, [(1, 1, 4, 4)], 2),
   )
-  def test_rows_of_each_owner(self, shapes, shards, rows):
+  def test_rows_of_each_owner(self, shapes, shards, rows, whole_dims=None):
     params = {
         str(i): jax.ShapeDtypeStruct(shape, jnp.float32)
         for i, shape in enumerate(shapes)
     }
-    tx = owned(optax.trace(0.9))
+    tx = owned(optax.trace(0.9), whole_dims=whole_dims)
 
     state = init_state(tx, params, modes.mesh(shards)).inner_state
 
@@ -906,11 +912,14 @@ class StacksTest(parameterized.TestCase):
 
   @cases.parameters(
       # All shards update the first; all others are small.
-      ({'huge': (2048, 1024)}, r"no owner to \['huge'\] of 2,097,152 elements"),
+      (
+          {'huge': (2048, 1024)},
+          r"leaves of 2,097,152 elements in total, such as \['huge'\]",
+      ),
       # No two are alike, and each is a small part.
       (
           {f'huge{i}': (2048 + i, 256) for i in range(8)},
-          r"to 8 leaves, the largest of which is \['huge7'\], of 4,201,472 el",
+          r"leaves of 4,201,472 elements in total, such as \['huge7'\]",
       ),
       # Three for eight owners.
       (

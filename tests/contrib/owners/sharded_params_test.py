@@ -432,7 +432,7 @@ class RefusalTest(parameterized.TestCase):
       (P(), ROWS, {}, r'does not name \[.data.\], .*Give the `PartitionSpec`s'),
       (ROWS, P(), {}, r'names \[.data.\], over which its type is invariant'),
       ({'v': ROWS}, ROWS, {}, '`param_specs` .* must have the tree of'),
-      (P(AXIS, AXIS), ROWS, {}, 'names an axis twice'),
+      (P(AXIS, AXIS), ROWS, {}, 'name each axis once, got'),
       # Types do not tell which dimension is sliced.
       (
           P(None, AXIS),
@@ -444,7 +444,7 @@ class RefusalTest(parameterized.TestCase):
           P(None, None, AXIS),
           P(),
           {},
-          'has more entries than .* at most one entry per dimension',
+          'at most one entry per dimension .*, got',
       ),
       (ROWS, ROWS, {}, "say what the gradients .*'sum' .*'mean'"),
   )
@@ -511,12 +511,54 @@ class RefusalTest(parameterized.TestCase):
   def test_refuses_state_without_a_part_for_each_layer(self):
     count = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda x: jnp.zeros(()), params),
-        lambda u, s, p=None: (u, jax.tree.map(lambda s, u: s + u.sum(), s, u)),
+        lambda u, s, p=None: (
+            u,
+            jax.tree.map(lambda s, u: s + u.ravel()[0], s, u),
+        ),
     )
     tx = contrib.owned_update(count, AXIS, whole_dims=2)
 
     with self.assertRaisesRegex(ValueError, 'a part of its state for each'):
       st.init_state(tx, jnp.ones((8, 4, 4)), modes.mesh())
+
+  @cases.parameters('lamb', 'lars', 'adafactor')
+  def test_refuses_what_combines_layers(self, name):
+    inner, layers = getattr(optax, name)(0.1), jnp.ones((8, 4, 4))
+    clipped = optax.chain(st.clip_by_global_norm(1.0, AXIS), optax.adam(0.1))
+
+    def start(inner, params=layers, **options):
+      tx = contrib.owned_update(inner, AXIS, whole_dims=2, **options)
+      return st.init_state(tx, params, modes.mesh())
+
+    with self.assertRaisesRegex(ValueError, 'combines all layers of a leaf by'):
+      start(inner)
+    start(inner, assume_leafwise=True)
+    start(inner, {'v': layers[0], 'w': layers[0]})
+    # Owners add up the squares of all layers.
+    start(clipped)
+
+  def test_refuses_updates_of_another_dtype_without_params(self):
+    case = Case(matrices(8, P()), optax.trace(0.9), (8,))
+    tx, params = case.tx(), case.params()
+
+    def step(params, are_passed):
+      grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+      grads = st.per_shard(grads, AXIS)
+      state = tx.init(params)
+      return tx.update(grads, state, params if are_passed else None)[0]
+
+    def run(are_passed):
+      mapped = jax.shard_map(
+          lambda x: step(x, are_passed),
+          mesh=case.mesh,
+          in_specs=P(),
+          out_specs=P(),
+      )
+      return jax.eval_shape(mapped, params)
+
+    with self.assertRaisesRegex(ValueError, 'Pass `params` if the updates hav'):
+      run(False)
+    run(True)
 
   def test_refuses_equal_random_values_for_all_layers(self):
     noise = optax.add_noise(0.1, 0.5, jax.random.key(0))

@@ -249,9 +249,9 @@ def _local_step(
   # to compile, and 57 or 129 MB of temporary memory (JAX 0.10, 0.12) instead of
   # 49 or 54.
   state = own_params, inner_state
-  return branching.run_when_due(jnp.array(True), step, state, updates, weight)[
-      1
-  ]
+  return branching.run_when_due(
+      jnp.array(True), step, state, updates, weight, caller=_CALLER
+  )[1]
 
 
 def _update(inner, extra_args, updates, state, own_params):

@@ -121,6 +121,7 @@ class OuterStep:
         anchor,
         local_params,
         weight,
+        caller='local_updates',
         extra_args=extra_args,
         check=check,
     )
@@ -174,7 +175,9 @@ class OuterStep:
 
     is_any_due = functools.reduce(jnp.logical_or, are_due)
     state = local_params, inner_state
-    return branching.run_when_due(is_any_due, run, state, are_due, after)[1]
+    return branching.run_when_due(
+        is_any_due, run, state, are_due, after, caller='local_updates'
+    )[1]
 
   def _mix_leaf(self, local_params, anchor):
     """Mixes a leaf of the anchor into the local parameters."""

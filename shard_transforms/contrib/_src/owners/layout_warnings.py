@@ -19,18 +19,22 @@ def messages(stacks: stacks_lib.Stacks) -> Iterator[str]:
   """Yields a message for matrices without an owner, and one for padding."""
   sizes = [4 * math.prod(layout.shape) for layout in stacks.layouts]
   num_shards, caller = stacks.reduction.num_shards(), stacks.reduction.caller
-  unowned = _unowned(stacks)
+  # A matrix that is left over from a stack is a small part of the stack.
+  stacked = {stack.layout for stack in stacks.stacks}
+  unowned = [
+      i
+      for i, layout in enumerate(stacks.layouts)
+      if layout.matrix is not None and layout.matrix not in stacked
+  ]
   size = sum(sizes[i] for i in unowned)
   limit = min(2 / num_shards, _MAX_UNOWNED) * sum(sizes)
   if num_shards > 1 and size > max(_MIN_BYTES, limit):
-    names = stacks.names[max(unowned, key=sizes.__getitem__)]
-    if len(unowned) > 1:
-      names = f'{len(unowned)} leaves, the largest of which is {names},'
+    largest = stacks.layouts[max(unowned, key=sizes.__getitem__)].name
     yield (
-        f'`{caller}` gives no owner to {names} of {size // 4:,} elements,'
-        ' because no other leaf has the same shape, dtype and layout. All'
-        ' shards update such leaves and keep their state. If possible, use'
-        ' `shard_update` for them, by `optax.partition`.'
+        f'`{caller}` gives no owner to leaves of {size // 4:,} elements in'
+        f' total, such as {largest}, because no other leaf has the same shape,'
+        ' dtype and layout. All shards update such leaves and keep their state.'
+        ' If possible, use `shard_update` for them, by `optax.partition`.'
     )
   padding = 2 * sum(map(_padding, stacks.stacks))
   if padding > max(_MIN_BYTES, 2 * _MAX_PADDING * sum(sizes)):
@@ -42,17 +46,6 @@ def messages(stacks: stacks_lib.Stacks) -> Iterator[str]:
         f' {sorted(padded)}. Stack equal leaves, or use `shard_update` for'
         ' them, by `optax.partition`.'
     )
-
-
-def _unowned(stacks):
-  """Returns the parameters whose shape no other parameter has."""
-  # A matrix that is left over from a stack is a small part of the stack.
-  stacked = {stack.layout for stack in stacks.stacks}
-  return [
-      i
-      for i, layout in enumerate(stacks.layouts)
-      if layout.matrix is not None and layout.matrix not in stacked
-  ]
 
 
 def _padding(stack):

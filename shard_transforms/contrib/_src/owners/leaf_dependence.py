@@ -11,7 +11,6 @@ dependence.
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -50,6 +49,29 @@ class LeafDependence:
     params = (self.params[i] for i in inputs if i < len(self.params))
     return {x for x in params if x is not None and x != stacks_lib.SHARED}
 
+  def problem_of_types(self, arguments: Any) -> str | None:
+    """Returns the results that differ in type from updates and state, if any.
+
+    Args:
+      arguments: The types of the updates and the state before.
+    """
+    results = self.program.results
+    tree, expected = map(jax.tree.structure, (results, arguments))
+    if tree != expected:
+      return f'the tree {tree} for {expected}'
+    pairs = zip(*map(jax.tree.leaves, (results, arguments)), strict=True)
+    for i, (x, y) in enumerate(pairs):
+      is_state = i >= self.num_updates
+      if x.shape != y.shape or (is_state and x.dtype != y.dtype):
+        types = [f'{kind.dtype}{list(kind.shape)}' for kind in (x, y)]
+        return f'{types[0]} for {types[1]} in {self._names[i]}'
+    return None
+
+  def params_of_terms(self) -> list[set[int]]:
+    """Returns, for each term of a total, the parameters that it depends on."""
+    totals = self.program.totals
+    return [self.params_of(term) for _, terms in totals for term in terms]
+
   def problem(self) -> str | None:
     """Returns a predicate that says how `inner` mixes leaves, or `None`."""
     # Collectives are effects named after their axes.
@@ -66,23 +88,48 @@ class LeafDependence:
       )
     if self.program.averaged:
       return 'divides a sum over leaves by the number of shards, by `pmean`'
-    if any(x.has_layers for x in self.stacks.layouts) and _draws(
-        self.program.flat
-    ):
+    equations = self.program.flat.all_equations()
+    draws = any(equation.name in _RANDOM for equation in equations)
+    if draws and any(x.has_layers for x in self.stacks.layouts):
       return (
           'draws random values, which would be the same for all layers of a'
           ' leaf with `whole_dims`'
       )
-    return self._problem_of_results() or self._problem_of_totals()
+    if name := self._reduction_of_layers():
+      return (
+          f'combines all layers of a leaf by `{name}`, while it receives only'
+          ' one layer with `whole_dims`'
+      )
+    results = self._problem_of(range(len(self.params)))
+    return results or self._problem_of_totals()
+
+  def _reduction_of_layers(self):
+    """Returns a primitive that reduces an array over dimensions of layers.
+
+    It does not find each combination of layers, such as one after a reshape.
+    Terms of totals may be such sums, because owners add up those of all layers.
+    """
+    layers = {x.inner_shape: x for x in self.stacks.layouts if x.has_layers}
+    program = self.program.flat
+    used = set(program.outputs[: len(self.params)])
+    for equation in reversed(program.equations if layers else ()):
+      if used.isdisjoint(equation.outputs):
+        continue
+      used.update(equation.inputs)
+      axes = equation.params.get('axes')
+      if axes and equation.name.startswith(('reduce_', 'arg')):
+        layout = layers.get(equation.inputs[0].aval.shape)
+        if layout and min(axes) < len(layout.local_layers):
+          return equation.name
+    return None
 
   def problem_of_shared_state(self) -> str | None:
     """Like `problem`, but only for state that no single owner keeps."""
     outputs = range(self.num_updates, len(self.params))
     shared = (i for i in outputs if self.params[i] not in self.stacks.rows)
-    return next(filter(None, map(self._problem_of_result, shared)), None)
+    return self._problem_of(shared)
 
-  def _problem_of_results(self):
-    outputs = range(len(self.params))
+  def _problem_of(self, outputs):
     return next(filter(None, map(self._problem_of_result, outputs)), None)
 
   def _problem_of_result(self, output):
@@ -108,26 +155,26 @@ class LeafDependence:
 
   @functools.cached_property
   def _names(self):
-    paths = [x for x, _ in jax.tree.leaves_with_path(self.program.results)]
-    return list(map(_name, paths))
+    return [
+        f'its {("updates", "state")[part.idx]} at {leaves_lib.name_of(path)}'
+        for (part, *path), _ in jax.tree.leaves_with_path(self.program.results)
+    ]
 
   def _problem_of_totals(self):
-    pairs = zip(self.program.total_axes, self.program.terms, strict=True)
-    for axes, term in ((axes, term) for axes, terms in pairs for term in terms):
+    totals = self.program.totals
+    for axes, term in ((axes, x) for axes, terms in totals for x in terms):
       params = self.params_of(term)
       if self.program.is_varying(term):
         return 'adds up values that differ between shards by `psum`'
-      if not params:
-        return 'adds up values that are the same on all shards by `psum`'
-      if len(params) > 1:
+      if len(params) != 1:
         return 'adds up values by `psum` that do not each come from one leaf'
       (param,) = params
       owner_axes = self.stacks.axes_of(param)
       if not axes.issuperset(owner_axes):
+        name = self.stacks.layouts[param].name
         return (
             f'adds up values by `psum` over {sorted(axes, key=str)}, but the'
-            f' owners of {self.stacks.names[param]} lie along {owner_axes}:'
-            ' name all these axes'
+            f' owners of {name} lie along {owner_axes}: name all these axes'
         )
     return None
 
@@ -141,49 +188,13 @@ class LeafDependence:
     Args:
       positions: The parameter at the same tree position, where there is one.
     """
-    first, params = self.num_updates, []
-    for i, position in enumerate(positions, first):
-      inputs = self._transitive_inputs[i]
-      written = {self.params[k] for k in inputs if k < first}
-      written.intersection_update(self.stacks.rows)
+    params = []
+    for i, position in enumerate(positions, self.num_updates):
+      written_by = self.params_of(i).intersection(self.stacks.rows)
       if position is not None:
         params.append(position)
-      elif len(written) > 1:
+      elif len(written_by) > 1:
         params.append(None)
-      elif written:
-        params.append(written.pop())
       else:
-        updates = (k for k in range(first) if i in self.program.inputs_of(k))
-        readers = {self.params[k] for k in updates}
-        size = math.prod(self.program.jaxpr.in_avals[i].shape)
-        is_of_one = len(readers) == 1 and size > 1
-        params.append(readers.pop() if is_of_one else stacks_lib.SHARED)
+        params.append(next(iter(written_by), stacks_lib.SHARED))
     return params
-
-  @functools.cached_property
-  def _transitive_inputs(self):
-    """For each leaf of the state, its inputs over several steps."""
-    states = range(self.num_updates, len(self.params))
-    inputs = {i: {*self.program.inputs_of(i)} for i in states}
-    before: dict[int, set[int]] = {}
-    while inputs != before:
-      before = inputs
-      inputs = {
-          i: set().union(x, *(before[k] for k in x if k in before))
-          for i, x in before.items()
-      }
-    return inputs
-
-
-def _draws(program):
-  """Whether a program draws random values."""
-  return any(
-      equation.name in _RANDOM or any(map(_draws, equation.bodies))
-      for equation in program.equations
-  )
-
-
-def _name(path: Sequence[Any]) -> str:
-  number, *rest = path
-  name = leaves_lib.name_of(rest)
-  return f'its {("updates", "state")[number.idx]} at {name}'

@@ -7,27 +7,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.state import state_types as state_types_lib
 from shard_transforms.contrib._src.owners import leaf_dependence
 from shard_transforms.contrib._src.owners import leaf_program
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
-
-
-def trace_init(
-    inner: optax.GradientTransformation, types: Any
-) -> leaf_program.LeafProgram:
-  """Traces `init` for parameters of some types."""
-  return leaf_program.trace(inner.init, (), (), 1, types)
-
-
-def owner_types(stacks: stacks_lib.Stacks, types: Any) -> Any:
-  """Returns the types of parameters or updates of which owners have theirs."""
-  axes = map(stacks.axes_of, stacks.params_of(types))
-  return stacks_lib.varying_types(types, list(axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +55,19 @@ class LeafPartition:
     else:
       dependence = self._dependence(program, types, params)
       params = dependence.params_of_state(positions)
-      self._check(self._dependence(program, types, params))
+      self._checked(program, types, params)
 
-    shapes = (
-        map(jnp.shape, jax.tree.leaves(x)) for x in (types[1], full_types)
-    )
-    state_params = []
-    for param, shape, full_shape in zip(params, *shapes, strict=True):
-      has_owner = param in self.stacks.rows
-      # State that has no layers, such as coefficients that only one leaf reads,
+    def owner(param, kind, full_kind):
+      if param not in self.stacks.rows:
+        return stacks_lib.SHARED
+      # State that has no layers, such as the placeholders of Adafactor,
       # is the same for all layers; if it is not, `update` refuses it.
-      if has_owner and self.stacks.layouts[param].has_layers:
-        has_owner = shape != full_shape or not shape
-      state_params.append(param if has_owner else stacks_lib.SHARED)
-    return state_params
+      has_layers = self.stacks.layouts[param].has_layers
+      is_same = has_layers and kind.shape and kind.shape == full_kind.shape
+      return stacks_lib.SHARED if is_same else param
+
+    kinds = map(jax.tree.leaves, (state_types, full_types))
+    return list(map(owner, params, *kinds))
 
   def _positions(self, types, state_types):
     """Returns the parameter at the tree position of each leaf, or `None`."""
@@ -122,11 +106,9 @@ class LeafPartition:
     except TypeError:
       # JAX refuses a `cond` on all leaves because of the types of its branches.
       program = self.trace(update, types, state_params, replicated=True)
-      self._check(self._dependence(program, types, state_params))
+      self._checked(program, types, state_params)
       raise
-    dependence = self._dependence(program, types, state_params)
-    self._check(dependence)
-    return dependence
+    return self._checked(program, types, state_params)
 
   def trace(
       self,
@@ -147,17 +129,15 @@ class LeafPartition:
     if not replicated:
       # JAX refuses a `cond` between an update and the old state if only one of
       # them varies.
-      updates, params = (owner_types(stacks, x) for x in (updates, params))
-      axes = list(map(stacks.axes_of, state_params))
-      state = stacks_lib.varying_types(state, axes)
+      updates, params = map(stacks.owner_types, (updates, params))
+      state = stacks.owner_types(state, state_params)
     return leaf_program.trace(
         update,
-        stacks.same_axes,
-        stacks.axes if stacks.same_axes else (),
-        stacks.reduction.num_shards(),
         updates,
         state,
         params,
+        axes=stacks.reduction.axes_of_sums(),
+        allowed_axes=stacks.axes,
     )
 
   def _dependence(self, program, types, state_params):
@@ -166,66 +146,41 @@ class LeafPartition:
     Raises:
       ValueError: If results do not have the types of the updates and the state.
     """
-    _check_types(program.results, types[:2], self.stacks)
     update_params = self.stacks.params_of(types[0])
-    return leaf_dependence.LeafDependence(
+    dependence = leaf_dependence.LeafDependence(
         program,
         [*update_params, *state_params],
         len(update_params),
         self.stacks,
     )
+    if problem := dependence.problem_of_types(types[:2]):
+      raise ValueError(
+          f'`inner` of `{self.stacks.reduction.caller}` must keep the types of'
+          f' updates and state, but it returned {problem}.'
+      )
+    return dependence
 
-  def _check(self, dependence):
-    """Checks that `inner` treats each leaf independently.
+  def _checked(self, program, types, state_params):
+    """Returns the dependence of the results, each of which reads one leaf.
 
     Raises:
-      ValueError: If it does not.
+      ValueError: If `inner` does not treat each leaf independently, or changes
+        the types of updates or state.
     """
-    caller = self.stacks.reduction.caller
-    advice = (
-        ' Use `optax.chain(cross_shard_mean(axis_name), inner)`, for some'
-        ' parameters by `optax.partition`.'
-    )
+    dependence = self._dependence(program, types, state_params)
     if self.assume_leafwise:
-      problem = dependence.problem_of_shared_state()
+      problem, advice = dependence.problem_of_shared_state(), ''
     else:
-      problem = dependence.problem()
-      advice += (
+      problem, advice = dependence.problem(), (
           ' To clip, use `shard_transforms.clip_by_global_norm(max_norm,'
           ' axis_name)`. If `inner` does treat each leaf independently, set'
           ' `assume_leafwise=True`.'
       )
     if problem:
       raise ValueError(
-          f'`inner` of `{caller}` must treat each leaf of the parameters'
-          f' independently, but {problem}.{advice}'
+          f'`inner` of `{self.stacks.reduction.caller}` must treat each leaf of'
+          f' the parameters independently, but {problem}. Use'
+          ' `optax.chain(cross_shard_mean(axis_name), inner)`, for some'
+          f' parameters by `optax.partition`.{advice}'
       )
-
-
-def _check_types(results, arguments, stacks):
-  """Checks that an update and a state have the types of those before.
-
-  Raises:
-    ValueError: If they do not.
-  """
-  prefix = f'`inner` of `{stacks.reduction.caller}` must keep the'
-  tree, expected = jax.tree.structure(results), jax.tree.structure(arguments)
-  if tree != expected:
-    raise ValueError(
-        f'{prefix} tree of updates and state: it returned {tree} for'
-        f' {expected}.'
-    )
-  for (path, x), y in zip(
-      jax.tree.leaves_with_path(results),
-      jax.tree.leaves(arguments),
-      strict=True,
-  ):
-    is_state = path[0].idx == 1
-    if x.shape != jnp.shape(y) or (is_state and x.dtype != y.dtype):
-      raise ValueError(
-          f'{prefix} types of updates and state: it returned'
-          f' {x.dtype.name}{list(x.shape)} for'
-          f' {y.dtype.name}{list(jnp.shape(y))} in its'
-          f' {"state" if is_state else "updates"} at'
-          f' {leaves_lib.name_of(path[1:])}.'
-      )
+    return dependence

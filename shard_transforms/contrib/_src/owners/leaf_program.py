@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 import operator
 from typing import Any
 
 import jax
 from jax import core
+from jax import lax
 import jax.extend
 from jax.interpreters import partial_eval
 import jax.numpy as jnp
@@ -47,8 +49,8 @@ class LeafProgram:
       totals.
     results: The tree of the types of the results.
     num_inputs: The number of arguments of the function.
-    terms: For each total, the indices of the outputs that it adds up.
-    total_axes: For each total, the axes of its sum.
+    totals: For each total, the axes of its sum, and the indices of the outputs
+      that it adds up, its terms.
     averaged: Whether a total is divided by the number of shards.
     axes: The axes over whose shards all parts of the program are the same.
   """
@@ -56,8 +58,7 @@ class LeafProgram:
   jaxpr: Any
   results: Any
   num_inputs: int
-  terms: tuple[tuple[int, ...], ...] = ()
-  total_axes: tuple[frozenset[Hashable], ...] = ()
+  totals: tuple[tuple[frozenset[Hashable], tuple[int, ...]], ...] = ()
   averaged: bool = False
   axes: frozenset[Hashable] = frozenset()
 
@@ -68,24 +69,26 @@ class LeafProgram:
 
   @functools.cached_property
   def _dependence(self):
-    """The dependence of each output, as bits, and the analysis."""
-    analysis = _DependenceAnalysis(self.axes)
+    """The dependence of each output, as bits."""
     bits = [2 << i for i in range(len(self.jaxpr.in_avals))]
-    return interpreter.interpret(self.flat, bits, analysis), analysis
+    return interpreter.interpret(
+        self.flat, bits, _DependenceAnalysis(self.axes)
+    )
 
   @property
   def collective(self) -> str | None:
     """The name of the first collective, if there is one."""
-    return self._dependence[1].collective
+    names = (equation.name for equation in self.flat.all_equations())
+    return next((x for x in names if x in primitives.SENDING), None)
 
   def is_varying(self, output: int) -> bool:
     """Whether an output depends on values that differ between shards."""
-    return bool(self._dependence[0][output] & _VARYING)
+    return bool(self._dependence[output] & _VARYING)
 
   def inputs_of(self, *outputs: int) -> list[int]:
     """Returns the indices of the inputs that outputs depend on."""
     bits = functools.reduce(
-        operator.or_, (self._dependence[0][i] for i in outputs), 0
+        operator.or_, (self._dependence[i] for i in outputs), 0
     )
     bits, inputs = bits >> 1, []
     while bits:
@@ -121,26 +124,21 @@ class LeafProgram:
 
 def trace(
     fn: Callable[..., Any],
-    axes: Sequence[Hashable],
-    allowed_axes: Sequence[Hashable],
-    num_shards: int,
     *args: Any,
+    axes: Sequence[Hashable] = (),
+    allowed_axes: Sequence[Hashable] = (),
 ) -> LeafProgram:
   """Traces a function, and splits its jaxpr where it sums over shards.
 
   Args:
     fn: The function.
+    *args: The types of the arguments.
     axes: The mapped axes that a sum must be over; if empty, nothing is split.
     allowed_axes: All axes that it may be over.
-    num_shards: The number of shards over `axes`.
-    *args: The types of the arguments.
   """
   jaxpr, results = equivalence.closed(fn, *args)
   program = LeafProgram(
       jaxpr, results, len(jaxpr.in_avals), axes=frozenset(axes)
-  )
-  is_sum = functools.partial(
-      _is_sum, axes=program.axes, allowed_axes=frozenset(allowed_axes)
   )
   if not axes or all(
       equation.name != 'psum' for equation in program.flat.equations
@@ -149,7 +147,7 @@ def trace(
   # A sum, or one of its terms, may be in a function under `jax.jit`.
   inlined = jax.make_jaxpr(functools.partial(_run_inlined, jaxpr))
   program = dataclasses.replace(program, jaxpr=inlined(*jaxpr.in_avals))
-  return _split(program, is_sum, num_shards)
+  return _split(program, frozenset(allowed_axes))
 
 
 def _as_type(x, kind):
@@ -183,41 +181,35 @@ def _run_inlined(closed, *args):
   return list(map(read, jaxpr.outvars))
 
 
-def _split(program, is_sum, num_shards):
+def _split(program, allowed_axes):
   """Replaces the sums over all shards by inputs, and outputs their terms."""
-  closed = program.jaxpr
-  jaxpr = closed.jaxpr
-  sums = list(filter(is_sum, jaxpr.eqns))
+  jaxpr, constants = program.jaxpr.jaxpr, program.jaxpr.consts
+  sums = [x for x in jaxpr.eqns if _is_sum(x, program.axes, allowed_axes)]
   equation_of = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-  zeros = {
-      var
-      for var, value in zip(jaxpr.constvars, closed.consts, strict=True)
-      if not isinstance(value, core.Tracer)
-      and not jnp.shape(value)
-      and not np.any(np.asarray(value))
-  }
-  totals, outputs, terms, total_axes = [], list(jaxpr.outvars), [], []
+  constant_of = dict(zip(jaxpr.constvars, constants, strict=True))
+  inputs, outputs, totals = list(jaxpr.invars), list(jaxpr.outvars), []
   for eqn in sums:
     for total, summed in zip(eqn.outvars, eqn.invars, strict=True):
-      first = len(outputs)
-      outputs += _terms(summed, equation_of, zeros)
-      terms.append(tuple(range(first, len(outputs))))
-      totals.append(total)
-      total_axes.append(frozenset(eqn.params['axes']))
+      terms = _terms(summed, equation_of, constant_of)
+      numbers = range(len(outputs), len(outputs) + len(terms))
+      totals.append((frozenset(eqn.params['axes']), tuple(numbers)))
+      inputs.append(total)
+      outputs += terms
   split = jaxpr.replace(
-      invars=[*jaxpr.invars, *totals],
+      invars=inputs,
       outvars=outputs,
-      eqns=[eqn for eqn in jaxpr.eqns if not is_sum(eqn)],
+      eqns=[eqn for eqn in jaxpr.eqns if eqn not in sums],
       debug_info=jaxpr.debug_info.with_unknown_names(),
   )
+  num_shards = math.prod(map(lax.axis_size, program.axes))
+  variables = inputs[len(jaxpr.invars) :]
   averaged = num_shards > 1 and any(
-      _divides(eqn, totals, num_shards) for eqn in jaxpr.eqns
+      _divides(eqn, variables, num_shards) for eqn in jaxpr.eqns
   )
   return dataclasses.replace(
       program,
-      jaxpr=jax.extend.core.ClosedJaxpr(split, closed.consts),
-      terms=tuple(terms),
-      total_axes=tuple(total_axes),
+      jaxpr=jax.extend.core.ClosedJaxpr(split, constants),
+      totals=tuple(totals),
       averaged=averaged,
   )
 
@@ -230,22 +222,26 @@ def _is_sum(eqn, axes, allowed_axes):
   )
 
 
-def _terms(summed, equation_of, zeros):
+def _terms(summed, equation_of, constant_of):
   """Returns the values that are added up to `summed`, without zeros."""
   if isinstance(summed, _Literal):
-    return [] if not np.any(np.asarray(summed.val)) else [summed]
-  if summed in zeros:
-    return []
+    return [] if _is_zero(summed.val) else [summed]
   if summed not in equation_of:
-    return [summed]
+    return [] if _is_zero(constant_of.get(summed, 1)) else [summed]
   eqn = equation_of[summed]
   name = interpreter.common_name(eqn.primitive.name)
   is_integer = jnp.issubdtype(summed.aval.dtype, jnp.integer)
   is_rounded = name == 'convert_element_type' and is_integer
   if name in ('add', 'add_any') or (name in _COPIES and not is_rounded):
-    parts = [_terms(x, equation_of, zeros) for x in eqn.invars]
+    parts = [_terms(x, equation_of, constant_of) for x in eqn.invars]
     return [term for part in parts for term in part]
   return [summed]
+
+
+def _is_zero(constant):
+  """Whether a constant is the scalar zero."""
+  is_known = not isinstance(constant, core.Tracer) and not jnp.shape(constant)
+  return is_known and not np.any(np.asarray(constant))
 
 
 def _divides(eqn, totals, num_shards):
@@ -264,12 +260,10 @@ class _DependenceAnalysis(interpreter.Analysis[int]):
 
   Attributes:
     axes: The mapped axes over which a constant must not vary.
-    collective: The name of the first collective, if there is one.
   """
 
   def __init__(self, axes: frozenset[Hashable]):
     self.axes = axes
-    self.collective = None
 
   def constant(self, value):
     is_varying = self.axes & axes_lib.varying_axes(value.aval)
@@ -284,8 +278,6 @@ class _DependenceAnalysis(interpreter.Analysis[int]):
   def primitive(self, equation, facts):
     if equation.name == 'optimization_barrier':
       return facts
-    if equation.name in primitives.SENDING and self.collective is None:
-      self.collective = equation.name
     inputs = self.join(facts)
     if equation.name == 'axis_index':
       inputs |= _VARYING

@@ -72,6 +72,7 @@ class ParamLayout:
   """The layout of a parameter.
 
   Attributes:
+    name: The name of the parameter.
     shape: The shape of the unsharded parameter.
     local_layers: The sizes of the leading dimensions, those of layers, on a
       shard.
@@ -80,6 +81,7 @@ class ParamLayout:
       has no gradient, so that all shards update it.
   """
 
+  name: str
   shape: tuple[int, ...]
   local_layers: tuple[int, ...]
   slicing: tuple[Axes, ...]
@@ -131,7 +133,7 @@ def param_layouts(
     if are_params:
       _check_types(x, spec, name, reduction)
       _check_specs_in_use(name, shape, spec, caller)
-    layouts.append(_layout(x, slicing, reduction.axes, whole_dims))
+    layouts.append(_layout(name, x, slicing, reduction.axes, whole_dims))
   return layouts
 
 
@@ -142,23 +144,17 @@ def _slicing(spec: P, shape: Sequence[int], name: str, caller: str) -> Any:
     ValueError: If a spec has too many entries, or names an axis twice.
   """
   entries = specs_lib.entries(spec)
-  if len(entries) > len(shape):
-    raise ValueError(
-        f'`param_specs` of `{caller}` has more entries than {name}'
-        f' {list(shape)} has dimensions: {spec!r}. Give at most one entry per'
-        ' dimension.'
-    )
   axes = tuple(itertools.chain(*entries))
-  if len(set(axes)) < len(axes):
+  if len(entries) > len(shape) or len(set(axes)) < len(axes):
     raise ValueError(
-        f'`param_specs` of `{caller}` names an axis twice for {name}:'
-        f' {spec!r}. An axis can slice only one dimension.'
+        f'`param_specs` of `{caller}` must have at most one entry per dimension'
+        f' and name each axis once, got {spec!r} for {name} {list(shape)}.'
     )
   axes_lib.check_bound(axes, caller)
   return (*entries, *[()] * (len(shape) - len(entries)))
 
 
-def _layout(x, slicing, reduced_axes, whole_dims):
+def _layout(name, x, slicing, reduced_axes, whole_dims):
   """Returns the layout of a parameter, given the axes of its dimensions."""
   shape = tuple(
       size * math.prod(map(lax.axis_size, axes))
@@ -178,7 +174,8 @@ def _layout(x, slicing, reduced_axes, whole_dims):
             tuple(itertools.chain(*slicing[:num_dims]))
         ),
     )
-  return ParamLayout(shape, jnp.shape(x)[:num_dims], slicing, matrix)
+  layers = jnp.shape(x)[:num_dims]
+  return ParamLayout(name, shape, layers, slicing, matrix)
 
 
 def _check_types(x, spec, name, reduction):
@@ -231,12 +228,11 @@ def _check_specs_in_use(name, shape, spec, caller):
   if in_spec is None or traced_shape != shape:
     return
 
-  def axes_of_dims(spec):
-    entries = specs_lib.entries(spec)
-    entries += [()] * (len(shape) - len(entries))
-    return [[a for a in entry if lax.axis_size(a) > 1] for entry in entries]
+  def sharded(spec):
+    slicing = _slicing(spec, shape, name, caller)
+    return [[a for a in axes if lax.axis_size(a) > 1] for axes in slicing]
 
-  if axes_of_dims(spec) != axes_of_dims(in_spec):
+  if sharded(spec) != sharded(in_spec):
     raise ValueError(
         f'`param_specs` of `{caller}` must be the `in_specs` of the step, got'
         f' {spec!r} for {name}, which `in_specs` shards by {in_spec!r}. Pass'

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 import warnings
 
 import chex
@@ -12,15 +12,20 @@ import jax.numpy as jnp
 import optax
 
 from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import states
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms.contrib._src.owners import layout_warnings
 from shard_transforms.contrib._src.owners import leaf_partition
+from shard_transforms.contrib._src.owners import leaf_program
+from shard_transforms.contrib._src.owners import matrix_layout
 from shard_transforms.contrib._src.owners import owned_leaves
 from shard_transforms.contrib._src.owners import sharded_program
 from shard_transforms.contrib._src.owners import stacks as stacks_lib
 from shard_transforms.contrib._src.owners import state_layout
 from shard_transforms.contrib._src.owners import tree_exchange
 from shard_transforms.contrib._src.owners import update_checks
+
+IfSliced = Literal['error', 'sum', 'mean']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,7 @@ class OwnedInner:
   inner: optax.GradientTransformationExtraArgs
   reduction: sharded_reduction.ShardedReduction
   param_specs: specs_lib.SpecTree
-  if_sliced: tree_exchange.IfSliced
+  if_sliced: IfSliced
   whole_dims: int | None
   assume_leafwise: bool
 
@@ -59,34 +64,24 @@ class OwnedInner:
       return owned_leaves.OwnedLeaves(self.inner.init(params), jnp.zeros(0))
     stacks = self._stacks(params)
     for message in layout_warnings.messages(stacks):
-      self._warn(message)
-    types = stacks.types(params)
-    replicated = leaf_partition.trace_init(self.inner, types)
-    state_types = replicated.results
-    full_types = self._full_types(stacks, params)
+      warnings.warn(message, stacklevel=2)
+    types, full_types = self._state_types(stacks, params)
+    param_types = stacks.types(params)
     state_params = self._partition(stacks).of_new_state(
-        types, state_types, full_types
+        param_types, types, full_types
     )
-    layout = state_layout.layout_of(
-        stacks,
-        state_params,
-        jax.tree.leaves(state_types),
-        jax.tree.leaves(full_types),
-    )
+    layout = state_layout.layout_of(stacks, state_params, types, full_types)
     program = sharded_program.ShardedProgram(
-        leaf_partition.trace_init(
-            self.inner, leaf_partition.owner_types(stacks, types)
-        ),
-        lambda: replicated,
+        self._trace_init(stacks.owner_types(param_types)),
+        lambda: self._trace_init(param_types),
         stacks.params_of(params),
-        state_params,
+        [{x} for x in state_params],
         layout.keys,
-        self._exchange(stacks),
+        stacks,
         jax.tree.leaves(params),
     )
     rows = [{} for _ in stacks.stacks]
-    rows, shared = program.run({}, rows, lambda term: set())
-    return layout.stored(jax.tree.structure(state_types), rows, shared)
+    return layout.stored(*program.run({}, rows))
 
   def update(
       self,
@@ -119,69 +114,63 @@ class OwnedInner:
     like = updates if params is None else params
     stacks = self._stacks(like, params is not None)
     update_checks.check_extra_args(stacks, like, extra_args)
-    state_types = leaf_partition.trace_init(
-        self.inner, stacks.types(like)
-    ).results
-    state_params, actual_types, layout = state_layout.read(
-        state, stacks, state_types, self._full_types(stacks, like)
+    advice = states.HOW_TO_CREATE
+    if params is None:
+      advice += ' Pass `params` if the updates have other dtypes than these.'
+    types, full_types = self._state_types(stacks, like)
+    layout, state_types = state_layout.read(
+        state, stacks, types, full_types, advice
     )
     partition = self._partition(stacks)
     # Not cached, because `inner` may close over arrays that differ per call.
-    types = stacks.types(updates), actual_types, stacks.types(params)
-    dependence = partition.check_update(update, types, state_params)
-    update_types, _ = dependence.program.results
-    update_types = jax.tree.leaves(update_types)
+    types = stacks.types(updates), state_types, stacks.types(params)
+    dependence = partition.check_update(update, types, layout.params)
     update_params = stacks.params_of(updates)
-    update_keys = state_layout.keys_of(
-        stacks, update_params, update_types, 'update '
-    )
-    first, exchange = len(update_params), self._exchange(stacks)
+    update_types = jax.tree.leaves(dependence.program.results[0])
+    keys = state_layout.keys_of(stacks, update_params, update_types, 'update ')
+    first = len(update_params)
     program = sharded_program.ShardedProgram(
         dependence.program,
-        lambda: partition.trace(update, types, state_params, replicated=True),
-        [*update_params, *state_params, *stacks.params_of(params)],
-        [*update_params, *state_params],
-        {**update_keys, **{first + i: x for i, x in layout.keys.items()}},
-        exchange,
+        lambda: partition.trace(update, types, layout.params, replicated=True),
+        [*update_params, *layout.params, *stacks.params_of(params)],
+        [{x} for x in (*update_params, *layout.params)]
+        + dependence.params_of_terms(),
+        {**keys, **{first + i: key for i, key in layout.keys.items()}},
+        stacks,
         jax.tree.leaves(params),
     )
-    shared, rows = exchange.reduced(updates, weight)
-    shared_state, rows_of_state = layout.loaded(state)
-    shared |= {first + i: x for i, x in shared_state.items()}
-    for of_stack, of_state in zip(rows, rows_of_state, strict=True):
-      of_stack |= {first + i: x for i, x in of_state.items()}
-    rows, shared = program.run(shared, rows, dependence.params_of)
-    updates = exchange.returned(
-        updates, update_keys, update_types, rows, shared
+    shared, rows = tree_exchange.reduced(stacks, updates, weight)
+    shared_state, rows_of_state = layout.loaded(state, first)
+    shared |= shared_state
+    rows = [x | y for x, y in zip(rows, rows_of_state, strict=True)]
+    rows, shared = program.run(shared, rows)
+    updates = tree_exchange.returned(
+        stacks, updates, keys, update_types, rows, shared
     )
-    shared = {i - first: x for i, x in shared.items()}
-    tree = jax.tree.structure(state_types)
-    return updates, layout.stored(tree, rows, shared)
-
-  @functools.cached_property
-  def _warn(self):
-    # Once per message, although `init` is traced for specs, types and values.
-    return functools.cache(
-        functools.partial(warnings.warn, category=UserWarning, stacklevel=2)
-    )
+    shared_state = {i - first: x for i, x in shared.items()}
+    return updates, layout.stored(rows, shared_state)
 
   def _stacks(self, params, are_params=True):
     self.reduction.num_shards()  # Says which axis is not bound.
-    stacks = stacks_lib.find(
+    layouts = matrix_layout.param_layouts(
         params, self.param_specs, self.reduction, self.whole_dims, are_params
     )
+    is_mean, are_sums = self.reduction.kind == 'mean', self.if_sliced == 'sum'
+    stacks = stacks_lib.find(layouts, self.reduction, is_mean and are_sums)
     update_checks.check_if_sliced(stacks, self.if_sliced)
     return stacks
-
-  def _full_types(self, stacks, params):
-    """Returns the types of the state of the replicated optimizer."""
-    types = stacks.types(params, all_layers=True)
-    return leaf_partition.trace_init(self.inner, types).results
-
-  def _exchange(self, stacks):
-    return tree_exchange.TreeExchange(stacks, self.if_sliced)
 
   def _partition(self, stacks):
     return leaf_partition.LeafPartition(
         self.inner, stacks, self.assume_leafwise
+    )
+
+  def _trace_init(self, types):
+    return leaf_program.trace(self.inner.init, types)
+
+  def _state_types(self, stacks, params):
+    """Returns the types of the state for one layer, and for all layers."""
+    return tuple(
+        self._trace_init(stacks.types(params, all_layers)).results
+        for all_layers in (False, True)
     )

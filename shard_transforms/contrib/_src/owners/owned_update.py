@@ -2,7 +2,6 @@
 
 from typing import NamedTuple, get_args
 
-import jax
 from jax.sharding import PartitionSpec as P
 import optax
 
@@ -15,7 +14,6 @@ from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms.contrib._src.owners import owned_inner
 from shard_transforms.contrib._src.owners import owned_leaves
-from shard_transforms.contrib._src.owners import tree_exchange
 
 _CALLER = 'owned_update'
 
@@ -54,7 +52,7 @@ def owned_update(
     reduction: weights.MeanOrSum = 'mean',
     groups: groups_lib.GroupsLike | None = None,
     if_reduced: leaf_sums.IfReduced = 'error',
-    if_sliced: tree_exchange.IfSliced = 'error',
+    if_sliced: owned_inner.IfSliced = 'error',
     assume_leafwise: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   """Shards the optimizer by matrices: for Muon, LAMB, SOAP and others (ZeRO-1).
@@ -118,9 +116,10 @@ def owned_update(
     whole_dims: The number of the last dimensions that form a matrix, if leaves
       contain stacked layers, such as 2 for [layers, m, n] and [experts, m, n].
       `inner` receives one layer, [1, m, n], and must treat each layer
-      independently, as Muon does with `muon_weight_dimension_numbers`. This is
-      not checked: LAMB would scale each layer by its own norm, unlike the
-      replicated optimizer. `None` means that a leaf is one matrix.
+      independently, as Muon does with `muon_weight_dimension_numbers`. LAMB,
+      which scales a leaf by the norm of all layers, is refused, and so is each
+      `inner` that reduces a leaf over its layers, but not one that reshapes it
+      before. `None` means that a leaf is one matrix.
     reduction: `'mean'` or `'sum'` over the shards.
     groups: A partition of the shards into groups of equal size. Each group
       reduces separately and holds the state once.
@@ -131,10 +130,10 @@ def owned_update(
       `jax.lax.all_gather` in the loss of each shard gives it, and is divided
       by their number. `'mean'`: it is the gradient of the mean of the losses,
       and is used as it is. With `reduction='sum'`, it must be summed.
-    assume_leafwise: Whether to skip the check that `inner` treats each leaf
-      independently. Set it if `inner` is refused although it does; if it does
-      not, it then trains incorrectly without an error. State that belongs to
-      several leaves is refused in any case.
+    assume_leafwise: Whether to skip the check that `inner` treats each leaf and
+      each layer independently. Set it if `inner` is refused although it does;
+      if it does not, it then trains incorrectly without an error. State that
+      belongs to several leaves is refused in any case.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `OwnedUpdateState`. Its
@@ -147,13 +146,13 @@ def owned_update(
       integer or boolean, `weight` is not a real number, or the state belongs
       to another transformation.
     ValueError: If an argument has a wrong value, such as groups of different
-      sizes; in `init` and `update`, if `inner` mixes leaves, if `param_specs`
-      does not agree with the types of the parameters, or with the `in_specs`
-      of `init_state` or `on_mesh`, or if `if_sliced` does not say what the
-      gradients of slices are; in `update`, as in `cross_shard_mean`, if slices
-      come with a `weight`, if an extra argument has the shape of slices or of
-      all layers, or if the state was made for other parameters or another
-      number of shards.
+      sizes; in `init` and `update`, if `inner` mixes leaves or layers, if
+      `param_specs` does not agree with the types of the parameters, or with the
+      `in_specs` of `init_state` or `on_mesh`, or if `if_sliced` does not say
+      what the gradients of slices are; in `update`, as in `cross_shard_mean`,
+      if slices come with a `weight`, if an extra argument has the shape of
+      slices or of all layers, or if the state was made for other parameters or
+      another number of shards.
 
   Examples:
     Muon for matrices whose rows are sharded; one shard updates each matrix:
@@ -219,7 +218,7 @@ def _check_options(whole_dims, if_sliced, reduction, groups, param_specs):
   """
   if whole_dims is not None:
     arguments.as_at_least('whole_dims', whole_dims, 1)
-  if if_sliced not in get_args(tree_exchange.IfSliced):
+  if if_sliced not in get_args(owned_inner.IfSliced):
     raise ValueError(
         "`if_sliced` must be 'error', 'sum' or 'mean', got" f' {if_sliced!r}.'
     )
@@ -228,8 +227,7 @@ def _check_options(whole_dims, if_sliced, reduction, groups, param_specs):
         f"`reduction` of `{_CALLER}` must be 'mean' with if_sliced='mean',"
         " got 'sum'."
     )
-  specs = jax.tree.leaves(param_specs, is_leaf=specs_lib.is_spec)
-  if groups is not None and any(map(specs_lib.axes_of, specs)):
+  if groups is not None and specs_lib.axes_of(param_specs):
     raise ValueError(
         f'`param_specs` of `{_CALLER}` must not slice parameters with `groups`,'
         f' got {param_specs!r}.'

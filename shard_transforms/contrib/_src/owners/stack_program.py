@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.reduction import collectives
-from shard_transforms.contrib._src.owners import exchange as exchange_lib
 from shard_transforms.contrib._src.owners import leaf_program
+from shard_transforms.contrib._src.owners import stack as stack_lib
 
 Inputs = Mapping[int, jax.Array]
 
@@ -29,7 +29,7 @@ class StackProgram:
 
   Attributes:
     program: The program, traced with the types that owners have.
-    exchange: The exchange of the stack.
+    stack: The stack.
     outputs: For each parameter, its outputs by key. Outputs with the same key
       have the same type.
     owners: The parameters with owners that inputs belong to, by index.
@@ -37,27 +37,28 @@ class StackProgram:
   """
 
   program: leaf_program.LeafProgram
-  exchange: exchange_lib.Exchange
+  stack: stack_lib.Stack
   outputs: Mapping[int, Mapping[str, int]]
   owners: Mapping[int, int]
   digests: Sequence[int]
 
   @functools.cached_property
-  def inputs_read(self) -> Mapping[int, list[int]]:
-    """For each parameter, all inputs of the program that its outputs read."""
-    return {
-        param: self.program.inputs_of(*outputs.values())
+  def own_inputs(self) -> set[int]:
+    """The inputs of members, unless a member reads those of another."""
+    read = [
+        (param, i)
         for param, outputs in self.outputs.items()
-    }
+        for i in self.program.inputs_of(*outputs.values())
+        if i in self.owners
+    ]
+    is_separate = all(self.owners[i] == param for param, i in read)
+    return {i for _, i in read} if is_separate else set()
 
   @functools.cached_property
-  def reads_only_own(self) -> bool:
-    """Whether no member reads inputs of other parameters with owners."""
-    return all(
-        self.owners.get(i, param) == param
-        for param, inputs in self.inputs_read.items()
-        for i in inputs
-    )
+  def other_inputs(self) -> set[int]:
+    """All other inputs that are read."""
+    outputs = (i for x in self.outputs.values() for i in x.values())
+    return set(self.program.inputs_of(*outputs)) - self.own_inputs
 
   def run(self, shared: Inputs, rows: Inputs) -> dict[str, jax.Array]:
     """Returns the owner's rows of outputs, [rows, ...], by key.
@@ -70,15 +71,16 @@ class StackProgram:
         tuple((key, self.digests[i]) for key, i in outputs.items())
         for outputs in self.outputs.values()
     }
-    if self.reads_only_own and len(programs) == 1:
+    is_separate = self.other_inputs.isdisjoint(self.owners)
+    if is_separate and len(programs) == 1:
       return self._run_equal(shared, rows)
     run = functools.partial(self._run_owner, shared, rows)
-    return self.exchange.switch(run)
+    return self.stack.switch(run)
 
   def total(self, shared: Inputs, rows: Inputs, kind: Any) -> jax.Array:
     """Returns the sum of all outputs over the members, in the type `kind`."""
-    stack, total = self.exchange.stack, jnp.zeros(kind.shape, kind.dtype)
-    row = self.exchange.owner() * stack.length + jnp.arange(stack.length)
+    stack, total = self.stack, jnp.zeros(kind.shape, kind.dtype)
+    row = stack.owner() * stack.length + jnp.arange(stack.length)
     for x in self.run(shared, rows).values():
       is_member = jnp.expand_dims(row < len(stack.members), range(1, x.ndim))
       total += jnp.where(is_member, x.astype(kind.dtype), 0).sum(0)
@@ -86,13 +88,13 @@ class StackProgram:
 
   def _run_equal(self, shared, rows):
     """Runs the program of one member on all rows."""
-    stack = self.exchange.stack
-    param = stack.params[0]
+    stack, param = self.stack, self.stack.params[0]
 
     def run(own):
       return self._run_member(param, {**shared, **own})
 
-    own = {i: rows[i] for i in self.inputs_read[param] if i in self.owners}
+    inputs = self.program.inputs_of(*self.outputs[param].values())
+    own = {i: rows[i] for i in inputs if i in self.owners}
     if stack.length > 1:
       outputs = jax.vmap(run, axis_size=stack.length)(own)
     else:
@@ -102,7 +104,7 @@ class StackProgram:
 
   def _run_owner(self, shared, rows, owner):
     """Runs the programs of the members of an owner; other rows are zero."""
-    stack, outputs = self.exchange.stack, []
+    stack, outputs = self.stack, []
     for row, (param, _) in enumerate(stack.members_of(owner)):
       own = {i: x[row] for i, x in rows.items() if self.owners[i] == param}
       outputs.append(self._run_member(param, {**shared, **own}))

@@ -1,10 +1,7 @@
-"""Stacks of matrices with equal layouts, and the owner of each matrix.
-
-The matrices of one layout form a stack [K, ...]. Its first rows belong to the
-first owner, the next rows to the second owner, and so on.
-"""
+"""The stacks of the parameters, and the owner of each matrix."""
 
 import collections
+from collections.abc import Hashable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -20,47 +17,13 @@ import numpy as np
 
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.reduction import sharded_reduction
 from shard_transforms.contrib._src.owners import matrix_layout
+from shard_transforms.contrib._src.owners import stack as stack_lib
 
 # The parameter of an array that belongs to no single parameter, or to one that
 # all shards update. Such an array is the same on all shards.
 SHARED = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-  """Matrices of one layout, each with an owner.
-
-  Attributes:
-    layout: The layout of the matrices.
-    members: For each matrix, the index of its parameter, and the index of its
-      layer among those on a shard.
-    num_owners: The number of owners.
-    by_rows: Whether gradients are reduce-scattered by rows of the stack;
-      otherwise, each gradient is reduce-scattered to slices, which are then
-      exchanged.
-  """
-
-  layout: matrix_layout.MatrixLayout
-  members: tuple[tuple[int, int], ...]
-  num_owners: int
-  by_rows: bool
-
-  @property
-  def length(self) -> int:
-    """The number of rows per owner; the last rows may be padding."""
-    return -(-len(self.members) // self.num_owners)
-
-  @property
-  def params(self) -> list[int]:
-    """The indices of the parameters in the stack."""
-    return list(dict.fromkeys(param for param, _ in self.members))
-
-  def members_of(self, owner: int) -> Sequence[tuple[int, int]]:
-    """Returns the members of an owner, in the order of its rows."""
-    return self.members[owner * self.length : (owner + 1) * self.length]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,27 +32,25 @@ class Stacks:
 
   Attributes:
     layouts: The layout of each parameter, in the order of `jax.tree.leaves`.
-    names: The name of each parameter.
     stacks: All stacks.
     reduction: The reduction of gradients.
+    divides_slices: Whether the gradients of slices are sums of which the means
+      are wanted.
   """
 
   layouts: Sequence[matrix_layout.ParamLayout]
-  names: Sequence[str]
-  stacks: Sequence[Stack]
+  stacks: Sequence[stack_lib.Stack]
   reduction: sharded_reduction.ShardedReduction
+  divides_slices: bool
 
   @functools.cached_property
   def rows(self) -> Mapping[int, list[tuple[int, int]]]:
     """The stack and the row of each layer, for parameters with owners."""
-    rows = collections.defaultdict(dict)
+    rows = collections.defaultdict(list)
     for s, stack in enumerate(self.stacks):
-      for row, (param, layer) in enumerate(stack.members):
-        rows[param][layer] = s, row
-    return {
-        param: [rows_of_layers[i] for i in range(len(rows_of_layers))]
-        for param, rows_of_layers in rows.items()
-    }
+      for row, (param, _) in enumerate(stack.members):
+        rows[param].append((s, row))
+    return dict(rows)
 
   @functools.cached_property
   def axes(self) -> matrix_layout.Axes:
@@ -98,17 +59,18 @@ class Stacks:
     axes = (*self.reduction.axes, *itertools.chain(*slicing))
     return axes_lib.in_mesh_order(tuple(dict.fromkeys(axes)))
 
-  @property
-  def same_axes(self) -> matrix_layout.Axes:
-    """The axes over whose shards reduced gradients are the same."""
-    return () if self.reduction.groups else self.reduction.axes
+  def summed_axes(self, param: int) -> list[Hashable]:
+    """Returns the axes of the reduction that slice a parameter.
+
+    The gradients of its slices are already sums or means over these axes.
+    """
+    axes = {*itertools.chain(*self.layouts[param].slicing)}
+    return [axis for axis in self.reduction.axes if axis in axes]
 
   def axes_of(self, param: int) -> matrix_layout.Axes:
     """Returns the axes over which arrays of a parameter differ."""
-    if param not in self.rows:
-      return ()
-    (stack, _), *_ = self.rows[param]
-    return self.stacks[stack].layout.axes
+    layout = self.layouts[param].matrix if param in self.rows else None
+    return layout.axes if layout else ()
 
   def params_of(self, tree: Any) -> list[int]:
     """Returns the index of the parameter at the position of each leaf.
@@ -127,10 +89,10 @@ class Stacks:
 
   @functools.cached_property
   def _indices(self):
-    return {name: i for i, name in enumerate(self.names)}
+    return {layout.name: i for i, layout in enumerate(self.layouts)}
 
   def matrices(
-      self, stack: Stack, arrays: Mapping[int, jax.Array]
+      self, stack: stack_lib.Stack, arrays: Mapping[int, jax.Array]
   ) -> list[jax.Array]:
     """Returns the matrices of a stack, as a shard holds them, in one dtype.
 
@@ -152,7 +114,7 @@ class Stacks:
         raise ValueError(
             f'`updates` of `{self.reduction.caller}` must have the shapes of'
             f' the parameters, got {list(x.shape)} instead of'
-            f' {list(expected)} at {self.names[param]}.'
+            f' {list(expected)} at {self.layouts[param].name}.'
         )
       matrices.append(x.reshape(-1, *shape)[layer])
     with jax.numpy_dtype_promotion('standard'):
@@ -182,78 +144,86 @@ class Stacks:
 
     return treedef.unflatten(map(typed, leaves, self.params_of(tree)))
 
+  def owner_types(self, types: Any, params: Sequence[int] | None = None) -> Any:
+    """Returns the types of leaves, of which each owner has its own.
+
+    Args:
+      types: The types of the leaves on all shards.
+      params: The parameter of each leaf; by default, the one at its position.
+    """
+    make = functools.cache(_array_type)
+
+    def typed(kind, param):
+      if param not in self.rows:
+        return kind
+      axes = axes_lib.varying_axes(kind).union(self.axes_of(param))
+      return make(kind.shape, kind.dtype, axes)
+
+    leaves, treedef = jax.tree.flatten(types)
+    params = self.params_of(types) if params is None else params
+    return treedef.unflatten(map(typed, leaves, params))
+
   def locations(self, param: int) -> list[tuple[int, int, int]]:
     """Returns the locations of the layers of a parameter, in their order.
 
     A location is the index of the stack, the index of the shard along all axes
     of the stack, and the index of the row on this shard.
     """
-    layout, rows = self.layouts[param], self.rows[param]
+    layout, locations = self.layouts[param], []
     sizes = layout.local_layers
-    locations = []
+    rows = dict(zip(np.ndindex(sizes), self.rows[param], strict=True))
     for layer in np.ndindex(layout.shape[: len(sizes)]):
       parts = list(map(divmod, layer, sizes))
-      s, row = rows[_ravel([local for _, local in parts], sizes)]
+      s, row = rows[tuple(local for _, local in parts)]
       stack = self.stacks[s]
       shard, slot = divmod(row, stack.length)
       if self.reduction.groups is None:
         index = _unravel(shard, stack.layout.owner_axes)
         for axes, (i, _) in zip(layout.slicing, parts, strict=False):
           index |= _unravel(i, axes)
-        axes = stack.layout.axes
-        shard = _ravel([index[a] for a in axes], map(lax.axis_size, axes))
+        shard = 0
+        for axis in stack.layout.axes:
+          shard = shard * lax.axis_size(axis) + int(index[axis])
       locations.append((s, shard, slot))
     return locations
 
 
-def varying_types(types: Any, axes_of_leaves: Sequence[Any]) -> Any:
-  """Returns the types of a tree, each of which also varies over some axes."""
-  make = functools.cache(_array_type)
-
-  def typed(kind, axes):
-    before = axes_lib.varying_axes(kind)
-    return make(kind.shape, kind.dtype, before.union(axes)) if axes else kind
-
-  leaves, treedef = jax.tree.flatten(types)
-  return treedef.unflatten(map(typed, leaves, axes_of_leaves))
-
-
 def find(
-    params: Any,
-    param_specs: specs_lib.SpecTree,
+    layouts: Sequence[matrix_layout.ParamLayout],
     reduction: sharded_reduction.ShardedReduction,
-    whole_dims: int | None,
-    are_params: bool = True,
+    divides_slices: bool,
 ) -> Stacks:
-  """Returns the stacks of parameters; see `matrix_layout.param_layouts`."""
-  layouts = matrix_layout.param_layouts(
-      params, param_specs, reduction, whole_dims, are_params
-  )
+  """Returns the stacks of parameters.
+
+  Args:
+    layouts: The layouts of the parameters.
+    reduction: The reduction of gradients.
+    divides_slices: Whether the gradients of slices are sums of which the means
+      are wanted.
+  """
   members = collections.defaultdict(list)
   for param, layout in enumerate(layouts):
     if layout.matrix is not None:
       layers = range(math.prod(layout.local_layers))
       members[layout.matrix].extend((param, layer) for layer in layers)
   stacks = [
-      stack
+      stack_lib.Stack(*part, reduction, divides_slices)
       for layout, of_layout in members.items()
-      for stack in _split(layout, of_layout, layouts, reduction)
+      for part in _parts(layout, of_layout, layouts, reduction)
   ]
-  paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-  names = list(map(leaves_lib.name_of, paths))
-  return Stacks(layouts, names, stacks, reduction)
+  return Stacks(layouts, stacks, reduction, divides_slices)
 
 
-def _split(layout, members, layouts, reduction):
-  """Yields the stacks of the matrices of one layout."""
+def _parts(layout, members, layouts, reduction):
+  """Yields the parts of the matrices of one layout: by rows, or as slices."""
   num_reduced = math.prod(map(lax.axis_size, layout.reduced))
   num_owners = num_reduced * math.prod(map(lax.axis_size, layout.sliced))
   if reduction.groups is not None:
     num_reduced = num_owners = reduction.num_shards()
   num_rest = len(members) % num_owners
-  alone = members[-1:] if len(members) == 1 or num_rest == 1 else []
+  is_alone = len(members) == 1 or num_rest == 1
   # If all shards update a single matrix, they send less than to an owner.
-  if alone and not layouts[alone[0][0]].local_layers:
+  if is_alone and not layouts[members[-1][0]].has_layers:
     members, num_rest = members[:-1], 0
   # Rows of padding are reduce-scattered, too. Slices are not padded until they
   # are exchanged, and then a shard holds 1 / `num_reduced` of the rows.
@@ -261,10 +231,9 @@ def _split(layout, members, layouts, reduction):
   if in_rows or reduction.groups is not None:
     num_rest = 0
   num_full = len(members) - num_rest
-  if num_full:
-    yield Stack(layout, tuple(members[:num_full]), num_owners, True)
-  if num_rest:
-    yield Stack(layout, tuple(members[num_full:]), num_owners, False)
+  for part, by_rows in (members[:num_full], True), (members[num_full:], False):
+    if part:
+      yield layout, tuple(part), num_owners, by_rows
 
 
 def _array_type(shape, dtype, axes):
@@ -272,13 +241,6 @@ def _array_type(shape, dtype, axes):
   return jax.eval_shape(
       lambda: axes_lib.to_varying(jnp.zeros(shape, dtype), (*axes,))
   )
-
-
-def _ravel(index, sizes):
-  flat = 0
-  for i, size in zip(index, sizes, strict=True):
-    flat = flat * size + int(i)
-  return flat
 
 
 def _unravel(flat, axes):

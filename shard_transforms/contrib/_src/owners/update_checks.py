@@ -23,11 +23,11 @@ def check_if_sliced(stacks: stacks_lib.Stacks, if_sliced: str) -> None:
   reduction = stacks.reduction
   if reduction.kind == 'sum' or if_sliced != 'error':
     return
-  for layout, name in zip(stacks.layouts, stacks.names, strict=True):
-    if axes := _reduced_slicing(stacks, layout):
+  for param, layout in enumerate(stacks.layouts):
+    if axes := stacks.summed_axes(param):
       raise ValueError(
           f'`if_sliced` of `{reduction.caller}` must say what the gradients of'
-          f' slices are, because {name} is sliced over {axes}. Set it to'
+          f' slices are, because {layout.name} is sliced over {axes}. Set it to'
           " 'sum' if they are sums over the shards, which the loss of each"
           " shard gives by `jax.lax.all_gather`; set it to 'mean' if they are"
           ' the gradients of the mean of the losses, as under plain `jax.jit`.'
@@ -59,7 +59,7 @@ def check_updates(
           f' which `params` are, but {name} varies over {others!r}. Name these'
           f' axes, too, in `axis_name`: {(*others, *reduction.axes)!r}.'
       )
-    axes = _reduced_slicing(stacks, layout)
+    axes = stacks.summed_axes(param)
     if weight is not None and axes:
       raise ValueError(
           f'`weight` of `{reduction.caller}` must be None, because {name} is'
@@ -83,27 +83,18 @@ def check_extra_args(
     ValueError: If an argument has slices or all layers of parameters where
       `inner` receives unsharded parameters or one layer.
   """
-  local_shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
-  treedef = jax.tree.structure(tree)
+  leaves, treedef = jax.tree.flatten(tree)
+  layouts = [stacks.layouts[param] for param in stacks.params_of(tree)]
   for arg, value in extra_args.items():
     if jax.tree.structure(value) != treedef:
       continue
     shapes = map(jnp.shape, jax.tree.leaves(value))
-    for param, shape, local_shape in zip(
-        stacks.params_of(tree), shapes, local_shapes, strict=True
-    ):
-      layout = stacks.layouts[param]
-      if shape != layout.inner_shape and shape in (local_shape, layout.shape):
+    for x, shape, layout in zip(leaves, shapes, layouts, strict=True):
+      if shape != layout.inner_shape and shape in (jnp.shape(x), layout.shape):
         raise ValueError(
             f'The extra argument `{arg}` of `{stacks.reduction.caller}` must'
             ' not have the shape of a parameter that is sliced or has layers,'
-            f' got {list(shape)} for {stacks.names[param]}: its owner receives'
-            ' the unsharded gradient and parameter, but not this argument.'
+            f' got {list(shape)} for {layout.name}: its owner receives the'
+            ' unsharded gradient and parameter, but not this argument.'
             ' Compute it in `inner` from these.'
         )
-
-
-def _reduced_slicing(stacks, layout):
-  """Returns the axes of the reduction that slice a parameter."""
-  axes = set(itertools.chain(*layout.slicing))
-  return [axis for axis in stacks.reduction.axes if axis in axes]

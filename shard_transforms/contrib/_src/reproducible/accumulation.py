@@ -37,15 +37,15 @@ def _total_weight_rule(state, _):
 
 def _unfinished_window_rule(state):
   """Returns the rule for an unfinished window, or `None` between steps."""
-  if not np.any(state.tower):
+  if not np.any(state.tower_count):
     return None
   return states.Rule(
       reason=(
-          f'`state` has {state.tower} towers in an unfinished window at'
+          f'`state` has {state.tower_count} towers in an unfinished window at'
           ' {name}, whose partial sums fit only the old number of shards.'
           ' Finish the window first; or convert'
-          ' `optax.tree_utils.tree_set(state, tower=np.int32(0))`, and repeat'
-          ' the window from its first tower.'
+          ' `optax.tree_utils.tree_set(state, tower_count=np.int32(0))`, and'
+          ' repeat the window from its first tower.'
       ),
   )
 
@@ -58,7 +58,7 @@ class ReproducibleState(NamedTuple):
   sum of 2**l towers, and is in use if bit l of `tower` is 1.
 
   Attributes:
-    tower: Number of towers collected since the last update, int32 [].
+    tower_count: Number of towers collected since the last update, int32 [].
     total: Partial sums of the (weighted) updates of the towers, a tree like the
       parameters with an additional axis of log2 `num_towers`, at least 1, in
       float32 for leaves of fewer bits.
@@ -81,13 +81,13 @@ class ReproducibleState(NamedTuple):
     (8, 2, 3) (8, 6)
   """
 
-  tower: jax.Array
+  tower_count: jax.Array
   total: optax.Updates
   total_weight: jax.Array
   inner_state: optax.OptState
 
   rules = {
-      'tower': states.Rule(metric='same'),
+      'tower_count': states.Rule(metric='same'),
       'total': states.Rule(resize=_total_rule),
       'total_weight': states.Rule(resize=_total_weight_rule),
   }
@@ -153,14 +153,22 @@ def transformation(
       )
       accept = total > 0 if is_weighted else None
       updates, inner_state = selection.select(
-          accept, updates, inner_state, before
+          accept, updates, inner_state, before, reduction.caller
       )
-      tower = jnp.zeros_like(window.tower)
-      return updates, window._replace(tower=tower, inner_state=inner_state)
+      tower_count = jnp.zeros_like(window.tower_count)
+      return updates, window._replace(
+          tower_count=tower_count, inner_state=inner_state
+      )
 
-    is_last = collectives.agreed(window.tower >= num_towers)
+    is_last = collectives.agreed(window.tower_count >= num_towers)
     return branching.run_when_due(
-        is_last, end, window, updates, params, extra_args=extra_args
+        is_last,
+        end,
+        window,
+        updates,
+        params,
+        caller=reduction.caller,
+        extra_args=extra_args,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -218,13 +226,15 @@ def _collect(updates, state, weight, reduction):
     if update is None or leaves_lib.is_float0(update):
       update = zero
     update = leaves_lib.as_dtype(jnp.asarray(update), rows.dtype)
-    return partial_sums.add(rows, weigh(update), state.tower)
+    return partial_sums.add(rows, weigh(update), state.tower_count)
 
   total = leaves_lib.tree_map(add, total, zeros, updates)
-  total_weight = partial_sums.add(total_weight, tower_weight, state.tower)
+  total_weight = partial_sums.add(total_weight, tower_weight, state.tower_count)
   total, total_weight = states.with_shard_axis((total, total_weight), axes)
-  tower = states.safe_add(state.tower, 1)
-  window = ReproducibleState(tower, total, total_weight, state.inner_state)
+  tower_count = states.safe_add(state.tower_count, 1)
+  window = ReproducibleState(
+      tower_count, total, total_weight, state.inner_state
+  )
   states.check_stays_replicated(state, window, caller)
   return window
 

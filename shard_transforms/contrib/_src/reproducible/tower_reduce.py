@@ -6,7 +6,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import weights
 from shard_transforms._src.transforms import shard_update as shard_update_lib
-from shard_transforms._src.transforms import sliced_inner
+from shard_transforms._src.transforms import sliced_optimizer
 from shard_transforms.contrib._src.reproducible import accumulation
 from shard_transforms.contrib._src.reproducible import tree_reduction
 
@@ -144,16 +144,18 @@ def sharded_tower_reduce(
   reduce = _as_reduction('sharded_tower_reduce', reduction, axis_name)
   arguments.check_bool('assume_elementwise', assume_elementwise)
   inner = arguments.as_inner(inner, reduce.caller)
-  sliced = sliced_inner.SlicedInner(inner, reduce, assume_elementwise)
+  optimizer = sliced_optimizer.SlicedOptimizer(
+      inner, reduce, assume_elementwise
+  )
 
   def init(params):
-    return shard_update_lib.ShardUpdateState(sliced.init(params))
+    return shard_update_lib.ShardUpdateState(optimizer.init(params))
 
   def finish(inner_state, params, sums, total, like, extra_args):
     reduce.check_mapped()
     slices = reduce.of_sums(sums, total, like, in_slices=True)
     state = inner_state.inner_state
-    slices, state = sliced.update(slices, state, like, params, extra_args)
+    slices, state = optimizer.update(slices, state, like, params, extra_args)
     updates = reduce.gather(slices, like)
     return updates, shard_update_lib.ShardUpdateState(state)
 

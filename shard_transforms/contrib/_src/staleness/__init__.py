@@ -1,4 +1,1 @@
-"""Floor 4: transformations for delayed updates.
-
-Imports the floors below; not another transformation.
-"""
+"""Transformations for stale updates: scaled by age, delayed or corrected."""

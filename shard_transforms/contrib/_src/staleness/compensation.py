@@ -113,9 +113,7 @@ def compensate_delay(
     Zheng et al., Asynchronous Stochastic Gradient Descent with Delay
     Compensation, 2017, https://arxiv.org/abs/1609.08326.
   """
-  strength = arguments.as_real(
-      'strength', strength, 'not be negative', lambda x: x >= 0
-  )
+  strength = arguments.as_not_negative('strength', strength)
   eps = arguments.as_positive('eps', eps)
   if decay is not None:
     decay = contrib_arguments.as_decay('decay', decay)

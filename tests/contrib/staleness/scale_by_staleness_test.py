@@ -13,7 +13,7 @@ import harness
 import modes
 import one_device
 import shard_transforms as st
-from shard_transforms import scale_by_staleness
+from shard_transforms.contrib import scale_by_staleness
 
 AXIS = modes.AXIS
 RATE = 0.4
@@ -38,6 +38,8 @@ KINDS = {
         *((lambda age: 3 - jnp.minimum(age, 4),), {}),
         lambda age: np.maximum(3.0 - age, 0),
     ),
+    'flag': (((lambda age: age < 2),), {}, lambda age: 1.0 * (age < 2)),
+    'constant': (((lambda age: 0.5),), {}, lambda age: 0.5 + 0 * age),
 }
 
 
@@ -136,6 +138,14 @@ class WeightTest(parameterized.TestCase):
     np.testing.assert_array_equal(updates[:, 4], np.zeros((8, 5)))
     np.testing.assert_array_equal(momenta[:, 4], momenta[:, 3])
     np.testing.assert_array_equal(global_steps[0], [1, 2, 3, 4, 4, 5, 6])
+
+  @cases.parameters(*KINDS)
+  def test_factors_of_any_dtype_multiply_fractional_weights(self, kind):
+    weights = WEIGHTS / 16
+
+    calls = _train(kind, weights=weights)
+
+    self.assert_close(calls, _expected(kind, DATA, weights, STEPS))
 
   def test_moments_before_the_reduction_see_no_nan(self):
     tx = _weighted('function', optax.chain(optax.trace(0.5), _mean()))

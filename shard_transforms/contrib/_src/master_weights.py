@@ -26,7 +26,7 @@ class MasterWeightsState(NamedTuple):
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
-    >>> tx = shard_transforms.master_weights(optax.adam(0.1))
+    >>> tx = shard_transforms.contrib.master_weights(optax.adam(0.1))
     >>> state = tx.init({'w': jnp.ones(3, jnp.bfloat16), 'b': jnp.ones(3)})
     >>> print(state.master_weights)
     {'b': MaskedNode(), 'w': Array([1., 1., 1.], dtype=float32)}
@@ -102,7 +102,8 @@ def master_weights(
     ...     params = optax.apply_updates(params, updates)
     ...   return params
     >>> sgd, one = optax.sgd(0.001), jnp.bfloat16(1)
-    >>> print(train(sgd, one), train(shard_transforms.master_weights(sgd), one))
+    >>> tx = shard_transforms.contrib.master_weights(sgd)
+    >>> print(train(sgd, one), train(tx, one))
     1 0.898438
 
   References:
@@ -128,7 +129,7 @@ def master_weights(
         **extra_args,
     )
     masters = _map(_apply, masters, steps)
-    updates = _map(_rounded_difference, masters, steps, updates, params)
+    updates = _map(_update_to_rounded, masters, steps, updates, params)
     return updates, MasterWeightsState(masters, inner_state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -152,42 +153,42 @@ def _master(param):
 
 
 def _is_narrow(leaf):
-  if _has_no_copy(leaf):
+  if _is_missing(leaf):
     return False
   dtype = leaves_lib.dtype_of(leaf)
   return leaves_lib.accumulator_dtype(dtype) != dtype
 
 
-def _has_no_copy(node):
+def _is_missing(node):
   return node is None or isinstance(node, optax.MaskedNode)
 
 
 def _map(fn, masters, *trees):
   """Maps trees, including the leaves that have no copy."""
-  return jax.tree.map(fn, masters, *trees, is_leaf=_has_no_copy)
+  return jax.tree.map(fn, masters, *trees, is_leaf=_is_missing)
 
 
 def _wide(masters, params):
   """Returns the parameters for `inner`: float32 copies instead of 16 bits."""
-  return _map(lambda m, p: p if _has_no_copy(m) else m, masters, params)
+  return _map(lambda m, p: p if _is_missing(m) else m, masters, params)
 
 
 def _as_wide(master, update):
-  if _has_no_copy(master) or update is None:
+  if _is_missing(master) or update is None:
     return update
   return leaves_lib.as_dtype(jnp.asarray(update), master.dtype)
 
 
 def _apply(master, step):
   """Returns the copy of a parameter after a step."""
-  if _has_no_copy(master) or step is None:
+  if _is_missing(master) or step is None:
     return master
   return optax.apply_updates(master, step)
 
 
-def _rounded_difference(master, step, update, param):
+def _update_to_rounded(master, step, update, param):
   """Returns the difference between the rounded copy and its parameter."""
-  if _has_no_copy(master) or step is None:
+  if _is_missing(master) or step is None:
     return step
   rounded = master.astype(param.dtype).astype(master.dtype)
   return (rounded - param.astype(master.dtype)).astype(update.dtype)
@@ -206,12 +207,12 @@ def _check_params(params, masters):
         ' `tx.update(updates, state, params)`.'
     )
   copies_in_state = {
-      path: None if _has_no_copy(leaf) else jnp.shape(leaf)
-      for path, leaf in jax.tree.leaves_with_path(masters, is_leaf=_has_no_copy)
+      path: None if _is_missing(leaf) else jnp.shape(leaf)
+      for path, leaf in jax.tree.leaves_with_path(masters, is_leaf=_is_missing)
   }
   copies_of_params = {
       path: jnp.shape(leaf) if _is_narrow(leaf) else None
-      for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_has_no_copy)
+      for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_missing)
   }
   for path in copies_in_state | copies_of_params:
     in_state = _describe(copies_in_state, path)

@@ -1,4 +1,7 @@
-"""Communication of matrices between shards and owners.
+"""A stack of matrices, and their communication between shards and owners.
+
+The first rows of a stack belong to the first owner, the next rows to the second
+owner, and so on.
 
 Each mesh axis is treated on its own. Over an axis that slices a matrix, an
 all-to-all sends slices of the gradient to the owner, and another one returns
@@ -29,44 +32,67 @@ from shard_transforms._src.base import divisions
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import sharded_reduction
-from shard_transforms.contrib._src.owners import stacks as stacks_lib
-
-Reduction = sharded_reduction.ShardedReduction
+from shard_transforms.contrib._src.owners import matrix_layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-  """Communication of one stack.
+class Stack:
+  """Matrices of one layout, each with an owner.
 
   Attributes:
-    stack: The stack.
+    layout: The layout of the matrices.
+    members: For each matrix, the index of its parameter, and the index of its
+      layer among those on a shard.
+    num_owners: The number of owners.
+    by_rows: Whether gradients are reduce-scattered by rows of the stack;
+      otherwise, each gradient is reduce-scattered to slices, which are then
+      exchanged.
     reduction: The reduction of gradients over the axes of the transformation.
-    are_summed: Whether the gradients of slices are sums over the shards.
+    divides_slices: Whether the gradients of slices are sums of which the means
+      are wanted.
   """
 
-  stack: stacks_lib.Stack
-  reduction: Reduction
-  are_summed: bool
+  layout: matrix_layout.MatrixLayout
+  members: tuple[tuple[int, int], ...]
+  num_owners: int
+  by_rows: bool
+  reduction: sharded_reduction.ShardedReduction
+  divides_slices: bool
+
+  @property
+  def length(self) -> int:
+    """The number of rows per owner; the last rows may be padding."""
+    return -(-len(self.members) // self.num_owners)
 
   @functools.cached_property
-  def _layout(self):
-    return self.stack.layout
+  def params(self) -> list[int]:
+    """The indices of the parameters in the stack."""
+    return list(dict.fromkeys(param for param, _ in self.members))
+
+  def members_of(self, owner: int) -> Sequence[tuple[int, int]]:
+    """Returns the members of an owner, in the order of its rows."""
+    return self.members[owner * self.length : (owner + 1) * self.length]
 
   @functools.cached_property
   def _over_reduced(self):
-    return dataclasses.replace(self.reduction, axes=self._layout.reduced)
+    return dataclasses.replace(self.reduction, axes=self.layout.reduced)
 
   @functools.cached_property
   def _division(self):
     """The division of a shard's slice over the axes that reduce it."""
-    sizes = map(lax.axis_size, self._layout.reduced[::-1])
-    return divisions.divide(self._layout.local_shape, tuple(sizes))
+    sizes = map(lax.axis_size, self.layout.reduced[::-1])
+    return divisions.divide(self.layout.local_shape, tuple(sizes))
+
+  @property
+  def _scatters(self):
+    """The axes that scatter gradients to slices, and the dimension of each."""
+    return list(
+        zip(self.layout.reduced[::-1], self._division.dims, strict=True)
+    )
 
   def owner(self) -> jax.Array:
     """Returns the index of this shard among the owners, int32 []."""
-    axes, groups = self._layout.owner_axes, self.reduction.groups
-    if not axes:
-      return jnp.int32(0)
+    axes, groups = self.layout.owner_axes, self.reduction.groups
     if groups is not None:
       return collectives.row_index(axes, groups)
     # Owners are numbered along `owner_axes`, which need not be in mesh order.
@@ -81,11 +107,11 @@ class Exchange:
       leaves: This shard's slice of the gradient of each member.
       share: The weight of this shard.
     """
-    reduction, layout = self._over_reduced, self._layout
+    reduction, layout = self._over_reduced, self.layout
     if not any(leaf_sums.sent_over(leaf, reduction) for leaf in leaves):
       return self._scaled(self.own(leaves))
     x = jnp.stack(axes_lib.to_varying(leaves, reduction.axes))
-    if self.stack.by_rows:
+    if self.by_rows:
       x = self._by_owner(x)
       (x,) = leaf_sums.reduce([x], share, reduction, self._scattered_rows)
       return self._scaled(self._unsharded(self._sent(x, layout.sliced)))
@@ -95,11 +121,9 @@ class Exchange:
 
   def _scaled(self, x):
     """Divides gradients of slices that are sums, if means are wanted."""
-    sliced = {*self._layout.sliced, *self._layout.layer_axes}
-    sliced.intersection_update(self.reduction.axes)
-    if not (sliced and self.are_summed and self.reduction.kind == 'mean'):
-      return x
-    return x / x.dtype.type(math.prod(map(lax.axis_size, sliced)))
+    sliced = (*self.layout.sliced, *self.layout.layer_axes)
+    summed = [axis for axis in self.reduction.axes if axis in sliced]
+    return divided(x, summed) if summed and self.divides_slices else x
 
   def own(self, leaves: Sequence[jax.Array]) -> jax.Array:
     """Returns the owner's rows of reduced gradients or parameters, [rows, ...].
@@ -108,28 +132,25 @@ class Exchange:
       leaves: This shard's slice of each member, the same over the axes that do
         not slice it.
     """
-    reduced, x = self._layout.reduced, self._by_owner(jnp.stack(leaves))
+    reduced, x = self.layout.reduced, self._by_owner(jnp.stack(leaves))
     if reduced:
       x = x.reshape(-1, *x.shape[len(reduced) :])
       index = collectives.row_index(reduced, self.reduction.groups)
       x = lax.dynamic_index_in_dim(x, index, keepdims=False)
-    return self._unsharded(self._sent(x, self._layout.sliced))
+    return self._unsharded(self._sent(x, self.layout.sliced))
 
   def switch(self, fn: Callable[[int], Any]) -> Any:
     """Returns `fn(owner)` for this shard; `fn` must not communicate."""
 
     def branch(owner):
-      return lambda: axes_lib.to_varying(fn(owner), self._layout.axes)
+      return lambda: axes_lib.to_varying(fn(owner), self.layout.axes)
 
-    branches = [branch(owner) for owner in range(self.stack.num_owners)]
-    if len(branches) == 1:
-      return branches[0]()
-    return lax.switch(self.owner(), branches)
+    return lax.switch(self.owner(), list(map(branch, range(self.num_owners))))
 
   def returned(self, rows: jax.Array) -> list[jax.Array]:
     """Returns this shard's slice of each member, from the rows of owners."""
-    layout, number = self._layout, len(self.stack.members)
-    if self.stack.by_rows:
+    layout, number = self.layout, len(self.members)
+    if self.by_rows:
       x = self._sent(self._cut(rows), layout.sliced)
       if layout.reduced:
         x = collectives.gather(x, layout.reduced, self.reduction.groups)
@@ -137,18 +158,17 @@ class Exchange:
     else:
       x = self._sent(self._cut(rows), layout.owner_axes)
       x = x.reshape(-1, *self._division.slice_shape)[:number]
-      order = list(zip(layout.reduced[::-1], self._division.dims, strict=True))
-      for axis, dim in reversed(order):
+      for axis, dim in reversed(self._scatters):
         x = collectives.join_along(x, axis, 1 + dim)
       x = jax.vmap(self._division.crop)(x)
     return [x[i] for i in range(number)]
 
   def _by_owner(self, x):
     """Pads a stack [K, ...] with zeros to the shape [*owners, rows, ...]."""
-    length, num_owners = self.stack.length, self.stack.num_owners
+    length, num_owners = self.length, self.num_owners
     if padding := length * num_owners - len(x):
-      x = jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)])
-    sizes = tuple(map(lax.axis_size, self._layout.owner_axes))
+      x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+    sizes = tuple(map(lax.axis_size, self.layout.owner_axes))
     if self.reduction.groups is not None:
       sizes = (num_owners,)
     return x.reshape(*sizes, length, *x.shape[1:])
@@ -157,14 +177,13 @@ class Exchange:
     """Returns the owner's rows of the sums, without the axes of `reduced`."""
     rows = x.reshape(self._over_reduced.num_shards(), -1, *x.shape[-2:])
     rows = self._over_reduced.scatter_over(rows, axes)
-    return rows.reshape(x.shape[len(self._layout.reduced) :])
+    return rows.reshape(x.shape[len(self.layout.reduced) :])
 
   def _scattered(self, x, axes):
     """Returns each shard's slices of the sums of a stack."""
     del axes  # Always those of `reduced`.
-    x, division = jax.vmap(self._division.pad)(x), self._division
-    order = zip(self._layout.reduced[::-1], division.dims, strict=True)
-    for axis, dim in order:
+    x = jax.vmap(self._division.pad)(x)
+    for axis, dim in self._scatters:
       x = collectives.scatter_along(x, axis, 1 + dim, tiled=True)
     return x
 
@@ -184,18 +203,18 @@ class Exchange:
 
   def _joined(self, x):
     """Joins all slices of rows, [*owners, rows, ...], to the owner's rows."""
-    number, last = len(self._layout.reduced), len(self._layout.owner_axes) + 1
+    number, last = len(self.layout.reduced), len(self.layout.owner_axes) + 1
     x = jnp.moveaxis(x, range(number), range(last - number, last))
     lead, parts = x.shape[: last - number], x.shape[last - number : last]
     of_slice = self._division.slice_shape
     x = x.reshape(-1, math.prod(parts), *of_slice)
     x = jax.vmap(self._division.join)(x)
-    return self._unsharded(x.reshape(*lead, *self._layout.local_shape))
+    return self._unsharded(x.reshape(*lead, *self.layout.local_shape))
 
   def _unsharded(self, x):
     """Joins slices along dimensions, [*shards, rows, ...], to rows."""
     x = x.transpose(self._order())
-    x = x.reshape(self.stack.length, *self._layout.shape)
+    x = x.reshape(self.length, *self.layout.shape)
     # XLA would fuse the transpose with each of its uses, and transpose as many
     # times: benchmarks/hardware.py
     #   v5e:2x4 --shapes=layers 'sharded, owned_update(muon)'
@@ -203,22 +222,22 @@ class Exchange:
 
   def _order(self):
     """Returns the permutation to rows, and each dimension after its shards."""
-    sliced, order = self._layout.sliced, [len(self._layout.sliced)]
-    for dim, axes in enumerate(self._layout.slicing):
+    sliced, order = self.layout.sliced, [len(self.layout.sliced)]
+    for dim, axes in enumerate(self.layout.slicing):
       order += [sliced.index(axis) for axis in axes]
       order.append(len(sliced) + 1 + dim)
     return order
 
   def _cut(self, rows):
     """Cuts the owner's rows to slices; the inverse of `_joined`."""
-    layout, shape = self._layout, [self.stack.length]
+    layout, shape = self.layout, [self.length]
     for axes, size in zip(layout.slicing, layout.local_shape, strict=True):
       shape += [*map(lax.axis_size, axes), size]
     order = self._order()
     x = rows.reshape(shape).transpose(
         [order.index(i) for i in range(len(order))]
     )
-    if self.stack.by_rows:
+    if self.by_rows:
       return x
     lead = x.shape[: len(layout.sliced) + 1]
     parts = jax.vmap(self._division.rows)(x.reshape(-1, *layout.local_shape))
@@ -226,6 +245,11 @@ class Exchange:
     x = parts.reshape(*lead, *sizes, *self._division.slice_shape)
     number = len(layout.reduced)
     return jnp.moveaxis(x, range(len(lead), len(lead) + number), range(number))
+
+
+def divided(x: jax.Array, axes: Sequence[Hashable]) -> jax.Array:
+  """Divides a sum over the shards of some axes by their number."""
+  return x / x.dtype.type(math.prod(map(lax.axis_size, axes)))
 
 
 def gathered(

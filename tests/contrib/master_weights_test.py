@@ -17,8 +17,8 @@ import harness
 import modes
 import shard_transforms as st
 from shard_transforms import cross_shard_mean
-from shard_transforms import master_weights
 from shard_transforms import shard_update
+from shard_transforms.contrib import master_weights
 
 AXIS = modes.AXIS
 SHARDS, STEPS = 8, 4

@@ -17,8 +17,8 @@ from shard_transforms._src.gates import gating
 from shard_transforms._src.reduction import collectives
 
 _CALLER = 'scale_by_staleness'
-# The smallest factor of a shard: with a smaller factor, all products with
-# updates could underflow to zero.
+# The smallest exponential factor of a shard. With smaller ones, the products of
+# updates and weights could underflow on all shards if all of them are old.
 _LEAST_EXPONENTIAL = 2.0**-60
 
 StalenessFactor = (
@@ -37,7 +37,7 @@ class ScaleByStalenessState(NamedTuple):
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
-    >>> tx = shard_transforms.scale_by_staleness('inverse')
+    >>> tx = shard_transforms.contrib.scale_by_staleness('inverse')
     >>> state = optax.chain(tx, optax.sgd(0.1)).init(jnp.zeros(2))
     >>> print(optax.tree_utils.tree_get(state, 'global_step'))
     0
@@ -92,8 +92,8 @@ def scale_by_staleness(
 
   Args:
     kind: `'inverse'`, `'exponential'`, or a function that takes the age, int32
-      [], and returns the factor, a real scalar. A factor that is negative, not
-      finite or not a normal float32 counts as zero.
+      [], and returns the factor, a real scalar of any dtype. A factor that is
+      negative, not finite or not a normal float32 counts as zero.
     inner: The transformation that receives the weight.
     rate: The rate of the exponential decay per step of age, a positive number;
       only for `'exponential'`.
@@ -126,7 +126,7 @@ def scale_by_staleness(
     >>> import jax.numpy as jnp
     >>> import optax
     >>> import shard_transforms
-    >>> tx = shard_transforms.scale_by_staleness('inverse')
+    >>> tx = shard_transforms.contrib.scale_by_staleness('inverse')
     >>> state = tx.init(jnp.zeros(()))
     >>> for local_step in 0, 0, 0, 1:
     ...   updates, state = tx.update(jnp.ones(()), state, local_step=local_step)
@@ -139,7 +139,7 @@ def scale_by_staleness(
     Three shards; the first one read its parameters two steps ago:
 
     >>> mean = shard_transforms.cross_shard_mean('data')
-    >>> tx = shard_transforms.scale_by_staleness(
+    >>> tx = shard_transforms.contrib.scale_by_staleness(
     ...     'inverse', mean, axis_name='data')
     >>> def step(update, local_step):
     ...   state = tx.init(update)._replace(global_step=jnp.int32(2))
@@ -162,7 +162,9 @@ def scale_by_staleness(
         ' the reduction as `inner`, which receives the factors as weights; if'
         ' not, write `optax.chain(scale_by_staleness(kind), ...)`.'
     )
-  gate = gating.gate(_CALLER, inner, axes, assume_weighted, may_be_local=False)
+  gate = gating.make_gate(
+      _CALLER, inner, axes, assume_weighted, may_be_unsummed=False
+  )
 
   def init_fn(params):
     return ScaleByStalenessState(states.counter(), gate.inner.init(params))
@@ -198,7 +200,7 @@ def scale_by_staleness(
         inner_state=inner_state,
     )
 
-  return gating.transformation(init_fn, step)
+  return gating.gated_transformation(init_fn, step)
 
 
 def _age(local_step, global_step):
@@ -257,8 +259,7 @@ def _as_scalar(factor, dtype):
     ValueError: If the factor is not a scalar.
   """
   name = 'The factor that `kind` of `scale_by_staleness` returns'
-  dtype = leaves_lib.dtype_of_number(factor)
-  if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
+  if leaves_lib.dtype_of_number(factor) is None or jnp.iscomplexobj(factor):
     raise TypeError(f'{name} must be a real number, got {factor!r}.')
   if jnp.shape(factor):
     raise ValueError(

@@ -7,6 +7,7 @@ leading axis of per-shard leaves.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -23,21 +24,22 @@ from shard_transforms._src.base import states
 from shard_transforms._src.reduction import sharded_reduction
 
 
-class SlicedInner:
-  """A transformation that each shard runs only on its own slices."""
+@dataclasses.dataclass(eq=False)
+class SlicedOptimizer:
+  """A transformation that each shard runs only on its own slices.
 
-  def __init__(
-      self,
-      inner: optax.GradientTransformationExtraArgs,
-      reduction: sharded_reduction.ShardedReduction,
-      assume_elementwise: bool = False,
-  ):
-    self._inner = inner
-    self._reduction = reduction
-    self._assume_elementwise = assume_elementwise
-    # The types and the result of the last check, because tracing is slow and
-    # `update` is often traced again for the same types.
-    self._last_check = None, None
+  Attributes:
+    inner: The transformation.
+    reduction: The reduction, which slices leaves.
+    assume_elementwise: Whether to skip the check that `inner` is element-wise.
+    last_check: The types and the result of the last check, because tracing is
+      slow, and `update` is often traced again for the same types.
+  """
+
+  inner: optax.GradientTransformationExtraArgs
+  reduction: sharded_reduction.ShardedReduction
+  assume_elementwise: bool = False
+  last_check: tuple[Any, str | None] = None, None
 
   def init(self, params: optax.Params) -> optax.OptState:
     """Returns the initial state in the form in which each shard stores it.
@@ -49,15 +51,15 @@ class SlicedInner:
       ValueError: If parameters differ between shards, an axis of the mesh is
         not mapped, or the tree of the state depends on the shapes.
     """
-    reduction = self._reduction
+    reduction = self.reduction
     reduction.check_mapped()
     reduction.check_params(params)
-    # On a single shard, the state is that of `inner`, for groups of any size:
-    # specs and checkpoints need its shapes.
+    # `state_specs` and `unshard_state` call `init` on one shard to get the
+    # shapes of the unsliced state, so nothing may be sliced there.
     if axes_lib.num_shards(reduction.axes, reduction.caller) == 1:
-      return self._inner.init(params)
-    sliced_state = self._inner.init(reduction.own(params))
-    unsliced = jax.eval_shape(self._inner.init, params)
+      return self.inner.init(params)
+    sliced_state = self.inner.init(reduction.own(params))
+    unsliced = jax.eval_shape(self.inner.init, params)
     if jax.tree.structure(sliced_state) != jax.tree.structure(unsliced):
       raise self._error('its state depends on the shapes of the parameters')
     return self._store(sliced_state, unsliced, params)
@@ -86,16 +88,14 @@ class SlicedInner:
     # JAX caches the jaxpr of a jitted function, so the trace of the check on
     # slices is reused by the call below. The function is made in each call,
     # because `inner` may close over values that differ between calls.
-    update = functools.partial(self._inner.update, **extra_args)
+    update = functools.partial(self.inner.update, **extra_args)
     if problem := self._find_problem(updates, params, update):
       raise self._error(problem)
-    if params is None:
-      like, sliced_params, sliced_like = updates, None, sliced_updates
-    else:
-      like, sliced_params = params, self._reduction.own(params)
-      sliced_like = sliced_params
-    unsliced = jax.eval_shape(self._inner.init, like)
-    sliced = jax.eval_shape(self._inner.init, sliced_like)
+    sliced_params = None if params is None else self.reduction.own(params)
+    like = updates if params is None else params
+    sliced_like = sliced_updates if params is None else sliced_params
+    unsliced = jax.eval_shape(self.inner.init, like)
+    sliced = jax.eval_shape(self.inner.init, sliced_like)
     state = self._load(inner_state, sliced, unsliced, like)
     sliced_updates, state = jax.jit(update)(
         sliced_updates, state, sliced_params
@@ -110,7 +110,7 @@ class SlicedInner:
       if has_shard_axis(leaf, unsliced):
         leaf = lax.expand_dims(leaf, (0,))
       if jnp.shape(leaf) != unsliced.shape:
-        leaf = axes_lib.to_varying(leaf, self._reduction.axes)
+        leaf = axes_lib.to_varying(leaf, self.reduction.axes)
       return leaf
 
     return jax.tree.map(store, state, unsliced)
@@ -139,8 +139,8 @@ class SlicedInner:
 
   def _shard_axis_predicate(self, params):
     """Returns a predicate for leaves that are stored with a leading axis."""
-    num_slices = math.prod(self._reduction.num_slices())
-    in_groups = self._reduction.groups is not None and num_slices > 1
+    num_slices = math.prod(self.reduction.num_slices())
+    in_groups = self.reduction.groups is not None and num_slices > 1
     shapes = set(map(jnp.shape, jax.tree.leaves(params)))
 
     # The slices of different groups do not form one array, and if no parameter
@@ -159,31 +159,31 @@ class SlicedInner:
     """Returns the reason why `inner` is not element-wise, or `None`."""
     # `optax.tree_utils.tree_map_params` calls `init` with an empty placeholder
     # instead of parameters, and the check does not apply to it.
-    if self._assume_elementwise or not jax.tree.leaves(updates):
+    if self.assume_elementwise or not jax.tree.leaves(updates):
       return None
-    num_slices = self._reduction.num_slices()
+    num_slices = self.reduction.num_slices()
     updates, params = jax.tree.map(jax.typeof, (updates, params))
-    are_tracked = [axes_lib.is_tracked(axis) for axis in self._reduction.axes]
+    are_tracked = [axes_lib.is_tracked(axis) for axis in self.reduction.axes]
     key = num_slices, are_tracked, jax.tree.flatten((updates, params))
-    if not update.keywords and key == self._last_check[0]:
-      return self._last_check[1]
+    if not update.keywords and key == self.last_check[0]:
+      return self.last_check[1]
     problem = elementwise.find_problem(
-        self._inner._replace(update=update),
+        self.inner._replace(update=update),
         updates,
         params,
         num_slices,
-        self._reduction.axes_of_sums(),
+        self.reduction.axes_of_sums(),
     )
     # Extra arguments may have other values in the next call.
     if not update.keywords:
-      self._last_check = key, problem
+      self.last_check = key, problem
     return problem
 
   def _error(self, problem):
     """Returns the error of a transformation that is not element-wise."""
-    caller = self._reduction.caller
+    caller = self.reduction.caller
     remedy = '`optax.chain(cross_shard_mean(axis_name), inner)`'
-    if self._reduction.axes_of_sums():
+    if self.reduction.axes_of_sums():
       remedy = (
           '`contrib.owned_update`, clip by'
           ' `shard_transforms.clip_by_global_norm`, or put aggregators before'
@@ -198,7 +198,7 @@ class SlicedInner:
   def _error_of_state(self, problem):
     """Returns the error of a state that does not fit the parameters."""
     return ValueError(
-        f'`{self._reduction.caller}` got a state that was made for other'
+        f'`{self.reduction.caller}` got a state that was made for other'
         f' parameters or another number of shards: {problem}.'
         f' {states.HOW_TO_CREATE}'
     )
