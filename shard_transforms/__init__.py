@@ -14,8 +14,8 @@ from shard_transforms._src.state.conversion import shard_state
 from shard_transforms._src.state.conversion import unshard_state
 from shard_transforms._src.state.placement import init_state
 from shard_transforms._src.state.shardings import state_shardings
-from shard_transforms._src.state.specs import specs_of
-from shard_transforms._src.state.specs import state_specs
+from shard_transforms._src.state.state_specs import specs_of
+from shard_transforms._src.state.state_specs import state_specs
 from shard_transforms._src.transforms.accumulation import (
     accumulated_value_and_grad,
 )

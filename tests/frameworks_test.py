@@ -105,9 +105,9 @@ class Program(NamedTuple):
 
 
 def resize(state, tx, params, mesh):
-  return shard_transforms.resize_state(
-      state, tx, params, mesh, reduction='mean'
-  )
+  """Converts the saved state of eight shards."""
+  saved = shard_transforms.unshard_state(state, tx, params, mesh_of(8))
+  return shard_transforms.shard_state(saved, tx, params, mesh, reduction='mean')
 
 
 def zeros():

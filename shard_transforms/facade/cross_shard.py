@@ -168,7 +168,7 @@ def _sum(pairs, shards, groups):
         f' the axis {shards.axis_name!r} is not bound here. Call'
         ' `apply_gradients` in a computation that `facade.shard` runs.'
     )
-  size = axes_lib.size([shards.axis_name], 'CrossShardOptimizer')
+  size = axes_lib.num_shards([shards.axis_name], 'CrossShardOptimizer')
   if size != shards.num_shards:
     raise ValueError(
         f'The axis {shards.axis_name!r} has {size} shards, but its'

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import jax
 from jax import core
 
-from shard_transforms._src.base import jax_internals
 from shard_transforms.facade import contexts
+from shard_transforms.facade import trace_states
 
 FrameKind = Literal['plain', 'undecided', 'traced', 'discovered']
 
@@ -72,9 +72,7 @@ class Frame:
   written: dict[Any, None] = dataclasses.field(default_factory=dict)
   locks: dict[Any, None] = dataclasses.field(default_factory=dict)
   mesh: jax.sharding.Mesh | None = None
-  trace_state: Any = dataclasses.field(
-      default_factory=jax_internals.trace_state
-  )
+  trace_state: Any = dataclasses.field(default_factory=trace_states.trace_state)
   generation: Generation | None = None
   entered: contextlib.ExitStack = dataclasses.field(
       default_factory=contextlib.ExitStack
@@ -227,7 +225,7 @@ def _innermost():
 
 def _is_moved(frame):
   """Whether JAX traces a function of its own inside the frame."""
-  return frame.trace_state != jax_internals.trace_state()
+  return frame.trace_state != trace_states.trace_state()
 
 
 def _check_here(what):
@@ -316,7 +314,7 @@ def is_staged() -> bool:
 
   A value that is read here would become a constant.
   """
-  return not is_tracing() and jax_internals.is_staged()
+  return not is_tracing() and trace_states.is_staged()
 
 
 @contextlib.contextmanager

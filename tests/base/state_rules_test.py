@@ -18,8 +18,8 @@ class RuleTest(parameterized.TestCase):
       (dict(resize='median'), ValueError, "`resize` must be .*'median'"),
       (dict(metric='median'), ValueError, "`metric` must be .*'median'"),
       (dict(health_check='all'), TypeError, '`health_check` must be'),
-      (dict(full=max), ValueError, '`full` and `place` must be given'),
-      (dict(place=max), ValueError, '`full` and `place` must be given'),
+      (dict(unshard=max), ValueError, '`unshard` and `shard` must be'),
+      (dict(shard=max), ValueError, '`unshard` and `shard` must be'),
   )
   def test_refuses_invalid_arguments(self, kwargs, error, words):
     with self.assertRaisesRegex(error, words):

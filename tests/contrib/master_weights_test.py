@@ -442,7 +442,7 @@ class CheckpointTest(parameterized.TestCase):
     if by == 'shard_state':
       placed = st.shard_state(full, tx, params, other)
     else:
-      placed = st.resize_state(jax.device_get(state), tx, params, other)
+      placed = st.resize_state(state, tx, params, other)
 
     again = jax.device_get(st.unshard_state(placed, tx, params, other))
     chex.assert_trees_all_equal(again, full, strict=True)

@@ -333,8 +333,8 @@ def _trained(*plan, make=_towers):
       state = shard_transforms.resize_state(state, tx, PARAMS, mesh)
     for x in _towers_of(num_shards):
       params, state = step(params, state, x)
-    params, state = _restored((params, state))
-  return params, state
+    params = _restored(params)
+  return params, _restored(state)
 
 
 class ResizedTest(parameterized.TestCase):

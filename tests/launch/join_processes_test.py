@@ -14,7 +14,7 @@ import pytest
 import cases
 import python_command
 import shard_transforms
-from shard_transforms._src.base import jax_internals
+from shard_transforms._src.launch import jax_cluster
 
 SLURM = {
     'SLURM_JOB_ID': '7',
@@ -170,10 +170,10 @@ class JoinProcessesTest(parameterized.TestCase):
         mock.patch.dict(os.environ, environment(values), clear=True),
         mock.patch.object(jax.distributed, 'initialize') as initialize,
         mock.patch.object(
-            jax_internals, 'detect_cluster', return_value=detected
+            jax_cluster, 'detect_cluster', return_value=detected
         ) as detect,
-        mock.patch.object(jax_internals, 'publish'),
-        mock.patch.object(jax_internals, 'published', return_value=published),
+        mock.patch.object(jax_cluster, 'publish'),
+        mock.patch.object(jax_cluster, 'published', return_value=published),
         mock.patch('atexit.register') as register,
     ):
       count = shard_transforms.launch.join_processes(**kwargs)
@@ -312,7 +312,7 @@ class JoinProcessesTest(parameterized.TestCase):
     message = 'could not find the other tasks .*: TimeoutError: no'
     with (
         mock.patch.dict(os.environ, environment(SLURM), clear=True),
-        mock.patch.object(jax_internals, 'detect_cluster', side_effect=no_host),
+        mock.patch.object(jax_cluster, 'detect_cluster', side_effect=no_host),
         self.assertRaisesRegex(RuntimeError, message),
     ):
       shard_transforms.launch.join_processes()

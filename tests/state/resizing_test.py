@@ -27,8 +27,10 @@ from shard_transforms import drop_stale
 from shard_transforms import guard
 from shard_transforms import init_state
 from shard_transforms import resize_state
+from shard_transforms import shard_state
 from shard_transforms import shard_update
 from shard_transforms import tower_reduce
+from shard_transforms import unshard_state
 from shard_transforms.state_rules import Rule
 
 AXIS = modes.AXIS
@@ -209,12 +211,11 @@ class SlicesTest(parameterized.TestCase):
     state = state_of(tx, params, 8)
 
     resized = resize_state(state, tx, params, modes.mesh(3))
-    # The state may consist of NumPy arrays, and parameters may be abstract.
-    given = jax.device_get(state), tx, jax.eval_shape(lambda: params)
-    of_numpy = resize_state(*given, modes.mesh(3))
+    shapes = jax.eval_shape(lambda: params)
+    of_shapes = resize_state(state, tx, shapes, modes.mesh(3))
 
     assert_same(resized, state_of(tx, params, 3))
-    assert_same(of_numpy, resized)
+    assert_same(of_shapes, resized)
     with self.assertRaisesRegex(TypeError, '`mesh` must be a `jax.sharding'):
       resize_state(state, tx, params, AXIS)
 
@@ -222,8 +223,6 @@ class SlicesTest(parameterized.TestCase):
       (8, [(4, 4)], [(16,)], r'\(.*\) instead of \(.*\) at .*\[0\]'),
       (1, [(2, 3, 5)], [(5, 6)], r'\(.*\) instead of \(.*\) at .*\[0\]'),
       (1, [(1,)], [()], r'\(.*\) instead of \(.*\) at .*\[0\]'),
-      # Each leaf fits some number of shards, 8 or 88, but not the same one.
-      (8, [(64,), (9, 9)], [(60,), (3, 3)], 'no number of shards pads all'),
   )
   def test_refuses_slices_of_other_leaves(self, before, shapes, others, words):
     tx = shard_update(copying(), AXIS)
@@ -232,6 +231,26 @@ class SlicesTest(parameterized.TestCase):
     message = f'`state` was not created by .* these parameters: .*{words}'
     with self.assertRaisesRegex(ValueError, message):
       resize_state(state, tx, list(map(np.zeros, others)), modes.mesh(4))
+
+  @cases.parameters('numpy', 'other axis')
+  def test_slices_without_their_mesh_are_resized_in_two_steps(self, where):
+    tx, params = shard_update(copying(), AXIS), np.arange(9.0, dtype='f')
+    old_mesh = modes.mesh(8)
+    state = jax.device_get(state_of(tx, params, 8))
+    if where == 'other axis':
+      mesh = jax.make_mesh((8,), ('rows',))
+      state = jax.device_put(state, jax.NamedSharding(mesh, P('rows')))
+
+    message = (
+        r'`resize_state` got slices at \.inner_state .* Call `unshard_state\('
+        r'jax\.device_get\(state\), tx, params, mesh\)`.* `shard_state`'
+    )
+    with self.assertRaisesRegex(ValueError, message):
+      resize_state(state, tx, params, modes.mesh(4))
+    saved = unshard_state(jax.device_get(state), tx, params, old_mesh)
+    resized = shard_state(saved, tx, params, modes.mesh(4))
+
+    assert_same(resized, state_of(tx, params, 4))
 
   @cases.parameters(
       # The slices have the same shapes.
@@ -384,6 +403,17 @@ class WindowTest(parameterized.TestCase):
     )
     assert_same(resized, replaced(expected, bad_shard_count=4, spikes=spikes))
     self.assertEqual(resized.spikes.spike_count, 5)
+
+  def test_norms_of_reduced_updates_are_kept(self):
+    # They depend on the global batch, and not on the number of shards.
+    tx = averaged(guard(optax.identity(), spikes=SPIKES))
+    state = state_of(tx, ZEROS, 8)
+    state = (state[0], replaced(state[1], spikes=spiked(state[1], {'norm': 2})))
+
+    resized = resize_state(state, tx, ZEROS, modes.mesh(4))
+
+    norm, expected = (x[1].spikes.statistics['norm'] for x in (resized, state))
+    chex.assert_trees_all_equal(*jax.device_get((norm, expected)))
 
   @cases.parameters(
       # Weights that are numbers of towers, and others.
@@ -556,10 +586,38 @@ except ValueError as error:
 """
 
 
+# The state is only on the device of process 0.
+HEALTH_WORKER = """
+import jax, numpy as np, optax
+import shard_transforms as st
+st.launch.join_processes()
+mesh = jax.sharding.Mesh(jax.devices()[:1], ('data',))
+sharding = jax.NamedSharding(mesh, jax.P())
+state = jax.tree.map(
+    lambda x: jax.make_array_from_callback(
+        x.shape, sharding, lambda _: np.asarray(x), dtype=x.dtype
+    ),
+    st.guard(optax.sgd(0.1)).init(np.zeros(3, 'float32')),
+)
+st.monitoring.check_health(state)
+print(f'Process {jax.process_index()} is healthy.')
+"""
+
+
 class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_refuses_state_on_other_processes(self):
+    message = r'partly on other processes, at \.inner_state\.trace'
+    self.assertRegex(self.run_worker(WORKER), f'got a state that is {message}')
+
+  @pytest.mark.slow
+  def test_health_is_checked_where_the_state_is(self):
+    # The launcher fails if process 1 does, and prints the output of process 0.
+    self.assertIn('Process 0 is healthy.', self.run_worker(HEALTH_WORKER))
+
+  def run_worker(self, worker):
+    """Runs two processes with one device each; returns what they print."""
     source = pathlib.Path(st.__file__).parents[1]
     main = (
         'import sys\nfrom shard_transforms import launch\n'
@@ -567,7 +625,7 @@ class ProcessesTest(parameterized.TestCase):
     )
 
     done = subprocess.run(
-        [sys.executable, '-c', main, WORKER],
+        [sys.executable, '-c', main, worker],
         # Python first searches this folder for imports.
         cwd=source,
         env={
@@ -583,8 +641,7 @@ class ProcessesTest(parameterized.TestCase):
     )
 
     self.assertEqual(done.returncode, 0, done.stderr)
-    message = r'partly on other processes, at \.inner_state\.trace'
-    self.assertRegex(done.stdout, f'got a state that is {message}')
+    return done.stdout
 
 
 class DeclaredStateTest(parameterized.TestCase):
@@ -597,7 +654,7 @@ class DeclaredStateTest(parameterized.TestCase):
         optax.identity(),
     )
     params = np.arange(5, dtype=np.float32)
-    state = optax.tree_utils.tree_set(saved(tx, params, 4), **values)
+    state = optax.tree_utils.tree_set(state_of(tx, params, 4), **values)
     state = resize_state(state, tx, params, modes.mesh(num_shards))
     return state[0].inner_state
 

@@ -300,7 +300,7 @@ class StateShardingsTest(parameterized.TestCase):
     self.assertEqual(shardings[0].mu['w'].spec, padded)
 
   @cases.parameters(
-      ({'mesh': 3}, TypeError, '`mesh` of `state_shardings` must be a'),
+      ({'mesh': 3}, TypeError, '`mesh` must be a `jax.sharding.Mesh`, got 3'),
       ({'axis_name': 'x'}, ValueError, "must be an axis of the mesh, .*'x'"),
       ({'on_replicated': 'hide'}, ValueError, "`on_replicated` must be 'warn'"),
       ({'whole_dims': 2.0}, TypeError, '`whole_dims` must be an integer'),

@@ -256,7 +256,7 @@ class FullTest(parameterized.TestCase):
     inner = shard_update(optax.trace(0.9), AXIS)
     tx = tower_reduce(4, guard(inner, AXIS), axis_name=AXIS)
     params = {'w': zeros((3, 5))}
-    state = jax.device_get(init_state(tx, params, modes.mesh(4)))
+    state = init_state(tx, params, modes.mesh(4))
     state = state._replace(
         tower_count=np.int32(2),
         total={'w': np.arange(60, dtype=np.float32).reshape(4, 3, 5)},
@@ -438,7 +438,7 @@ EACH = (
     # The parts of the parameter, [3, 5], are padded.
     (
         on_model((6, 5), (4, 2)) | {'in_specs': MODEL},
-        '`in_specs` shards parameters whose state',
+        '`in_specs` shards parameters .*, and their state is sharded',
     ),
     (on_model((4, 5), (2, 4)), 'created'),
     (
@@ -447,10 +447,10 @@ EACH = (
         | {'other': SLICED},
         'got the tree .*ReproducibleState.* instead',
     ),
-    ({'tx': GROUPED}, 'by `groups` does not have a full form'),
+    ({'tx': GROUPED}, 'by `groups` cannot be unsharded'),
     (
         traced((4, 4)) | {'other': GROUPED},
-        'by `groups` does not have a full form',
+        'by `groups` cannot be unsharded',
     ),
     (
         PLACED

@@ -261,7 +261,7 @@ class StateTest(parameterized.TestCase):
 
     self.assertEqual(state.inner_state.shape, (8, *shape))
     # The first shard has the state of only one group.
-    with self.assertRaisesRegex(ValueError, 'by `groups` does not have a full'):
+    with self.assertRaisesRegex(ValueError, 'by `groups` cannot be unsharded'):
       st.unshard_state(state, tx, params, mesh)
     one, alone = modes.mesh(1), shard_update(COPY, AXIS, groups=[[0]])
     kept = st.init_state(alone, params, one)

@@ -143,7 +143,7 @@ class ElementAnalysis(interpreter.Analysis[Fact]):
             or not self.axes <= {*equation.axes}
         ):
           return _PARTIAL_USED
-        return Shared(axes_lib.size(equation.axes, 'shard_update'))
+        return Shared(axes_lib.num_shards(equation.axes, 'shard_update'))
     if equation.name in primitives.SCATTERING:
       # Each shard receives another part, even of a replicated array.
       return PER_SHARD

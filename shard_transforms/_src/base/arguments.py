@@ -1,5 +1,6 @@
 """Checks of arguments: numbers, steps, transformations and updates."""
 
+from collections.abc import Callable
 from collections.abc import Hashable
 import operator
 from typing import Any
@@ -48,23 +49,23 @@ def as_at_least(name: str, value: Any, least: int) -> int:
 
 def as_positive(name: str, value: Any) -> Any:
   """Returns a real number, checked to be positive unless it is traced."""
-  return _as_real(name, value, 'be positive', lambda x: x > 0)
+  return as_real(name, value, 'be positive', lambda x: x > 0)
 
 
 def as_not_negative(name: str, value: Any) -> Any:
   """Returns a real number, checked to be non-negative unless it is traced."""
-  return _as_real(name, value, 'not be negative', lambda x: x >= 0)
+  return as_real(name, value, 'not be negative', lambda x: x >= 0)
 
 
-def as_decay(name: str, value: Any) -> Any:
-  """Returns a decay rate, checked to be in [0, 1) unless it is traced."""
-  return _as_real(
-      name, value, 'be at least 0 and less than 1', lambda x: 0 <= x < 1
-  )
+def as_real(
+    name: str, value: Any, requirement: str, fits: Callable[[Any], bool]
+) -> Any:
+  """Returns a real number; a requirement is checked unless it is traced.
 
-
-def _as_real(name, value, requirement, fits):
-  """Returns a real scalar; a requirement is checked unless it is traced."""
+  Raises:
+    TypeError: If `value` is not a real number.
+    ValueError: If `fits` is false for the value.
+  """
   dtype = leaves.dtype_of_number(value)
   kinds = (jnp.integer, jnp.floating)
   is_real = dtype is not None and any(jnp.issubdtype(dtype, k) for k in kinds)
@@ -168,13 +169,12 @@ def check_update(
 ) -> None:
   """Checks the arguments of the `update` of a gate, before any arithmetic.
 
-  The mask of a gate may vary over an axis over which the updates do not vary.
-  Multiplying already-reduced updates by such a per-shard mask would make them
-  look per-shard.
+  Reduced updates times a mask of each shard are typed as varying, and a later
+  reduction would accept them.
   """
   check_state(state, state_type, caller)
   leaves.check_inexact(updates, caller)
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   leaves.check_per_shard(updates, axes, caller)
 
 
@@ -217,8 +217,8 @@ def check_like(updates: Any, reference: Any, caller: str) -> None:
 def check_varies_with(tree: Any, others: Any, caller: str) -> None:
   """Checks that each leaf varies over all axes of its counterpart in `others`.
 
-  An operation on both leaves gives a varying result, which would make a reduced
-  leaf look per-shard. Leaves of both trees may be `None`.
+  Otherwise, the sum of both leaves would hide that the leaf of `tree` is
+  already reduced. Leaves of both trees may be `None`.
   """
   axes = set().union(*map(axes_lib.varying_axes, jax.tree.leaves(others)))
   for axis in sorted(axes, key=str):

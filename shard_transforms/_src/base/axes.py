@@ -7,6 +7,7 @@ of JAX.
 from collections.abc import Hashable
 from collections.abc import Sequence
 import functools
+import importlib
 import math
 from typing import Any, Literal
 
@@ -15,14 +16,12 @@ from jax import core
 from jax import lax
 import jax.numpy as jnp
 
-from shard_transforms._src.base import jax_internals
-
 AxisName = Hashable | Sequence[Hashable]
 
 # 'untracked': types carry no information about the axis, as under `pmap`,
 # `vmap` and `shard_map(check_vma=False)`. 'invariant': the value is the same on
 # all shards, because it was reduced or replicated.
-State = Literal['varying', 'invariant', 'unreduced', 'untracked']
+Variance = Literal['varying', 'invariant', 'unreduced', 'untracked']
 
 
 def as_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
@@ -58,8 +57,8 @@ def optional_axes(axis_name: AxisName | None) -> tuple[Hashable, ...]:
   return () if axis_name is None else as_axes(axis_name)
 
 
-def size(axes: Sequence[Hashable], caller: str) -> int:
-  """Returns the total number of shards over `axes`.
+def check_bound(axes: Sequence[Hashable], caller: str) -> None:
+  """Checks that axes are bound, as inside of `jax.shard_map`.
 
   Raises:
     NameError: If an axis is not bound.
@@ -77,6 +76,11 @@ def size(axes: Sequence[Hashable], caller: str) -> int:
           ' by `jax.set_mesh(mesh)`, or pass it. Inside `jax.shard_map`,'
           ' `jax.pmap` or `jax.vmap`, map an axis with this name.'
       ) from error
+
+
+def num_shards(axes: Sequence[Hashable], caller: str) -> int:
+  """Returns the total number of shards over `axes`, which must be bound."""
+  check_bound(axes, caller)
   return math.prod(map(lax.axis_size, axes))
 
 
@@ -161,8 +165,14 @@ def varying_axes(leaf: Any) -> frozenset[Hashable]:
 
 def possibly_varying_axes(leaf: Any) -> tuple[Hashable, ...]:
   """Returns the bound axes over which a leaf may vary."""
-  untracked = (x for x in jax_internals.bound_axes() if not is_tracked(x))
+  untracked = (x for x in _bound_axes() if not is_tracked(x))
   return *sorted(varying_axes(leaf), key=str), *untracked
+
+
+def _bound_axes():
+  # Private in JAX.
+  core_internals = importlib.import_module('jax._src.core')
+  return tuple(core_internals.get_axis_env().axis_sizes)
 
 
 def partitions(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
@@ -182,8 +192,8 @@ def is_tracked(axis: Hashable) -> bool:
   return axis in varying_axes(lax.axis_index(axis))
 
 
-def state(leaf: Any, axis: Hashable) -> State:
-  """Returns the state of a leaf over a bound axis, according to its type."""
+def variance_of(leaf: Any, axis: Hashable) -> Variance:
+  """Returns whether a leaf varies over a bound axis, according to its type."""
   if axis in varying_axes(leaf):
     return 'varying'
   if axis in unreduced_axes(leaf):

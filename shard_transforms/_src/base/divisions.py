@@ -8,7 +8,6 @@ array for a flattened leaf.
 """
 
 from collections.abc import Hashable
-from collections.abc import Iterable
 from collections.abc import Sequence
 import dataclasses
 import math
@@ -23,8 +22,6 @@ from shard_transforms._src.base import partition_specs
 
 # Maximum padding along dimensions, as a fraction of the elements.
 _MOST_PADDING = 1 / 16
-# Search limits when the original mesh of a state is unknown.
-_MOST_SHARDS, _MOST_AXES = 2**16, 3
 
 
 def dimension(
@@ -46,8 +43,9 @@ def divide(shape: tuple[int, ...], num_slices: Sequence[int]) -> 'Division':
 
   The leaf is flattened if its dimensions would need too much padding.
   """
-  division = along_dimensions(shape, num_slices)
-  if is_tight(division.padded, shape) or len(shape) == 1:
+  division = divide_dimensions(shape, num_slices)
+  padding = math.prod(division.padded) - math.prod(shape)
+  if padding <= _MOST_PADDING * math.prod(shape) or len(shape) == 1:
     return division
   *ones, num_elements = _flattened(shape)
   return dataclasses.replace(
@@ -58,7 +56,7 @@ def divide(shape: tuple[int, ...], num_slices: Sequence[int]) -> 'Division':
   )
 
 
-def along_dimensions(
+def divide_dimensions(
     shape: tuple[int, ...], num_slices: Sequence[int]
 ) -> 'Division':
   """Returns the division along dimensions, however much padding it needs."""
@@ -71,21 +69,15 @@ def along_dimensions(
   return Division(shape, tuple(num_slices), tuple(dims), tuple(sizes))
 
 
-def is_tight(padded_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-  """Whether the padding is below the limit for a division by dimensions."""
-  added = math.prod(padded_shape) - math.prod(shape)
-  return added <= _MOST_PADDING * math.prod(shape)
-
-
 @dataclasses.dataclass(frozen=True)
 class Division:
   """A division of a leaf among shards.
 
   Attributes:
     shape: The shape of the leaf.
-    num_slices: The number of shards along each axis, in the reverse order of
-      the mesh. The last mesh axis is scattered first, so the other axes
-      communicate only a part.
+    num_slices: The number of shards along each axis, from the last axis of the
+      mesh to the first. Leaves are scattered in this order, so each later axis
+      communicates a smaller part.
     dims: The dimension that each axis divides. If two axes divide the same
       dimension, the first axis divides it into larger parts.
     slice_shape: The shape of a slice.
@@ -177,49 +169,14 @@ def cropped(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   return leaf[tuple(map(slice, sizes))].reshape(shape)
 
 
-def is_padded(padded_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-  """Whether a divided leaf of `shape` may have the shape `padded_shape`."""
-  if len(padded_shape) != len(shape):
-    return False
-
-  def contains(smaller):
-    return all(x >= y for x, y in zip(padded_shape, smaller, strict=True))
-
-  # The padding of a flattened leaf depends only on the number of shards.
-  flattened = _flattened(shape)
-  if contains(flattened) and padded_shape[:-1] == flattened[:-1]:
-    return True
-  return contains(shape) and is_tight(padded_shape, shape)
-
-
-def fit_one_mesh(
-    shapes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+def may_be_padded(
+    padded_shape: tuple[int, ...], shape: tuple[int, ...]
 ) -> bool:
-  """Whether divisions of all these leaves over one mesh may have these shapes.
-
-  Args:
-    shapes: For each leaf, its padded shape and its original shape.
-  """
-  pairs = {(padded, shape) for padded, shape in shapes if padded != shape}
-  # If no leaf is padded, all shapes fit one shard.
-  total = math.gcd(*(math.prod(padded) for padded, _ in pairs)) or 1
-  sizes = range(1, min(total, _MOST_SHARDS) + 1)
-  divisors = [size for size in sizes if total % size == 0]
-  return any(
-      all(divide(shape, mesh).padded == padded for padded, shape in pairs)
-      for mesh in _mesh_shapes(total, divisors, _MOST_AXES)
+  """Whether a divided leaf of `shape` may have the shape `padded_shape`."""
+  return len(padded_shape) == len(shape) and any(
+      all(x >= y for x, y in zip(padded_shape, sizes, strict=True))
+      for sizes in (shape, _flattened(shape))
   )
-
-
-def _mesh_shapes(total, divisors, num_axes):
-  """Yields the shapes of meshes whose number of shards divides `total`."""
-  if not num_axes:
-    yield ()
-    return
-  for size in divisors:
-    if total % size == 0:
-      for sizes in _mesh_shapes(total // size, divisors, num_axes - 1):
-        yield size, *sizes
 
 
 def _flattened(shape):

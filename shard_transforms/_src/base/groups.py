@@ -2,10 +2,11 @@
 
 import collections
 from collections.abc import Sequence
-import operator
 from typing import Any
 
 import numpy as np
+
+from shard_transforms._src.base import arguments
 
 Groups = tuple[tuple[int, ...], ...]
 # The types that users may pass.
@@ -20,7 +21,13 @@ def as_groups(groups: Any) -> Groups:
     ValueError: If `groups` is not a partition of `range(number of ids)`, or the
       groups have different sizes.
   """
-  checked = tuple(_as_group(group, groups) for group in _items(groups, groups))
+  checked = tuple(
+      tuple(
+          arguments.as_int(f'groups[{i}][{j}]', shard)
+          for j, shard in enumerate(_items(group, groups))
+      )
+      for i, group in enumerate(_items(groups, groups))
+  )
   ids = [shard for group in checked for shard in group]
   if not ids or not all(checked):
     raise ValueError(
@@ -74,18 +81,3 @@ def _items(value, groups):
         f' {groups!r}.'
     )
   return value
-
-
-def _as_group(group, groups):
-  ids = []
-  for shard in _items(group, groups):
-    try:
-      if isinstance(shard, (bool, np.bool_)):
-        raise TypeError
-      ids.append(operator.index(shard))
-    except TypeError as error:
-      raise TypeError(
-          f'`groups` must contain integer shard ids, got {shard!r} in'
-          f' {groups!r}.'
-      ) from error
-  return tuple(ids)

@@ -29,12 +29,10 @@ ParamTree = (
 
 _REMEDIES = {
     'invariant': (
-        'it is already reduced; `jax.grad` of replicated parameters is a sum.'
-        ' Differentiate with `shard_transforms.value_and_grad`, and reduce only'
-        ' once; use `tower_reduce` instead of `MultiSteps`. `lax.pmean` of such'
-        ' a sum is still the sum. Only if the gradient is that of a mean over'
-        ' the shards, or comes from `cross_shard_mean`, pass'
-        " `if_reduced='mean'`."
+        'it is already reduced, as `jax.grad` of replicated parameters is. Take'
+        ' the gradient with `shard_transforms.value_and_grad`, and reduce it'
+        ' once. (Only if it is known to be the mean over the shards, pass'
+        " `if_reduced='mean'`.)"
     ),
     'unreduced': (
         'its sum over the shards is pending. Compute the gradient of each shard'
@@ -68,6 +66,13 @@ def dtype_of(leaf: Any) -> Any:
   """Returns the dtype of an array, a scalar or a `jax.ShapeDtypeStruct`."""
   # `jnp.result_type` takes ten times as long.
   return getattr(leaf, 'dtype', None) or jnp.result_type(leaf)
+
+
+def shapes_of(tree: Any) -> Any:
+  """Returns the shapes and dtypes of a tree of arrays, without shardings."""
+  return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree
+  )
 
 
 def dtype_of_number(value: Any) -> np.dtype | None:
@@ -194,26 +199,26 @@ def check_per_shard(
     tree: Any,
     axes: Sequence[Hashable],
     caller: str,
-    allowed: Collection[axes_lib.State] = (),
+    allowed: Collection[axes_lib.Variance] = (),
 ) -> None:
   """Checks that leaves vary over `axes`, as per-shard gradients do.
 
   Raises:
     ValueError: If a leaf is invariant or unreduced over one of `axes`, unless
-      `allowed` contains this state.
+      `allowed` contains this type.
   """
   leaves = jax.tree.leaves_with_path(tree)
   for axis in filter(axes_lib.is_tracked, axes):
     for path, leaf in leaves:
       if is_float0(leaf) or axis in axes_lib.varying_axes(leaf):
         continue
-      state = axes_lib.state(leaf, axis)
-      if state in allowed:
+      variance = axes_lib.variance_of(leaf, axis)
+      if variance in allowed:
         continue
       raise ValueError(
           f'`updates` of `{caller}` must be per shard over {axis!r}, got'
-          f' {name_of(path)} {list(jnp.shape(leaf))}, typed {state}:'
-          f' {_REMEDIES[state].format(axis=axis)}'
+          f' {name_of(path)} {list(jnp.shape(leaf))}, typed {variance}:'
+          f' {_REMEDIES[variance]}'
       )
 
 
@@ -244,22 +249,6 @@ def check_not_slices(
           ' parameters, use `contrib.owned_update` with `param_specs`, or train'
           ' under plain `jax.jit` with `accumulated_value_and_grad`. With'
           ' `local_updates`, reduce in `outer`.'
-      )
-
-
-def check_not_explicit(updates: Any, caller: str) -> None:
-  """Checks that no leaf is sharded over `Explicit` axes; JAX cannot slice it.
-
-  Raises:
-    ValueError: If a leaf is sharded over an axis of type `Explicit`.
-  """
-  for path, leaf in jax.tree.leaves_with_path(updates):
-    if not is_float0(leaf) and any(jax.typeof(leaf).sharding.spec):
-      raise ValueError(
-          f'`updates` of `{caller}` are sharded over an axis of type'
-          f' `Explicit` at {name_of(path)}, {jax.typeof(leaf)}. Give that axis'
-          ' of the mesh the type `Auto`, or list it in `axis_names` of'
-          ' `jax.shard_map`.'
       )
 
 

@@ -21,6 +21,19 @@ from shard_transforms._src.base import partition_specs
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
+def check_mesh(mesh: Any, types: Any = AnyMesh) -> None:
+  """Checks that an argument is a mesh.
+
+  Raises:
+    TypeError: If it is not a mesh of one of the `types`.
+  """
+  if not isinstance(mesh, types):
+    raise TypeError(
+        f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}. Make one with'
+        " `jax.make_mesh((8,), ('data',))`."
+    )
+
+
 def num_shards(mesh: AnyMesh, axes: Iterable[Hashable]) -> int:
   """Returns the number of shards along `axes` of a mesh."""
   return math.prod(mesh.shape[axis] for axis in axes)
@@ -37,12 +50,12 @@ def mesh_with(
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   missing = [axis for axis in axes if axis not in mesh.axis_names]
   if missing:
-    axes_lib.size(missing, caller)
+    axes_lib.check_bound(missing, caller)
   return mesh
 
 
 @contextlib.contextmanager
-def in_use(mesh: AnyMesh) -> Iterator[None]:
+def set_if_explicit(mesh: AnyMesh) -> Iterator[None]:
   """Sets the abstract mesh if it has `Explicit` axes, unless one is set."""
   if not mesh.explicit_axes or jax.sharding.get_abstract_mesh().axis_names:
     yield
@@ -115,14 +128,14 @@ def call(
   run: Any = call_mapped
   if out_types is not None and mesh.explicit_axes:
     run = jax.sharding.auto_axes(call_mapped, out_sharding=out_types)
-  with in_use(mesh):
+  with set_if_explicit(mesh):
     results = run(arrays)
   structure, restore = outputs[0]
   return restore(structure.flatten_up_to(results))
 
 
 @contextlib.contextmanager
-def explaining_closures(what: str, remedy: str) -> Iterator[None]:
+def translate_closure_error(what: str, remedy: str) -> Iterator[None]:
   """Replaces JAX's error about closed-over arrays by one that names a remedy.
 
   Raises:
@@ -154,7 +167,7 @@ def flat_specs(specs: Any, tree: Any) -> list[P | None]:
   ]
 
 
-def spec_of(x: Any) -> P:
+def explicit_spec_of(x: Any) -> P:
   """Returns the spec of an array over axes of type `Explicit`."""
   if not is_array(x):
     return P()
@@ -173,7 +186,7 @@ def reshard(axes: Sequence[Hashable], x: Any, is_split: bool) -> Any:
   x = jnp.asarray(x)
   entries = [
       tuple(axis for axis in entry if axis not in axes)
-      for entry in partition_specs.entries(spec_of(x))
+      for entry in partition_specs.entries(explicit_spec_of(x))
   ]
   if is_split:
     first, *rest = entries or [()]

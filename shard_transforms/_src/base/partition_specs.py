@@ -8,8 +8,10 @@ import itertools
 from typing import Any
 
 import jax
+from jax import core
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shard_transforms._src.base import axes as axes_lib
@@ -22,6 +24,18 @@ SpecTree = P | None | Iterable['SpecTree'] | Mapping[Any, 'SpecTree']
 def is_spec(spec: Any) -> bool:
   """Whether `spec` is a `PartitionSpec`, for the `is_leaf` of a tree map."""
   return isinstance(spec, P)
+
+
+def spec_of(x: Any) -> P:
+  """Returns the spec with which an array, or the type of one, is sharded.
+
+  It is `PartitionSpec()` if the array is not on a mesh. A traced array has a
+  spec only over axes of type `Explicit`.
+  """
+  if isinstance(x, core.Tracer):
+    return P(*axes_lib.partitions(jax.typeof(x).sharding.spec))
+  sharding = getattr(x, 'sharding', None)
+  return sharding.spec if isinstance(sharding, NamedSharding) else P()
 
 
 def axes_of(specs: SpecTree) -> frozenset[Hashable]:
@@ -122,7 +136,7 @@ def sliced_axes(
         f'`specs` of `{caller}` must come with `axis_name`, got only {specs!r}.'
         ' Name the axes over which leaves are sliced.'
     )
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   leaves = jax.tree.leaves_with_path(tree)
   leaf_specs = [None] * len(leaves)
   if specs is not None:
@@ -143,26 +157,26 @@ def _is_sliced(path, leaf, axis, spec, caller):
   # Neither an empty array nor a scalar can be sliced.
   if leaves_lib.is_float0(leaf) or not jnp.size(leaf):
     return False
-  state = axes_lib.state(leaf, axis)
-  if spec is None and state == 'untracked':
+  variance = axes_lib.variance_of(leaf, axis)
+  if spec is None and variance == 'untracked':
     raise ValueError(
         f'`{caller}` cannot infer which leaves are sliced over {axis!r},'
         ' because JAX does not track this axis in types here. Pass the'
         ' `PartitionSpec`s of the leaves as `specs`.'
     )
-  by_type = state == 'varying'
+  by_type = variance == 'varying'
   if spec is None:
     by_spec = by_type
   else:
     by_spec = axis in axes_of(spec) and jnp.ndim(leaf) > 0
-  contradicted = by_spec != by_type and state != 'untracked'
+  contradicted = by_spec != by_type and variance != 'untracked'
   # With one shard, the slice is the whole leaf, so nothing is contradicted.
-  if state == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
+  if variance == 'unreduced' or (contradicted and lax.axis_size(axis) > 1):
     raise ValueError(
         f'`specs` of `{caller}` do not agree with the types of the leaves:'
         f' {leaves_lib.name_of(path)} {list(jnp.shape(leaf))} has the spec'
-        f' {spec!r}, but is typed {state} over {axis!r}. Pass the specs of the'
-        ' leaves. A gradient that is not reduced over an axis yet is not a'
+        f' {spec!r}, but is typed {variance} over {axis!r}. Pass the specs of'
+        ' the leaves. A gradient that is not reduced over an axis yet is not a'
         ' slice: reduce it first.'
     )
   return by_spec

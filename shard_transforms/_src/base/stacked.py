@@ -10,8 +10,8 @@ import numpy as np
 
 from shard_transforms._src.base import leaves as leaves_lib
 
-# The name of the tree in paths. `nnx.Optimizer` only preserves the paths.
-NAMES = ('tree', 'weighted_tree')
+# The names of the tree in paths. `nnx.Optimizer` only preserves the paths.
+TREE, WEIGHTED_TREE = 'tree', 'weighted_tree'
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -52,8 +52,9 @@ class Stacked:
 
   def tree_flatten_with_keys(self) -> tuple[Any, Any]:
     """Returns the tree with its key, and the static fields."""
-    name = jax.tree_util.GetAttrKey(NAMES[self.is_weighted])
-    return ((name, self.tree),), (self.axes, self.is_weighted)
+    name = WEIGHTED_TREE if self.is_weighted else TREE
+    key = jax.tree_util.GetAttrKey(name)
+    return ((key, self.tree),), (self.axes, self.is_weighted)
 
   @classmethod
   def tree_unflatten(cls, static: Any, children: Any) -> Any:
@@ -75,8 +76,8 @@ def is_stacked(x: Any) -> bool:
   return isinstance(x, Stacked)
 
 
-def local_entry(x: Any) -> Any:
-  """Returns this shard's entry if `x` is a stack; otherwise `x`.
+def shard_value(x: Any) -> Any:
+  """Returns the value of this shard if `x` is a stack; otherwise `x`.
 
   Raises:
     ValueError: If the stack does not have one entry per shard.
@@ -84,7 +85,7 @@ def local_entry(x: Any) -> Any:
   if not is_stacked(x):
     return x
 
-  def entry(leaf):
+  def value(leaf):
     if leaves_lib.is_float0(leaf):
       return np.zeros(leaf.shape[1:], leaf.dtype)
     if len(leaf) != 1:
@@ -95,4 +96,4 @@ def local_entry(x: Any) -> Any:
       )
     return lax.squeeze(leaf, (0,))
 
-  return jax.tree.map(entry, x.tree)
+  return jax.tree.map(value, x.tree)

@@ -61,18 +61,18 @@ class Rule:
   and has length 1 inside the mapped function. When the number of shards
   changes, the rows of neighbouring shards are combined, or rows are added, such
   that the sum, mean, minimum or maximum over all shards is preserved up to
-  rounding. A mean is merged like a sum and then scaled by the ratio of the new
-  number of shards to the old one.
+  rounding. For `'mean'`, rows are added, and then multiplied by the number of
+  new shards divided by the number of old shards.
 
   Args:
     resize: How to convert the field to another number of shards. `'keep'`
       copies a field, and raises an error if its shape depends on the number of
       shards; `'sum'`, `'mean'`, `'minimum'` and `'maximum'` preserve this value
       over all shards; `'reset'` initializes the field again. If the conversion
-      depends on values, a function that takes the state and the `reduction`
-      argument of `resize_state`, and returns a `Rule` or another function. The
-      other function takes the rows of the old shards, [rows, ...], and the new
-      number of shards, and returns the new rows, or one row for all shards.
+      depends on values, a function `choose(state, reduction)`, which gets the
+      argument `reduction` of `resize_state`. It returns a `Rule`, or a function
+      `convert(rows, num_shards)`, which takes the rows of the old shards,
+      [rows, ...], and returns the new rows, or one row for all new shards.
     metric: How `metrics` combines the values of the shards into one value.
       `'same'` for a value that all shards share; `'sum'`, `'mean'`, `'minimum'`
       or `'maximum'` for per-shard values, which have a leading axis of length 1
@@ -87,21 +87,22 @@ class Rule:
       existing rows.
     reason: If it is not empty, the field cannot be converted, and this is the
       error message; `{name}` is replaced by the name of the leaf.
-    full: Converts a sharded field to the shapes of the replicated state, for
+    unshard: Converts a sharded field to the shapes of the replicated state, for
       `unshard_state`; used instead of `resize`. A function that takes the
       field, as JAX or NumPy arrays; the types of the field on one shard; and
-      the name of the field in error messages. It returns the full field, and
-      must accept a field that is already full.
-    place: The inverse of `full`: a function that takes the full field and the
-      types of the field on the new shards, and returns the sharded field.
+      the name of the field in error messages. It returns the unsharded field,
+      and must accept a field that is already unsharded.
+    shard: The inverse of `unshard`, for `shard_state`: a function that takes
+      the unsharded field and the types of the field on the new shards, and
+      returns the sharded field.
     replaces_params: Whether `update` moves the parameters to the values of this
       field, which discards any other change of the parameters, such as the mean
       of `local_updates`.
 
   Raises:
     TypeError: If `health_check` is neither `None` nor a function.
-    ValueError: If `resize` or `metric` is unknown, or if only one of `full` and
-      `place` is given.
+    ValueError: If `resize` or `metric` is unknown, or if only one of `unshard`
+      and `shard` is given.
 
   Examples:
     A custom transformation that counts the large updates of each shard:
@@ -139,8 +140,8 @@ class Rule:
   health_check: Callable[[Any], str | None] | None = None
   empty: chex.Numeric | None = None
   reason: str = ''
-  full: Callable[[Any, Any, str], Any] | None = None
-  place: Callable[[Any, Any], Any] | None = None
+  unshard: Callable[[Any, Any, str], Any] | None = None
+  shard: Callable[[Any, Any], Any] | None = None
   replaces_params: bool = False
 
   def __post_init__(self):
@@ -157,10 +158,10 @@ class Rule:
       raise TypeError(
           f'`health_check` must be None or a function, got {check!r}.'
       )
-    if (self.full is None) != (self.place is None):
+    if (self.unshard is None) != (self.shard is None):
       raise ValueError(
-          '`full` and `place` must be given together, because they convert a'
-          f' field in both directions, got {self.full} and {self.place}.'
+          '`unshard` and `shard` must be given together, because they convert a'
+          f' field in both directions, got {self.unshard} and {self.shard}.'
       )
 
 
@@ -228,7 +229,10 @@ def addressable_parts(x: chex.Array) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def local_max(x: chex.Array) -> int:
-  """Returns the largest element among the addressable integers of an array."""
+  """Returns the largest element among the addressable integers of an array.
+
+  The array must have a part on this process.
+  """
   return max(int(np.max(part)) for _, part in addressable_parts(x))
 
 

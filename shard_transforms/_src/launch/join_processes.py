@@ -12,7 +12,7 @@ import threading
 import jax
 
 from shard_transforms._src.base import arguments
-from shard_transforms._src.base import jax_internals
+from shard_transforms._src.launch import jax_cluster
 from shard_transforms._src.launch import launchers
 
 # JAX itself reads the first and the last variable; the others are named after
@@ -212,9 +212,9 @@ def _check_same_number(num_processes, process_id, timeout):
     ValueError: If process 0 has another number.
   """
   if process_id == 0:
-    jax_internals.publish(_COUNT_KEY, str(num_processes))
+    jax_cluster.publish(_COUNT_KEY, str(num_processes))
     return
-  expected = int(jax_internals.published(_COUNT_KEY, timeout))
+  expected = int(jax_cluster.published(_COUNT_KEY, timeout))
   if num_processes != expected:
     raise ValueError(
         f'`{NUM_PROCESSES}` must be the same in all processes, got'

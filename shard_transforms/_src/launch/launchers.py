@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import os
 from typing import NamedTuple
 
-from shard_transforms._src.base import jax_internals
+from shard_transforms._src.launch import jax_cluster
 
 
 class Launcher(NamedTuple):
@@ -86,7 +86,7 @@ def find_cluster(timeout: int) -> Cluster | None:
   launchers = list(filter(_starts_several, _LAUNCHERS))
   methods = *[launcher.method for launcher in launchers], *_CLOUD_TPU
   try:
-    detected = jax_internals.detect_cluster(methods, timeout)
+    detected = jax_cluster.detect_cluster(methods, timeout)
   except Exception as error:
     raise RuntimeError(
         'JAX could not find the other tasks of this program:'

@@ -268,4 +268,6 @@ def _num_shards(equation):
   sizes = inlining.axis_sizes(equation)
   outside = [axis for axis in equation.axes if axis not in sizes]
   inside = [sizes[axis] for axis in equation.axes if axis in sizes]
-  return math.prod(inside) * axes_lib.size(outside, 'communication_report')
+  return math.prod(inside) * axes_lib.num_shards(
+      outside, 'communication_report'
+  )

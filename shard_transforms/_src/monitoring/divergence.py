@@ -172,7 +172,7 @@ def track_divergence(
 
 def _max_difference(axes, caller, tree):
   """Returns the largest difference between the checksums of shards."""
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   with jax.named_scope('shard_divergence'):
     words = digests.checksum(tree)
     # The minimum has the largest complement, so one collective suffices.

@@ -106,7 +106,7 @@ def metrics(
         ' `tx.update` returned.'
     )
   axes = axes_lib.optional_axes(axis_name)
-  axes_lib.size(axes, 'metrics')
+  axes_lib.check_bound(axes, 'metrics')
   values = {}
   name_counts = collections.Counter()
   for node in states.nodes(state, _has_metrics):
@@ -201,6 +201,7 @@ def check_health(state: optax.OptState) -> None:
   Checks the states of `guard` and `track_divergence` anywhere in `state`, and
   all other states whose `rules` have a `health_check` (see `state_rules.Rule`).
   The check waits for counters on the devices, so call it only every few steps.
+  States whose mesh belongs to other processes are skipped.
 
   Args:
     state: State of an optimizer, as returned by a step.
@@ -236,14 +237,21 @@ def check_health(state: optax.OptState) -> None:
         ' `guard`, or leave out `check_health`.'
     )
   for node in checked_states:
-    if any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(node)):
+    leaves = jax.tree.leaves(node)
+    if any(isinstance(leaf, core.Tracer) for leaf in leaves):
       raise TypeError(
           '`check_health` must be called outside of traced code, on the state'
           ' that a compiled step has returned.'
       )
+    if all(map(_is_on_other_processes, leaves)):
+      continue
     for health_check in _health_checks(node):
       if problem := health_check(node):
         raise RuntimeError(problem)
+
+
+def _is_on_other_processes(leaf):
+  return isinstance(leaf, jax.Array) and not leaf.addressable_shards
 
 
 def _health_checks(node):

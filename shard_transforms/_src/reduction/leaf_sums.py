@@ -115,7 +115,7 @@ class Reduction:
 
   def num_shards(self) -> int:
     """Returns the number of shards that reduce together, all or one group."""
-    num_shards = axes_lib.size(self.axes, self.caller)
+    num_shards = axes_lib.num_shards(self.axes, self.caller)
     if self.groups is not None:
       groups_lib.check_size(self.groups, num_shards)
       num_shards = len(self.groups[0])
@@ -126,7 +126,9 @@ class Reduction:
     if self.if_reduced == 'error':
       return self.axes
     return tuple(
-        axis for axis in self.axes if axes_lib.state(leaf, axis) != 'invariant'
+        axis
+        for axis in self.axes
+        if axes_lib.variance_of(leaf, axis) != 'invariant'
     )
 
   def share(
@@ -206,7 +208,7 @@ class Reduction:
         # some shapes, so packed leaves would not be bitwise equal to unpacked
         # leaves.
         return lax.mul(summed, reciprocal(summed.dtype))
-      size = axes_lib.size(axes, self.caller)
+      size = axes_lib.num_shards(axes, self.caller)
       if self.groups is not None:
         size = len(self.groups[0])
       # `/` takes several times as long to trace.

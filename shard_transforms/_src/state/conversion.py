@@ -1,4 +1,4 @@
-"""Conversion of state: to its full form, to a mesh, to other shards."""
+"""`unshard_state`, `shard_state` and `resize_state`."""
 
 import contextlib
 import functools
@@ -18,7 +18,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
 from shard_transforms._src.state import fields
-from shard_transforms._src.state import placement
 from shard_transforms._src.state import resizing
 from shard_transforms._src.state import state_types
 from shard_transforms._src.state import unsharded_types
@@ -39,10 +38,10 @@ def unshard_state(
   of shards. All other leaves are copied. Save the result, and restore it with
   `shard_state` on any number of shards.
 
-  The full leaves are sharded over the devices, along dimensions that divide
-  evenly, so that no device needs memory for the whole state. A leaf that cannot
-  be divided is replicated. With several processes, every process must call this
-  function.
+  The unsharded leaves are distributed over the devices, along dimensions that
+  divide evenly, so that no device needs memory for the whole state. A leaf that
+  cannot be divided is replicated. With several processes, every process must
+  call this function.
 
   Args:
     state: A state returned by `init_state` or `tx.update`, or
@@ -53,15 +52,17 @@ def unshard_state(
     in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
 
   Returns:
-    The state in its full form; if `state` is abstract, `jax.ShapeDtypeStruct`s
-    with shardings, which can be the target of a checkpoint restore.
+    The unsharded state; if `state` is abstract, `jax.ShapeDtypeStruct`s with
+    shardings, which can be the target of a checkpoint restore.
 
   Raises:
     NameError: If the transformation names an axis that the mesh lacks.
-    TypeError: If a state declares a rule that is not a `Rule`.
+    TypeError: If a sharded leaf does not have the dtype that the transformation
+      uses, or a state declares a rule that is not a `Rule`.
     ValueError: If `state` was not created by `tx` for these parameters, on this
-      mesh with these `in_specs`; if `in_specs` shards parameters whose state is
-      sharded further; or if a state declares a rule for a missing field.
+      mesh with these `in_specs`; if `in_specs` shards parameters and the state
+      of `shard_update` is sharded over further axes; or if a state declares a
+      rule for a missing field.
 
   Examples:
     >>> import jax
@@ -71,14 +72,16 @@ def unshard_state(
     >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
     >>> params = jax.numpy.ones((3, 5))
     >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> full = shard_transforms.unshard_state(state, tx, params, mesh)
-    >>> print(state.inner_state[0].mu.shape, full.inner_state[0].mu.shape)
+    >>> saved = shard_transforms.unshard_state(state, tx, params, mesh)
+    >>> print(state.inner_state[0].mu.shape, saved.inner_state[0].mu.shape)
     (1, 16) (3, 5)
   """
   types = unsharded_types.unsharded_types(
       tx, params, mesh, in_specs, 'unshard_state'
   )
-  return _unshard(state, state, types, types)
+  unsharded = _unshard(state, types)
+  types.check_created_on_mesh(state)
+  return unsharded
 
 
 def shard_state(
@@ -92,10 +95,10 @@ def shard_state(
 ) -> optax.OptState:
   """Places the state of a checkpoint on a mesh with any number of shards.
 
-  This is the inverse of `unshard_state`: full leaves are sharded again. If the
-  number of shards has changed, per-shard state, such as residuals and the
-  towers of an unfinished window, is converted as in `resize_state`. Such state
-  must then be on this process, for example as NumPy arrays.
+  This is the inverse of `unshard_state`. If the number of shards has changed,
+  per-shard state, such as residuals and the towers of an unfinished window, is
+  converted as in `resize_state`. Such state must then be on this process, for
+  example as NumPy arrays.
 
   Args:
     state: The result of `unshard_state`, as JAX arrays or, when restored from a
@@ -115,8 +118,9 @@ def shard_state(
       or a state declares a rule that is not a `Rule`.
     ValueError: If `state` was not created by `tx` for these parameters, a leaf
       cannot be converted or is not on this process, `in_specs` shards
-      parameters whose state is sharded further, `reduction` is missing or
-      unknown, or a state declares a rule for a missing field.
+      parameters and the state of `shard_update` is sharded over further axes,
+      `reduction` is missing or unknown, or a state declares a rule for a
+      missing field.
 
   Examples:
     >>> import jax
@@ -126,9 +130,9 @@ def shard_state(
     >>> tx = shard_transforms.shard_update(optax.adam(0.1), 'data')
     >>> params = jax.numpy.ones((3, 5))
     >>> state = shard_transforms.init_state(tx, params, mesh)
-    >>> full = shard_transforms.unshard_state(state, tx, params, mesh)
+    >>> saved = shard_transforms.unshard_state(state, tx, params, mesh)
     >>> four = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4])
-    >>> state = shard_transforms.shard_state(full, tx, params, four)
+    >>> state = shard_transforms.shard_state(saved, tx, params, four)
     >>> print(state.inner_state[0].mu.shape)
     (1, 16)
   """
@@ -150,21 +154,23 @@ def resize_state(
 ) -> optax.OptState:
   """Converts the state of a transformation to another number of shards.
 
-  This function combines `unshard_state` and `shard_state`: sharded state, such
-  as the slices of `shard_update`, is joined and sharded again. Leaves that are
-  the same on all shards, or sharded like a parameter, are copied. Per-shard
-  state is converted as follows:
+  This function calls `unshard_state` with the mesh of the state, and then
+  `shard_state`: sharded state, such as the slices of `shard_update`, is sharded
+  again. Leaves that are the same on all shards, or sharded like a parameter,
+  are copied. Per-shard state is converted as follows:
 
   * An unfinished window of `tower_reduce` is merged or spread such that its
     result stays the same. Conversion preserves the totals and the total weights
     over all shards or, without weights, their `reduction`. Weights that only
     include or exclude shards, as in `guard`, are added like numbers of tokens.
-    In a window with `reduction='sum'`, a shard that has no weight yet counts as
-    a shard that receives weight later.
+    With `reduction='sum'`, every new shard counts once, even if the old shards
+    had no tower with a weight yet.
   * The `reduction` of the pending updates of `delay_updates` stays the same.
   * The mean squares of `compensate_delay` become their maximum.
-  * In `guard`, a merged shard keeps the latest bad step of the original shards.
-    The rolling mean of norms restarts, because other batches have other norms.
+  * In `guard` over an axis, a merged shard keeps the latest bad step of the
+    original shards, and the rolling mean of the norms of shards restarts,
+    because the batches of the new shards have another size and so other norms.
+    Without an axis, the mean is that of reduced updates, and is kept.
   * All shards of `local_updates` continue from the mean of the per-shard
     parameters and inner states, weighted by the steps of each shard, and share
     the total weight equally, so that an unfinished round contains the steps of
@@ -175,17 +181,17 @@ def resize_state(
 
   Args:
     state: A state returned by `init_state` or `tx.update`, for any number of
-      shards, as JAX or NumPy arrays on this process. NumPy arrays do not record
-      how they were sharded: if `in_specs` shards parameters whose state is
-      sliced, pass JAX arrays, or use `unshard_state`.
+      shards, as arrays on this process. Slices of `shard_update` must be JAX
+      arrays on their mesh: NumPy arrays do not show how they were sharded, so
+      convert them with `unshard_state` and `shard_state`.
     tx: The transformation.
     params: Tree of arrays, or of `jax.ShapeDtypeStruct`.
     mesh: The new mesh.
     in_specs: The `PartitionSpec`s of the parameters, as for `init_state`.
-    reduction: How `inner` of `tower_reduce` reduces over shards. An unfinished
-      window without weights requires `'mean'` or `'sum'`; if all of its weights
-      are 1, which looks the same, use `'weighted'`. `delay_updates` before the
-      reduction also requires `'mean'` or `'sum'`.
+    reduction: How `inner` of `tower_reduce` reduces over shards. Required in an
+      unfinished window in which the weight of every tower was 1: `'mean'` or
+      `'sum'` if no `weight` was passed, and `'weighted'` otherwise.
+      `delay_updates` before the reduction also requires `'mean'` or `'sum'`.
 
   Returns:
     A new state with the same placement as the result of `init_state`. It does
@@ -196,8 +202,9 @@ def resize_state(
     TypeError: If a leaf does not have the dtype that the transformation uses,
       or a state declares a rule that is not a `Rule`.
     ValueError: If `state` was not created by `tx` for these parameters, a leaf
-      cannot be converted or is not on this process, `reduction` is missing or
-      unknown, or a state declares a rule for a missing field.
+      cannot be converted or is not on this process, slices are not on the mesh
+      for which they were created, `reduction` is missing or unknown, or a state
+      declares a rule for a missing field.
 
   Examples:
     >>> import jax
@@ -221,33 +228,32 @@ def resize_state(
       caller='resize_state',
   )
   types = trace(mesh=mesh)
-  old_types = _types_on_old_mesh(state, trace, in_specs)
-  local_state = jax.tree.map_with_path(_to_numpy_or_raise, state)
-  full_state = _unshard(local_state, state, types, old_types)
-  return _shard(full_state, types, reduction)
+  unsharded = _unshard(jax.tree.map_with_path(_to_numpy_or_raise, state), types)
+  if types.sharded_fields:
+    old_types = _types_on_old_mesh(state, trace)
+    if old_types is None:
+      types.check_without_slices(state, 'resize_state')
+    else:
+      old_types.check_created_on_mesh(state)
+  return _shard(unsharded, types, reduction)
 
 
-def _types_on_old_mesh(state, trace, in_specs):
+def _types_on_old_mesh(state, trace):
   """Returns the types on the mesh of a state; `None` if it is not known."""
   mesh = _mesh_of(state)
-  axes = partition_specs.axes_of(in_specs)
-  if mesh is None or not axes <= set(mesh.axis_names):
+  if mesh is None:
     return None
-  # The axes of the old mesh may have other names, and `on_mesh` only supports
-  # its own mesh.
+  # A restored state may be on a mesh whose axes have other names.
   with contextlib.suppress(NameError, ValueError):
-    types = trace(mesh=mesh)
-    return types if types.sharded_fields else None
+    return trace(mesh=mesh)
   return None
 
 
 def _mesh_of(state):
   """Returns the mesh over which a state is sharded, or `None`."""
   for leaf in jax.tree.leaves(state):
-    sharding = getattr(leaf, 'sharding', None)
-    is_on_mesh = isinstance(sharding, NamedSharding)
-    if is_on_mesh and partition_specs.axes_of(sharding.spec):
-      return sharding.mesh
+    if partition_specs.axes_of(partition_specs.spec_of(leaf)):
+      return leaf.sharding.mesh
   return None
 
 
@@ -264,63 +270,42 @@ def _check_reduction(reduction):
     )
 
 
-def _unshard(state, placed_state, types, old_types):
-  """Returns a state in its full form.
-
-  Args:
-    state: The state.
-    placed_state: The same state, with its original placement.
-    types: The types on the target mesh.
-    old_types: The types on the mesh of the state, or `None` if it is not known.
+def _unshard(state, types):
+  """Unshards the fields of a state that has the tree of `types.state`.
 
   Raises:
-    ValueError: As in `unshard_state`.
+    ValueError: If a field was created for other parameters.
   """
-  padded_shapes = []
 
-  def convert(path, rule, field, placed_field):
-    if rule.full is None:
+  def convert(path, rule, field, _):
+    if rule.unshard is None:
       return jax.tree.map(_copied, field)
-    full = _joined(types.joining(path, rule.full), field, types.mesh)
-    if old_types is not None:
-      old_types.check_created_on_mesh(path, placed_field)
-    elif rule is fields.DIVIDED:
-      pairs = zip(*map(jax.tree.leaves, (field, full)), strict=True)
-      padded_shapes.extend((jnp.shape(x), jnp.shape(y)) for x, y in pairs)
-    return full
+    unshard = functools.partial(types.unshard, path, rule)
+    return _unsharded_field(unshard, field, types.mesh)
 
-  if old_types is not None:
-    old_types.check_tree(state)
-  full = fields.map_fields(convert, fields.full_rules_of, state, placed_state)
-  if not divisions.fit_one_mesh(padded_shapes):
-    raise ValueError(
-        '`state` was not created by this transformation for these parameters:'
-        ' no number of shards pads all of its leaves to their shapes. Pass the'
-        ' `tx` and the `params` with which the state was created.'
-    )
-  return full
+  return fields.map_fields(convert, fields.sharded_rules_of, state, state)
 
 
-def _joined(join, field, mesh):
-  """Returns the full form of a field; JAX arrays are sharded over the mesh."""
+def _unsharded_field(unshard, field, mesh):
+  """Unshards a field; JAX arrays are distributed over the mesh."""
   is_abstract = state_types.is_abstract(field)
   if not is_abstract and not _is_on_devices(field):
-    return jax.tree.map(_copied, join(field))
-  types = jax.eval_shape(join, fields.without_shardings(field))
-  specs = jax.tree.map(lambda x: _spread_spec(x.shape, mesh), types)
+    return jax.tree.map(_copied, unshard(field))
+  types = jax.eval_shape(unshard, leaves_lib.shapes_of(field))
+  specs = jax.tree.map(lambda x: _distributed_spec(x.shape, mesh), types)
   if is_abstract:
     return state_types.abstract(types, specs, mesh)
   auto_mesh = _with_auto_axes(mesh)
-  field_specs = jax.tree.map(placement.spec_of, field)
+  field_specs = jax.tree.map(partition_specs.spec_of, field)
   field = jax.device_put(field, state_types.shardings(field_specs, auto_mesh))
   shardings = state_types.shardings(specs, auto_mesh)
   with state_types.without_mesh():
-    full = jax.jit(join, out_shardings=shardings)(field)
-  return jax.device_put(full, state_types.shardings(specs, mesh))
+    unsharded = jax.jit(unshard, out_shardings=shardings)(field)
+  return jax.device_put(unsharded, state_types.shardings(specs, mesh))
 
 
 def _shard(state, types, reduction):
-  """Places a state in its full form on a mesh.
+  """Places an unsharded state on a mesh.
 
   Args:
     state: The state.
@@ -335,13 +320,13 @@ def _shard(state, types, reduction):
   def rules_of(node, like):
     return {
         **resizing.resize_rules_of(node, like, reduction),
-        **fields.full_rules_of(node, like),
+        **fields.sharded_rules_of(node, like),
     }
 
   def convert(path, rule, field, like):
-    if rule.full is not None:
-      types.check_full(path, field, like)
-      return _sharded(rule, field, like, types.mesh)
+    if rule.shard is not None:
+      types.check_unsharded(path, rule, field, like)
+      return _sharded_field(rule, field, like, types.mesh)
     fields.check_same_structure(leaves_lib.name_of(path), field, like)
 
     def convert_leaf(subpath, leaf, like):
@@ -354,23 +339,23 @@ def _shard(state, types, reduction):
   return fields.map_fields(convert, rules_of, state, types.state)
 
 
-def _sharded(rule, full, target, mesh):
-  """Shards a full field like `target`."""
+def _sharded_field(rule, field, target, mesh):
+  """Shards an unsharded field like `target`."""
   auto_mesh = _with_auto_axes(mesh)
 
-  # Spread first, so that no device needs memory for the whole field.
-  def spread(leaf):
-    spec = _spread_spec(jnp.shape(leaf), mesh)
+  # First distribute the field, so that no device needs memory for all of it.
+  def distribute(leaf):
+    spec = _distributed_spec(jnp.shape(leaf), mesh)
     return _put(leaf, NamedSharding(auto_mesh, spec))
 
   specs = state_types.spec_tree(target)
-  place = jax.jit(
-      lambda full: rule.place(full, target),
+  shard = jax.jit(
+      lambda field: rule.shard(field, target),
       out_shardings=state_types.shardings(specs, auto_mesh),
   )
-  full = jax.tree.map(spread, full)
+  field = jax.tree.map(distribute, field)
   with state_types.without_mesh():
-    sharded = place(full)
+    sharded = shard(field)
   return jax.device_put(sharded, state_types.shardings(specs, mesh))
 
 
@@ -379,7 +364,7 @@ def _with_auto_axes(mesh):
   return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _spread_spec(shape, mesh):
+def _distributed_spec(shape, mesh):
   """Returns the spec of an array, sharded over every axis that divides it.
 
   The dimensions and the order of axes are those of `shard_update`, but nothing
@@ -388,7 +373,7 @@ def _spread_spec(shape, mesh):
   if not math.prod(shape) or not shape:
     return P(*(None,) * len(shape))
   axes, sizes = mesh.axis_names[::-1], list(shape)
-  division = divisions.along_dimensions(shape, [mesh.shape[a] for a in axes])
+  division = divisions.divide_dimensions(shape, [mesh.shape[a] for a in axes])
   entries: list[tuple[Any, ...]] = [()] * len(shape)
   for axis, dim in zip(axes, division.dims, strict=True):
     if sizes[dim] % mesh.shape[axis] == 0:

@@ -65,30 +65,29 @@ def map_fields(
 def sharded_fields(
     rules_of: RulesOf, state: Any
 ) -> dict[Path, tuple[states.Rule, Any]]:
-  """Returns the rules and values of the fields that have a full form."""
+  """Returns the rules and values of the fields that can be unsharded."""
   by_path = {}
 
   def add(path, rule, field, _):
-    if rule.full is not None:
+    if rule.unshard is not None:
       by_path[path] = rule, field
 
   map_fields(add, rules_of, state, state)
   return by_path
 
 
-def full_rules_of(node: Any, _: Any) -> dict[str, states.Rule]:
-  """Returns the rules of the fields of a node that have a full form."""
+def sharded_rules_of(node: Any, _: Any) -> dict[str, states.Rule]:
+  """Returns the rules of the fields of a node that can be unsharded."""
   rules = states.rules_of(node)
-  return {name: rule for name, rule in rules.items() if rule.full is not None}
+  return {name: rule for name, rule in rules.items() if rule.unshard}
 
 
-def mismatch(name: str, got: Any, expected: Any) -> str:
+def mismatch(name: str, got: Any, expected: Any, advice: str = '') -> str:
   """Returns the error message for a state of other parameters."""
   return (
       '`state` was not created by this transformation for these parameters: got'
       f' {got} instead of {expected} at {name}. Pass the `tx` and the `params`'
-      ' with which the state was created, and pass the result of'
-      ' `unshard_state` to `shard_state`.'
+      f' with which the state was created.{advice}'
   )
 
 
@@ -97,6 +96,7 @@ def check_same_structure(
     state: Any,
     like: Any,
     is_leaf: Callable[[Any], bool] | None = None,
+    advice: str = '',
 ) -> None:
   """Checks that a state has the expected tree.
 
@@ -106,22 +106,26 @@ def check_same_structure(
   trees = [jax.tree.structure(x, is_leaf=is_leaf) for x in (state, like)]
   if trees[0] != trees[1]:
     got, expected = map(jax.tree.structure, (state, like))
-    raise ValueError(mismatch(name, f'the tree {got}', expected))
+    raise ValueError(mismatch(name, f'the tree {got}', expected, advice))
 
 
-def check_same_shapes(name: str, state: Any, like: Any) -> None:
-  """Checks that a state has the expected tree, with leaves of these shapes.
+def check_same_types(
+    name: str, state: Any, like: Any, advice: str = ''
+) -> None:
+  """Checks that a state has the expected tree, with leaves of these types.
 
   Raises:
+    TypeError: If the dtypes differ.
     ValueError: If the trees or the shapes differ.
   """
-  check_same_structure(name, state, like)
+  check_same_structure(name, state, like, advice=advice)
 
   def check(path, leaf, like):
+    leaf_name = name + jax.tree_util.keystr(path)
     if jnp.shape(leaf) != like.shape:
-      leaf_name = name + jax.tree_util.keystr(path)
       got = f'the shape {jnp.shape(leaf)}'
-      raise ValueError(mismatch(leaf_name, got, like.shape))
+      raise ValueError(mismatch(leaf_name, got, like.shape, advice))
+    check_dtype(leaf_name, leaf, like)
 
   jax.tree.map_with_path(check, state, like)
 
@@ -142,58 +146,52 @@ def types_of(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
   return [(jnp.shape(x), leaves_lib.dtype_of(x)) for x in jax.tree.leaves(tree)]
 
 
-def without_shardings(tree: Any) -> Any:
-  """Returns the types of a tree of arrays, without their shardings."""
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def full_rule(
-    join: Callable[[Any, Any], Any], place: Callable[[Any, Any], Any]
+def leaf_rule(
+    unshard: Callable[[Any, Any], Any], shard: Callable[[Any, Any], Any]
 ) -> states.Rule:
-  """Returns a rule that joins the leaves of a field, and places them again.
+  """Returns a rule that unshards and shards each leaf of a field.
 
   Args:
-    join: Takes a leaf and its type on one shard. Returns the leaf in the shape
-      of this type, or `None` if the shapes do not match.
-    place: The inverse of `join`: takes the full leaf, and its type on the new
-      shards.
+    unshard: Takes a leaf and its type on one shard. Returns the leaf in the
+      shape of this type, or `None` if the shapes do not match.
+    shard: The inverse of `unshard`: takes the unsharded leaf, and its type on
+      the new shards.
 
   Raises:
-    ValueError: In `full` of the rule, if a field has another tree, or a leaf
-      cannot be joined to the shape on one shard.
+    ValueError: In `unshard` of the rule, if a field has another tree, or a leaf
+      does not fit the shape on one shard.
   """
 
-  def full(slices, one_shard, name):
-    check_same_structure(name, slices, one_shard)
+  def unshard_field(field, one_shard, name):
+    check_same_structure(name, field, one_shard)
 
-    def full_leaf(path, leaf, like):
-      is_full = jnp.shape(leaf) == like.shape
-      full_leaf = leaf if is_full else join(leaf, like)
-      if full_leaf is None:
+    def unshard_leaf(path, leaf, like):
+      if jnp.shape(leaf) == like.shape:
+        return leaf
+      unsharded = unshard(leaf, like)
+      if unsharded is None:
         leaf_name = name + jax.tree_util.keystr(path)
         got = f'the shape {jnp.shape(leaf)}'
-        raise ValueError(
-            f'{mismatch(leaf_name, got, like.shape)} A state that is divided by'
-            ' `groups` does not have a full form.'
-        )
-      return full_leaf
+        advice = ' A state that is divided by `groups` cannot be unsharded.'
+        raise ValueError(mismatch(leaf_name, got, like.shape, advice))
+      return unsharded
 
-    return jax.tree.map_with_path(full_leaf, slices, one_shard)
+    return jax.tree.map_with_path(unshard_leaf, field, one_shard)
 
-  def place_field(full, target):
-    return jax.tree.map(place, full, target)
+  def shard_field(field, target):
+    return jax.tree.map(shard, field, target)
 
-  return states.Rule(full=full, place=place_field)
+  return states.Rule(unshard=unshard_field, shard=shard_field)
 
 
-def _crop(leaf, like):
+def _without_padding(leaf, like):
   """Removes the padding of a leaf; `None` if the shapes do not match."""
-  if not like.shape or not divisions.is_padded(jnp.shape(leaf), like.shape):
+  if not like.shape or not divisions.may_be_padded(jnp.shape(leaf), like.shape):
     return None
   return divisions.cropped(leaf, like.shape)
 
 
-# Divides each leaf like `shard_update`: along its dimensions, or flattened.
-DIVIDED = full_rule(
-    _crop, lambda leaf, like: divisions.padded(leaf, like.shape)
+# The slices of `shard_update`, divided along dimensions or flattened.
+SLICES = leaf_rule(
+    _without_padding, lambda leaf, like: divisions.padded(leaf, like.shape)
 )

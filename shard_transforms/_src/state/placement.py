@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from jax import core
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import optax
 
@@ -15,8 +14,8 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
-from shard_transforms._src.base import partition_specs as specs_lib
-from shard_transforms._src.state import specs
+from shard_transforms._src.base import partition_specs
+from shard_transforms._src.state import state_specs
 from shard_transforms._src.state import state_types
 
 
@@ -25,7 +24,7 @@ def init_state(
     params: leaves_lib.ParamTree,
     mesh: mapping.AnyMesh,
     *,
-    in_specs: specs_lib.SpecTree = P(),
+    in_specs: partition_specs.SpecTree = P(),
     stacked: bool = False,
 ) -> optax.OptState:
   """Returns the state of a transformation as global arrays on a mesh.
@@ -71,7 +70,7 @@ def init_state(
     >>> print(state.tower_count.shape, state.total['w'].shape)
     () (8, 3)
   """
-  specs.check_mesh(mesh)
+  mapping.check_mesh(mesh)
   return make_state(
       tx, params, mesh, mesh.axis_names, in_specs=in_specs, stacked=stacked
   )
@@ -83,7 +82,7 @@ def make_state(
     mesh: mapping.AnyMesh,
     axes: Sequence[Hashable],
     *,
-    in_specs: specs_lib.SpecTree = P(),
+    in_specs: partition_specs.SpecTree = P(),
     stacked: bool = False,
 ) -> optax.OptState:
   """Like `init_state`, but maps only `axes`.
@@ -91,9 +90,9 @@ def make_state(
   Over the other axes of the mesh, a leaf of the state that has the shape of its
   parameter is sharded like the parameter.
   """
-  param_specs = specs.checked_specs(tx, params, in_specs, 'init_state')
+  param_specs = state_specs.checked_specs(tx, params, in_specs, 'init_state')
   arguments.check_bool('stacked', stacked)
-  stacked_axes = specs.free_axes(mesh, in_specs) if stacked else ()
+  stacked_axes = state_specs.free_axes(mesh, in_specs) if stacked else ()
   types = state_types.state_types(tx, params, mesh, param_specs, stacked_axes)
   out_specs = state_types.spec_tree(types)
 
@@ -110,9 +109,12 @@ def make_state(
   )
   unmapped_axes = [axis for axis in mesh.axis_names if axis not in axes]
   unmapped_specs = jax.tree.map(
-      lambda x: specs_lib.restricted(spec_of(x), unmapped_axes), params
+      lambda x: partition_specs.restricted(
+          partition_specs.spec_of(x), unmapped_axes
+      ),
+      params,
   )
-  if specs_lib.axes_of(unmapped_specs):
+  if partition_specs.axes_of(unmapped_specs):
     types = state_types.types_over_unmapped_axes(
         tx, params, mesh, param_specs, types, unmapped_specs
     )
@@ -125,7 +127,9 @@ def make_state(
         axes=axes,
         out_types=state_types.spec_tree(types),
     )
-    param_specs = jax.tree.map(specs_lib.joined, param_specs, unmapped_specs)
+    param_specs = jax.tree.map(
+        partition_specs.joined, param_specs, unmapped_specs
+    )
   # Parameters without leaves are neither abstract nor concrete.
   is_nowhere = isinstance(mesh, jax.sharding.AbstractMesh)
   if state_types.is_abstract(params) or (
@@ -140,14 +144,6 @@ def make_state(
 def _call_partly_mapped(init, params, **options):
   """Calls `init` with the other axes of the mesh left to the compiler."""
   return mapping.call(init, (params,), **options)
-
-
-def spec_of(x: Any) -> P:
-  """Returns the spec of a parameter; `PartitionSpec()` if it is unknown."""
-  if isinstance(x, core.Tracer):
-    return mapping.spec_of(x)
-  sharding = getattr(x, 'sharding', None)
-  return sharding.spec if isinstance(sharding, NamedSharding) else P()
 
 
 def _placed(params, param_specs, mesh):

@@ -16,8 +16,8 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import jaxprs
 from shard_transforms._src.base import leaves as leaves_lib
-from shard_transforms._src.base import partition_specs as specs_lib
-from shard_transforms._src.state import fields
+from shard_transforms._src.base import mapping
+from shard_transforms._src.base import partition_specs
 from shard_transforms._src.state import state_types
 
 _CALLER = 'state_shardings'
@@ -113,17 +113,18 @@ def state_shardings(
   arguments.as_inner(tx, _CALLER, 'tx')
   _check_arguments(mesh, axis_name, on_replicated)
   arguments.as_at_least('whole_dims', whole_dims, 0)
-  state = jax.eval_shape(tx.init, jax.tree.map(_shape, params))
+  state = jax.eval_shape(tx.init, leaves_lib.shapes_of(params))
 
   def shard(leaf, param):
     if leaf.shape != jnp.shape(param):
       return leaf
-    spec = _spec_of_param(param, mesh)
+    _check_mesh_of_param(param, mesh)
+    spec = partition_specs.spec_of(param)
     spec = _divided(leaf.shape, spec, mesh, axis_name, whole_dims)
     return leaf.update(sharding=NamedSharding(mesh, spec))
 
   # Only leaves with the shape of their parameter get a sharding.
-  leaves = fields.without_shardings(state)
+  leaves = leaves_lib.shapes_of(state)
   leaves = state_types.map_with_params(tx, shard, leaves, params)
   if on_replicated != 'ignore':
     _warn_replicated(leaves, axis_name, on_replicated)
@@ -134,11 +135,7 @@ def state_shardings(
 
 
 def _check_arguments(mesh, axis_name, on_replicated):
-  if not isinstance(mesh, jax.sharding.Mesh):
-    raise TypeError(
-        f'`mesh` of `{_CALLER}` must be a `jax.sharding.Mesh`, got {mesh!r}.'
-        " Create one with `jax.make_mesh((8,), ('data',))`."
-    )
+  mapping.check_mesh(mesh, jax.sharding.Mesh)
   if axis_name not in mesh.shape:
     raise ValueError(
         f'`axis_name` must be an axis of the mesh, {tuple(mesh.shape)}, got'
@@ -151,25 +148,19 @@ def _check_arguments(mesh, axis_name, on_replicated):
     )
 
 
-def _shape(x):
-  return jax.ShapeDtypeStruct(jnp.shape(x), leaves_lib.dtype_of(x))
-
-
-def _spec_of_param(param, mesh):
-  """Returns the spec of a parameter.
+def _check_mesh_of_param(param, mesh):
+  """Checks that a parameter is on this mesh, or not on a mesh.
 
   Raises:
     ValueError: If the parameter is on another mesh.
   """
   sharding = getattr(param, 'sharding', None)
-  if not isinstance(sharding, NamedSharding):
-    return P()
-  if dict(sharding.mesh.shape) != dict(mesh.shape):
+  other = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
+  if dict(other.shape) != dict(mesh.shape):
     raise ValueError(
-        f'`params` of `{_CALLER}` are on the mesh {dict(sharding.mesh.shape)},'
-        f' but `mesh` is {dict(mesh.shape)}. Pass the mesh of the parameters.'
+        f'`params` of `{_CALLER}` are on the mesh {dict(other.shape)}, but'
+        f' `mesh` is {dict(mesh.shape)}. Pass the mesh of the parameters.'
     )
-  return sharding.spec
 
 
 def _divided(shape, spec, mesh, axis, whole_dims):
@@ -183,14 +174,14 @@ def _divided(shape, spec, mesh, axis, whole_dims):
     whole_dims: The number of trailing dimensions that are not divided.
   """
   spec = P(*spec, *(None,) * (len(shape) - len(spec)))
-  entries = specs_lib.entries(spec)
+  entries = partition_specs.entries(spec)
   sizes = [
       size // math.prod(map(mesh.shape.get, entry))
       for size, entry in zip(shape, entries, strict=True)
   ]
   if whole_dims <= len(shape):
     sizes = sizes[: len(shape) - whole_dims]
-  if axis in specs_lib.axes_of(spec) or not math.prod(shape) or not sizes:
+  if axis in partition_specs.axes_of(spec) or not math.prod(shape) or not sizes:
     return spec
   dim = divisions.dimension(sizes, mesh.shape[axis], list(map(bool, entries)))
   if sizes[dim] % mesh.shape[axis]:
@@ -209,7 +200,7 @@ def _warn_replicated(leaves, axis, on_replicated):
   undivided = {
       leaves_lib.name_of(path): leaf
       for path, leaf in jax.tree.leaves_with_path(leaves)
-      if axis not in specs_lib.axes_of(_spec(leaf))
+      if axis not in partition_specs.axes_of(partition_specs.spec_of(leaf))
   }
   large = {
       k: leaf for k, leaf in undivided.items() if math.prod(leaf.shape) > 1
@@ -237,10 +228,6 @@ def _warn_replicated(leaves, axis, on_replicated):
   warnings.warn(message, UserWarning, stacklevel=3)
 
 
-def _spec(leaf):
-  return leaf.sharding.spec if leaf.sharding else P()
-
-
 def _num_bytes(leaf):
   return math.prod(leaf.shape) * leaf.dtype.itemsize
 
@@ -250,8 +237,7 @@ def _warn_gathered(tx, leaves, params, state, axis):
   divided = {
       leaves_lib.name_of(path): leaf
       for path, leaf in jax.tree.leaves_with_path(leaves)
-      if leaf.ndim > 1
-      and axis in specs_lib.axes_of(P(*_spec(leaf)[leaf.ndim - 2 :]))
+      if leaf.ndim > 1 and axis in _axes_of_matrix(leaf)
   }
   products = _products(tx, params, state) if divided else ()
   multiplied = {frozenset(shape[-2:]) for shape in products}
@@ -272,9 +258,15 @@ def _warn_gathered(tx, leaves, params, state, axis):
     )
 
 
+def _axes_of_matrix(leaf):
+  """Returns the axes over which the last two dimensions are divided."""
+  entries = partition_specs.entries(partition_specs.spec_of(leaf))
+  return sum(entries[leaf.ndim - 2 :], ())
+
+
 def _products(tx, params, state):
   """Returns the shapes of the matrices that an optimizer multiplies."""
-  shapes = jax.tree.map(_shape, params)
+  shapes = leaves_lib.shapes_of(params)
   # Skip optimizers that need extra arguments or a bound axis.
   with contextlib.suppress(KeyError, NameError, TypeError, ValueError):
     jaxpr = jax.make_jaxpr(tx.update)(shapes, state, shapes)

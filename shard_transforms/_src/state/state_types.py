@@ -20,13 +20,15 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import divisions
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
-from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
 from shard_transforms._src.state import fields
 
-# The shape and the spec of each parameter where `init` is traced on a mesh.
-_SPECS_IN_USE: contextvars.ContextVar[Mapping[str, tuple[Any, P]]] = (
-    contextvars.ContextVar('specs_in_use')
+# The local shape and the spec of each parameter, by its name, while `_traced`
+# runs `tx.init`. Only `owned_update` reads it: types do not show which
+# dimension of a parameter an axis slices.
+PARAMS_IN_TRACE: contextvars.ContextVar[Mapping[str, tuple[Any, P]] | None] = (
+    contextvars.ContextVar('params_in_trace', default=None)
 )
 
 
@@ -36,12 +38,8 @@ def state_types(
     mesh: mapping.AnyMesh,
     param_specs: Any,
     stacked_axes: tuple[Hashable, ...] = (),
-    on_one_shard: Callable[[], Any] | None = None,
 ) -> Any:
   """Returns the types of the global state, with shardings.
-
-  `tx.init` is traced once on the mesh. If the state contains slices, `tx.init`
-  is traced again on one shard, for the shapes of the unsliced leaves.
 
   Args:
     tx: The transformation.
@@ -50,23 +48,36 @@ def state_types(
     param_specs: The spec of each parameter.
     stacked_axes: Axes over which every leaf gets an additional leading
       dimension.
-    on_one_shard: Returns the result of `types_on_one_shard` for each shard's
-      part of the parameters; only called if the state contains slices.
+  """
+  return types_on_mesh_and_one_shard(
+      tx, params, mesh, param_specs, stacked_axes
+  )[0]
+
+
+def types_on_mesh_and_one_shard(
+    tx: optax.GradientTransformation,
+    params: leaves_lib.ParamTree,
+    mesh: mapping.AnyMesh,
+    param_specs: Any,
+    stacked_axes: tuple[Hashable, ...] = (),
+) -> tuple[Any, Any]:
+  """Returns the result of `state_types`, and the types on one shard.
+
+  `tx.init` is traced once on the mesh. If the state contains slices, `tx.init`
+  is traced again on one shard, with each shard's part of the parameters, for
+  the shapes of the unsliced leaves; otherwise the types on one shard are
+  `None`.
   """
 
   def init(params):
     return jax.tree.map(jax.typeof, (params, tx.init(params)))
 
   local_params, state = _traced(init, params, mesh, param_specs)
+  one_shard, leaves = None, jax.tree.map(_Leaf, state)
   if any(map(_has_slices, jax.tree.leaves(state, is_leaf=_has_slices))):
-    if on_one_shard is None:
-      on_one_shard = functools.partial(
-          types_on_one_shard, tx, local_params, mesh, param_specs
-      )
-    leaves = _with_divisions(state, on_one_shard(), mesh)
-  else:
-    leaves = jax.tree.map(_Leaf, state)
-  if specs_lib.axes_of(param_specs):
+    one_shard = types_on_one_shard(tx, local_params, mesh, param_specs)
+    leaves = _with_divisions(state, one_shard, mesh)
+  if partition_specs.axes_of(param_specs):
     # The trace binds the axes that `tx.init` may need.
     leaves = _traced(
         lambda params: map_with_params(
@@ -79,15 +90,17 @@ def state_types(
 
   def global_type(path, leaf):
     spec = _global_spec(path, leaf, mesh, stacked_axes)
-    shape = (*(1,) * bool(stacked_axes), *leaf.type.shape)
-    sizes = _num_parts(spec, mesh)
+    shape = leaf.type.shape
+    if stacked_axes:
+      shape = (1, *shape)
+    sizes = itertools.zip_longest(shape, _num_parts(spec, mesh), fillvalue=1)
     return jax.ShapeDtypeStruct(
-        tuple(map(math.prod, itertools.zip_longest(shape, sizes, fillvalue=1))),
+        tuple(map(math.prod, sizes)),
         leaf.type.dtype,
         sharding=jax.sharding.NamedSharding(mesh, spec),
     )
 
-  return jax.tree.map_with_path(global_type, leaves)
+  return jax.tree.map_with_path(global_type, leaves), one_shard
 
 
 def types_on_one_shard(
@@ -140,7 +153,7 @@ def shardings(specs: Any, mesh: mapping.AnyMesh) -> Any:
 def _slice_rules_of(node, _=None):
   """Returns the rules of the sliced fields of a node."""
   rules = type(node).rules if states.declares(node) else {}
-  return {k: rule for k, rule in rules.items() if rule is fields.DIVIDED}
+  return {k: rule for k, rule in rules.items() if rule is fields.SLICES}
 
 
 def _has_slices(node):
@@ -154,12 +167,12 @@ def _with_divisions(state, on_one_shard, mesh):
     ValueError: If a sliced field is missing, or has a different tree, on one
       shard.
   """
-  unsharded = fields.sharded_fields(_slice_rules_of, on_one_shard)
+  unsharded_fields = fields.sharded_fields(_slice_rules_of, on_one_shard)
 
   def describe(path, rule, field, _):
-    if rule is not fields.DIVIDED:
+    if rule is not fields.SLICES:
       return jax.tree.map(_Leaf, field)
-    _, like = unsharded.get(path, (None, None))
+    _, like = unsharded_fields.get(path, (None, None))
     got, expected = map(jax.tree.structure, (field, like))
     if got != expected:
       raise ValueError(
@@ -184,13 +197,13 @@ def _traced(fn, params, mesh, param_specs):
   def trace(params):
     names = map(leaves_lib.name_of, dict(jax.tree.leaves_with_path(params)))
     shapes = map(jnp.shape, jax.tree.leaves(params))
-    specs = jax.tree.leaves(param_specs, is_leaf=specs_lib.is_spec)
+    specs = jax.tree.leaves(param_specs, is_leaf=partition_specs.is_spec)
     pairs = zip(shapes, specs, strict=True)
-    token = _SPECS_IN_USE.set(dict(zip(names, pairs, strict=True)))
+    token = PARAMS_IN_TRACE.set(dict(zip(names, pairs, strict=True)))
     try:
       results.append(fn(params))
     finally:
-      _SPECS_IN_USE.reset(token)
+      PARAMS_IN_TRACE.reset(token)
     return ()
 
   mapped = jax.shard_map(
@@ -200,20 +213,11 @@ def _traced(fn, params, mesh, param_specs):
   return results[0]
 
 
-def specs_in_use() -> Mapping[str, tuple[tuple[int, ...], P]]:
-  """Returns the local shape and the spec of each parameter, by its name.
-
-  Types do not show which dimension of a parameter an axis slices. The mapping
-  is empty unless `init` is traced for `init_state` or `state_specs`.
-  """
-  return _SPECS_IN_USE.get({})
-
-
 def _num_parts(spec, mesh):
   """Returns the number of parts into which a spec divides each dimension."""
   return [
       math.prod(mesh.shape[axis] for axis in entry)
-      for entry in specs_lib.entries(spec)
+      for entry in partition_specs.entries(spec)
   ]
 
 
@@ -243,7 +247,9 @@ def types_over_unmapped_axes(
     num_leading = len(leaf.shape) - len(shape)
     if num_leading < 0 or leaf.shape[num_leading:] != shape:
       return leaf
-    spec = specs_lib.joined(spec, P(*(None,) * num_leading, *unmapped_spec))
+    spec = partition_specs.joined(
+        spec, P(*(None,) * num_leading, *unmapped_spec)
+    )
     sizes = _num_parts(spec, mesh)
     if any(n % size for n, size in zip(leaf.shape, sizes, strict=False)):
       return leaf
@@ -305,7 +311,7 @@ def _shard_like_param(leaf, param, param_spec):
     param_spec: The spec of the parameter.
   """
   shape, leaf_shape = jnp.shape(param), leaf.type.shape
-  axes, spec = specs_lib.axes_of(param_spec), P()
+  axes, spec = partition_specs.axes_of(param_spec), P()
   num_leading = len(leaf_shape) - len(shape)
   is_varying = axes <= leaf.varying
   if leaf.division is not None:
@@ -326,7 +332,7 @@ def _shard_like_param(leaf, param, param_spec):
 
 def _global_spec(path, leaf, mesh, stacked_axes):
   """Returns the spec of a leaf of the state, first over `stacked_axes`."""
-  per_shard_axes = leaf.varying - specs_lib.axes_of(leaf.spec)
+  per_shard_axes = leaf.varying - partition_specs.axes_of(leaf.spec)
   shape = leaf.type.shape
   if per_shard_axes and (leaf.division is not None or shape[:1] != (1,)):
     raise ValueError(
@@ -336,13 +342,15 @@ def _global_spec(path, leaf, mesh, stacked_axes):
         ' dimension of length 1, or the shape of a parameter that `in_specs`'
         ' shards the same way.'
     )
-  row_axes = per_shard_axes.difference(stacked_axes)
-  rows = tuple(axis for axis in mesh.axis_names if axis in row_axes)
-  leading = [stacked_axes] * bool(stacked_axes) + [rows] * bool(per_shard_axes)
-  spec = specs_lib.restricted(
-      leaf.spec, set(mesh.axis_names).difference(stacked_axes)
-  )
-  return P(*specs_lib.from_entries(leading), *spec)
+  leading, spec = [], leaf.spec
+  if stacked_axes:
+    leading.append(stacked_axes)
+    free_axes = set(mesh.axis_names).difference(stacked_axes)
+    spec = partition_specs.restricted(spec, free_axes)
+  if per_shard_axes:
+    row_axes = per_shard_axes.difference(stacked_axes)
+    leading.append(tuple(axis for axis in mesh.axis_names if axis in row_axes))
+  return P(*partition_specs.from_entries(leading), *spec)
 
 
 def is_abstract(params: leaves_lib.ParamTree) -> bool:
@@ -351,16 +359,12 @@ def is_abstract(params: leaves_lib.ParamTree) -> bool:
   return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
-def abstract(
-    tree: Any,
-    specs: Any,
-    mesh: mapping.AnyMesh,
-) -> Any:
+def abstract(tree: Any, specs: Any, mesh: mapping.AnyMesh) -> Any:
   """Returns the shapes, dtypes and shardings of a tree of arrays."""
   return jax.tree.map(
-      lambda leaf, spec: jax.ShapeDtypeStruct(
-          jnp.shape(leaf),
-          jnp.result_type(leaf),
+      lambda x, spec: jax.ShapeDtypeStruct(
+          jnp.shape(x),
+          jnp.result_type(x),
           sharding=jax.sharding.NamedSharding(mesh, spec),
       ),
       tree,

@@ -1,35 +1,30 @@
 """Types of a state on a mesh, and of its sharded fields without sharding."""
 
-from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from shard_transforms._src.base import leaves as leaves_lib
+from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import states
 from shard_transforms._src.state import fields
-from shard_transforms._src.state import specs
+from shard_transforms._src.state import state_specs
 from shard_transforms._src.state import state_types
 
 
-class ShardedField(NamedTuple):
+class FieldTypes(NamedTuple):
   """The types of a sharded field of a state.
 
   Attributes:
-    rule: The rule of the field.
-    on_mesh: The types of the field on the mesh, with shardings.
     on_one_shard: The types of the field on one shard, where nothing is sliced.
-    full: The types of the field in its full form.
+    unsharded: The types of the field in the result of `unshard_state`.
   """
 
-  rule: states.Rule
-  on_mesh: Any
   on_one_shard: Any
-  full: Any
+  unsharded: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,70 +41,82 @@ class UnshardedTypes:
   mesh: jax.sharding.Mesh
   in_specs: Any
   state: Any
-  sharded_fields: dict[fields.Path, ShardedField]
+  sharded_fields: dict[fields.Path, FieldTypes]
 
-  def check_tree(self, state: Any) -> None:
-    """Checks that a state has the tree of the state on this mesh.
+  def unshard(self, path: fields.Path, rule: Any, field: Any) -> Any:
+    """Returns the field at a path, unsharded by its rule.
 
     Raises:
-      ValueError: If the trees differ.
+      TypeError: If a leaf has another dtype.
+      ValueError: If the field was created for other parameters, or the
+        parameters are sharded such that it cannot be converted.
     """
-    # A checkpoint may restore dictionaries instead of state classes.
-    fields.map_fields(lambda *_: None, fields.full_rules_of, state, self.state)
+    name = leaves_lib.name_of(path)
+    types = self._types_of(path)
+    self._check_whole_params(path, rule, field)
+    unsharded = rule.unshard(field, types.on_one_shard, name)
+    fields.check_same_types(name, unsharded, types.unsharded)
+    return unsharded
 
-  def check_created_on_mesh(self, path: fields.Path, field: Any) -> None:
-    """Checks that a field was created on this mesh with these `in_specs`.
+  def check_created_on_mesh(self, state: Any) -> None:
+    """Checks that a state was created on this mesh with these `in_specs`.
 
     Comparing shapes does not suffice, because slices that were created for
     other `in_specs` may have the same shapes. Such slices are sharded over
     additional axes.
 
     Raises:
-      ValueError: If the field has other shapes or shardings.
+      ValueError: If a sharded field has other shapes or shardings.
     """
-    types = self._types_of(path)
-    is_full = fields.types_of(field) == fields.types_of(types.full)
-    # If the tree differs, leave the check to the rule.
-    same_tree = jax.tree.structure(field) == jax.tree.structure(types.on_mesh)
-    if is_full or not same_tree:
-      return
-    pairs = zip(*map(jax.tree.leaves, (field, types.on_mesh)), strict=True)
-    if fields.types_of(field) != fields.types_of(types.on_mesh) or any(
-        _axes_of(leaf) - _axes_of(like) for leaf, like in pairs
-    ):
-      raise ValueError(
-          f'The shapes or shardings of the state at {leaves_lib.name_of(path)}'
-          ' are not those that `init_state` gives it for this `mesh` and these'
-          ' `in_specs`. Pass the `mesh` and the `in_specs` with which the state'
-          ' was created.'
+
+    def check(path, rule, field, like):
+      if rule.unshard is None:
+        return
+      is_unsharded = fields.types_of(field) == fields.types_of(
+          self._types_of(path).unsharded
       )
+      # If the tree differs, leave the check to the rule.
+      same_tree = jax.tree.structure(field) == jax.tree.structure(like)
+      if is_unsharded or not same_tree:
+        return
+      pairs = zip(*map(jax.tree.leaves, (field, like)), strict=True)
+      if fields.types_of(field) != fields.types_of(like) or any(
+          _axes_of(leaf) - _axes_of(like) for leaf, like in pairs
+      ):
+        raise ValueError(
+            'The shapes or shardings of the state at'
+            f' {leaves_lib.name_of(path)} are not those that `init_state` gives'
+            ' it for this `mesh` and these `in_specs`. Pass the `mesh` and the'
+            ' `in_specs` with which the state was created.'
+        )
 
-  def joining(
-      self, path: fields.Path, to_full: Callable[[Any, Any, str], Any]
-  ) -> Callable[[Any], Any]:
-    """Returns a function that converts the field at a path to its full form.
+    fields.map_fields(check, fields.sharded_rules_of, state, self.state)
 
-    Args:
-      path: The path of the field.
-      to_full: The function `full` of the rule of the field.
+  def check_without_slices(self, state: Any, caller: str) -> None:
+    """Checks that a state, whose mesh is unknown, has no slices.
 
     Raises:
-      ValueError: If the field at this path is not sharded.
+      ValueError: If a leaf is sliced. Its padding depends on the mesh.
     """
-    name = leaves_lib.name_of(path)
-    types = self._types_of(path)
 
-    def join(field):
-      if fields.types_of(field) != fields.types_of(types.on_one_shard):
-        self._check_whole_params(path, types)
-      full = to_full(field, types.on_one_shard, name)
-      fields.check_same_shapes(name, full, types.full)
-      return full
+    def check(path, rule, field, _):
+      if rule is not fields.SLICES:
+        return
+      types = self._types_of(path).unsharded
+      if fields.types_of(field) != fields.types_of(types):
+        raise ValueError(
+            f'`{caller}` got slices at {leaves_lib.name_of(path)} that are not'
+            ' on the mesh for which they were created, so their padding is'
+            ' unknown. Call `unshard_state(jax.device_get(state), tx, params,'
+            ' mesh)` with that mesh, and then `shard_state` with the new mesh.'
+        )
 
-    return join
+    fields.map_fields(check, fields.sharded_rules_of, state, self.state)
 
-  def check_full(self, path: fields.Path, full: Any, target: Any) -> None:
-    """Checks that a field in its full form can be sharded like `target`.
+  def check_unsharded(
+      self, path: fields.Path, rule: states.Rule, field: Any, target: Any
+  ) -> None:
+    """Checks that an unsharded field can be sharded like `target`.
 
     Raises:
       TypeError: If a leaf has another dtype.
@@ -117,17 +124,12 @@ class UnshardedTypes:
     """
     name = leaves_lib.name_of(path)
     types = self._types_of(path)
-    fields.check_same_shapes(name, full, types.full)
-
-    def check_dtype(path, leaf, like):
-      fields.check_dtype(name + jax.tree_util.keystr(path), leaf, like)
-
-    jax.tree.map_with_path(check_dtype, full, types.full)
-    if fields.types_of(target) != fields.types_of(types.on_one_shard):
-      self._check_whole_params(path, types)
-    # Raises for `groups`: each group keeps a different state, so the slices do
-    # not join to one full state.
-    _full_types(types.rule, target, types.on_one_shard, name)
+    advice = ' Pass the result of `unshard_state` to `shard_state`.'
+    fields.check_same_types(name, field, types.unsharded, advice)
+    self._check_whole_params(path, rule, target)
+    # Raises for `groups`: each group keeps a different state.
+    target = leaves_lib.shapes_of(target)
+    _unsharded_field_types(rule, target, types.on_one_shard, name)
 
   def _types_of(self, path):
     if path not in self.sharded_fields:
@@ -135,17 +137,20 @@ class UnshardedTypes:
       raise ValueError(fields.mismatch(name, 'a sharded field', 'a leaf'))
     return self.sharded_fields[path]
 
-  def _check_whole_params(self, path, types):
+  def _check_whole_params(self, path, rule, field):
+    """Checks that slices are not those of sharded parameters."""
+    one_shard = self._types_of(path).on_one_shard
+    is_sharded = fields.types_of(field) != fields.types_of(one_shard)
     # Slices of sharded parameters cannot be distinguished from slices of
     # unsharded parameters. All other rules handle sharded parameters.
-    is_sharded = bool(partition_specs.axes_of(self.in_specs))
-    if types.rule is fields.DIVIDED and is_sharded:
+    params_are_sharded = bool(partition_specs.axes_of(self.in_specs))
+    if is_sharded and params_are_sharded and rule is fields.SLICES:
       raise ValueError(
-          '`in_specs` shards parameters whose state is sharded further, such as'
-          f' by `shard_update`: got {self.in_specs!r} for'
-          f' {leaves_lib.name_of(path)}. Such a state cannot be converted.'
-          ' Continue on the same mesh, or create the state again with'
-          ' `init_state`.'
+          '`in_specs` shards parameters over some axes, and their state is'
+          ' sharded over further axes, such as by `shard_update`: got'
+          f' {self.in_specs!r} for {leaves_lib.name_of(path)}. Such a state'
+          ' cannot be converted. Continue on the same mesh, or create the state'
+          ' again with `init_state`.'
       )
 
 
@@ -165,50 +170,36 @@ def unsharded_types(
     ValueError: If `in_specs` does not have the tree of the parameters, or
       `tx.init` raises on one shard.
   """
-  specs.check_mesh(mesh)
-  param_specs = specs.checked_specs(tx, params, in_specs, caller)
-  shapes = jax.eval_shape(lambda params: params, params)
-
-  @functools.cache
-  def types_on_one_shard():
-    return state_types.types_on_one_shard(tx, shapes, mesh, param_specs)
-
-  # If parameters are sharded, `state_types` needs the state for the local
-  # shapes of the parameters instead.
-  state = state_types.state_types(
-      tx,
-      shapes,
-      mesh,
-      param_specs,
-      on_one_shard=(
-          None if partition_specs.axes_of(in_specs) else types_on_one_shard
-      ),
+  mapping.check_mesh(mesh)
+  param_specs = state_specs.checked_specs(tx, params, in_specs, caller)
+  shapes = leaves_lib.shapes_of(params)
+  state, one_shard = state_types.types_on_mesh_and_one_shard(
+      tx, shapes, mesh, param_specs
   )
-  rules_of = fields.full_rules_of
-  on_mesh = fields.sharded_fields(rules_of, state)
+  on_mesh = fields.sharded_fields(fields.sharded_rules_of, state)
+  if not on_mesh:
+    return UnshardedTypes(mesh, in_specs, state, {})
+  # For sharded parameters, `one_shard` is the state of a shard's part of them.
+  if one_shard is None or partition_specs.axes_of(in_specs):
+    one_shard = state_types.types_on_one_shard(tx, shapes, mesh, param_specs)
+  on_one_shard = fields.sharded_fields(fields.sharded_rules_of, one_shard)
   sharded_fields = {}
-  # An error that also occurs on the mesh was raised by the trace on the mesh.
-  if on_mesh:
-    on_one_shard = fields.sharded_fields(rules_of, types_on_one_shard())
-    for path in on_mesh.keys() & on_one_shard.keys():
-      rule, types = on_one_shard[path]
-      types = fields.without_shardings(types)
-      full = _full_types(rule, types, types, leaves_lib.name_of(path))
-      sharded_fields[path] = ShardedField(rule, on_mesh[path][1], types, full)
+  for path in on_mesh.keys() & on_one_shard.keys():
+    rule, types = on_one_shard[path]
+    types = leaves_lib.shapes_of(types)
+    unsharded = _unsharded_field_types(
+        rule, types, types, leaves_lib.name_of(path)
+    )
+    sharded_fields[path] = FieldTypes(types, unsharded)
   return UnshardedTypes(mesh, in_specs, state, sharded_fields)
 
 
-def _full_types(rule, field, on_one_shard, name):
-  """Returns the types of a field in its full form."""
+def _unsharded_field_types(rule, field, on_one_shard, name):
+  """Returns the types of a field that its rule has unsharded."""
   return jax.eval_shape(
-      lambda field: rule.full(field, on_one_shard, name),
-      fields.without_shardings(field),
+      lambda field: rule.unshard(field, on_one_shard, name), field
   )
 
 
 def _axes_of(leaf):
-  """Returns the axes over which a leaf is sharded; empty if it is unknown."""
-  sharding = getattr(leaf, 'sharding', None)
-  if not isinstance(sharding, jax.sharding.NamedSharding):
-    return frozenset()
-  return partition_specs.axes_of(sharding.spec)
+  return partition_specs.axes_of(partition_specs.spec_of(leaf))

@@ -16,7 +16,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs
 from shard_transforms._src.base import weights
-from shard_transforms._src.state import specs as specs_lib
 from shard_transforms._src.transforms import sharded_parameters
 
 _CALLER = 'accumulated_value_and_grad'
@@ -209,7 +208,7 @@ def _num_shards(mesh, axes):
   """
   mesh_in_use = jax.sharding.get_abstract_mesh()
   mesh = mesh_in_use if mesh is None else mesh
-  specs_lib.check_mesh(mesh)
+  mapping.check_mesh(mesh)
   for axis in axes:
     if axis in mesh_in_use.manual_axes:
       raise ValueError(

@@ -60,7 +60,7 @@ def per_shard(params: Any, axis_name: axes_lib.AxisName) -> Any:
     [0. 1. 2. 3. 4. 5. 6. 7.]
   """
   axes = axes_lib.as_axes(axis_name)
-  axes_lib.size(axes, 'per_shard')
+  axes_lib.check_bound(axes, 'per_shard')
 
   def mark(leaf):
     is_array = leaves_lib.dtype_of_number(leaf) is not None
@@ -166,8 +166,8 @@ def value_and_grad(
   axes = axes_lib.as_axes(axis_name)
   argnums_tuple = argnums if isinstance(argnums, Sequence) else (argnums,)
   argnums_tuple = tuple(map(operator.index, argnums_tuple))
-  if not (mesh is None or isinstance(mesh, mapping.AnyMesh)):
-    raise TypeError(f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}.')
+  if mesh is not None:
+    mapping.check_mesh(mesh)
   split_arguments.check_in_axes(in_axes)
   jax_value_and_grad = jax.value_and_grad(
       _with_checked_loss(fun, axes, has_aux),
@@ -193,7 +193,7 @@ def value_and_grad(
   @functools.wraps(fun)
   def value_and_grad_fn(*args, **kwargs):
     if any(map(axes_lib.is_bound, axes)):
-      axes_lib.size(axes, _CALLER)
+      axes_lib.check_bound(axes, _CALLER)
       return local_value_and_grad(*args, **kwargs)
     return stacked_gradients.stacked_value_and_grad(
         local_value_and_grad,
@@ -217,7 +217,7 @@ def _with_checked_loss(fun, axes, has_aux):
     out = fun(*args, **kwargs)
     loss = out[0] if has_aux else out
     for axis in axes:
-      if axes_lib.state(loss, axis) == 'invariant':
+      if axes_lib.variance_of(loss, axis) == 'invariant':
         raise ValueError(
             f'The loss of `{_CALLER}` is the same on all shards of {axis!r}, so'
             ' its gradient would be N times too large or too small. Return the'

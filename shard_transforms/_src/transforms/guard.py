@@ -144,7 +144,7 @@ def guard(
   waits_for_decision = on_bad == 'exclude' or spikes is not None
 
   def init_fn(params):
-    if axes_lib.size(axes, _CALLER) > 1 and num_required is not None:
+    if axes_lib.num_shards(axes, _CALLER) > 1 and num_required is not None:
       _check_num_shards(axes, num_required)
     inner_state = gate.inner.init(params)
     return state_lib.initial_state(inner_state, spikes, max_consecutive, axes)
@@ -240,7 +240,7 @@ def _check_num_shards(axes, num_required):
     NameError: If an axis is not bound.
     ValueError: If there are fewer shards.
   """
-  num_shards = axes_lib.size(axes, _CALLER)
+  num_shards = axes_lib.num_shards(axes, _CALLER)
   if num_shards < num_required:
     raise ValueError(
         f'`min_shards={num_required}` of `guard` exceeds the number of shards,'
@@ -271,7 +271,7 @@ def _sliced_over(updates, axes, specs):
       )
   all_axes = frozenset().union(*axes_of_leaves)
   sliced = tuple(sorted(all_axes.difference(axes), key=str))
-  axes_lib.size(sliced, _CALLER)
+  axes_lib.check_bound(sliced, _CALLER)
   return sliced
 
 

@@ -13,7 +13,6 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.state import placement
-from shard_transforms._src.state import specs
 from shard_transforms._src.transforms import stacked_update
 
 
@@ -101,15 +100,16 @@ def on_mesh(
     >>> print(params, loss)
     1.25 15.0
   """
-  specs.check_mesh(mesh)
+  mapping.check_mesh(mesh)
   inner = arguments.as_inner(tx, 'on_mesh', 'tx')
   specs_lib.check(in_specs, 'on_mesh', 'in_specs')
   arguments.check_bool('stacked', stacked)
   axes = _axes(mesh, axis_name, in_specs)
 
   def init_fn(params):
-    # `unshard_state` calls `init` on one shard to get the shapes of the state.
-    if _mapped_sizes(mesh, or_one=True):
+    # Also on other meshes: `unshard_state` and `resize_state` call `init` on
+    # one shard, and on the mesh of another number of shards.
+    if any(map(axes_lib.is_bound, mesh.axis_names)):
       return inner.init(params)
     if axis_name is None:
       _check_axes_are_named(params, mesh, in_specs)
@@ -158,7 +158,7 @@ def _check_axes_are_named(params, mesh, in_specs):
       may be meant for the compiler.
   """
   for path, leaf in jax.tree.leaves_with_path(params):
-    axes = specs_lib.axes_of(placement.spec_of(leaf))
+    axes = specs_lib.axes_of(specs_lib.spec_of(leaf))
     axes -= specs_lib.axes_of(in_specs)
     if axes and math.prod(mesh.axis_sizes) > mapping.num_shards(mesh, axes):
       raise ValueError(
@@ -173,8 +173,8 @@ def _check_axes_are_named(params, mesh, in_specs):
       )
 
 
-def _mapped_sizes(mesh, or_one=False):
-  """Returns the size of each mapped axis of a mesh, checked to be its size.
+def _mapped_sizes(mesh):
+  """Returns the sizes of the mapped axes of a mesh, which must be its own.
 
   Raises:
     ValueError: If the size of a mapped axis is not that of the mesh.
@@ -185,7 +185,7 @@ def _mapped_sizes(mesh, or_one=False):
       if axes_lib.is_bound(axis)
   }
   sizes = {axis: mesh.shape[axis] for axis in mapped}
-  if mapped != sizes and not (or_one and set(mapped.values()) == {1}):
+  if mapped != sizes:
     raise ValueError(
         f'`mesh` of `on_mesh` must be the mesh of the step, got {sizes}, but'
         f' the step maps {mapped}. Bind the transformation to the mesh of the'

@@ -43,7 +43,7 @@ class ShardUpdateState(NamedTuple):
 
   inner_state: optax.OptState
 
-  rules = {'inner_state': fields.DIVIDED}
+  rules = {'inner_state': fields.SLICES}
 
 
 def shard_update(

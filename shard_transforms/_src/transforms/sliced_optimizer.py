@@ -56,7 +56,7 @@ class SlicedOptimizer:
     reduction.check_params(params)
     # `state_specs` and `unshard_state` call `init` on one shard to get the
     # shapes of the unsliced state, so nothing may be sliced there.
-    if axes_lib.size(reduction.axes, reduction.caller) == 1:
+    if axes_lib.num_shards(reduction.axes, reduction.caller) == 1:
       return self.inner.init(params)
     sliced_state = self.inner.init(reduction.own(params))
     unsliced = jax.eval_shape(self.inner.init, params)

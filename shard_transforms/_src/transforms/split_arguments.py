@@ -58,7 +58,7 @@ def split_arguments(
 
   def default_axis(x):
     if are_typed:
-      first = partition_specs.entries(mapping.spec_of(x))[:1]
+      first = partition_specs.entries(mapping.explicit_spec_of(x))[:1]
       return 0 if first and set(axes) <= set(first[0]) else None
     return 0 if mapping.is_array(x) and jnp.ndim(x) else None
 

@@ -93,8 +93,9 @@ def _stacked_updates(updates, params, weight, mesh, axes):
   # `nnx.Optimizer` converts a `Stacked` to a mapping, like every other node.
   if isinstance(updates, Mapping) and len(updates) == 1 and params is not None:
     ((name, tree),) = updates.items()
-    if name in stacked_lib.NAMES and has_same_tree(tree, params):
-      return stacked_lib.Stacked(tree, axes, name == 'weighted_tree')
+    names = stacked_lib.TREE, stacked_lib.WEIGHTED_TREE
+    if name in names and has_same_tree(tree, params):
+      return stacked_lib.Stacked(tree, axes, name == stacked_lib.WEIGHTED_TREE)
   if not jax.tree.leaves(updates):
     return stacked_lib.Stacked(updates, axes)
   if unreduced_axes := unreduced.axes_of(updates, _CALLER):

@@ -52,16 +52,16 @@ def stacked_value_and_grad(
 
   def of_shard(args, kwargs):
     args, kwargs = jax.tree.map(
-        stacked_lib.local_entry, (args, kwargs), is_leaf=stacked_lib.is_stacked
+        stacked_lib.shard_value, (args, kwargs), is_leaf=stacked_lib.is_stacked
     )
     return jax.tree.map(_with_shard_axis, grad_fn(*args, **kwargs))
 
-  explaining = mapping.explaining_closures(
+  explaining = mapping.translate_closure_error(
       'The loss of `value_and_grad`',
       'Pass them to the function as keyword arguments, or make them inside the'
       ' loss.',
   )
-  with mapping.in_use(mesh), explaining:
+  with mapping.set_if_explicit(mesh), explaining:
     leaves = map(functools.partial(mapping.reshard, axes), leaves, splits)
     # The map does not check types, because a loss that is written for one
     # device has constants in the carries of its loops, which JAX types as the

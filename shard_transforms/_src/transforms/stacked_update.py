@@ -16,7 +16,7 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
 from shard_transforms._src.base import partition_specs as specs_lib
 from shard_transforms._src.base import stacked as stacked_lib
-from shard_transforms._src.state import specs
+from shard_transforms._src.state import state_specs as state_specs_lib
 from shard_transforms._src.transforms import stacked_arguments
 
 _CALLER = 'on_mesh'
@@ -33,7 +33,7 @@ def stacked_update(
   @functools.lru_cache(maxsize=8)
   def get_state_specs(treedef, *types):
     params = treedef.unflatten(types)
-    return specs.state_specs(inner, params, mesh, in_specs=in_specs)
+    return state_specs_lib.state_specs(inner, params, mesh, in_specs=in_specs)
 
   def update(updates, state, params, extra_args):
     if not stacked_arguments.are_global(updates, params, in_specs):
@@ -50,7 +50,7 @@ def stacked_update(
     state_specs = get_state_specs(treedef, *map(_abstract, leaves))
     grad_specs = specs_lib.of_params(in_specs, grads, _CALLER)
     _check_state(state, state_specs)
-    with mapping.explaining_closures(
+    with mapping.translate_closure_error(
         'The transformation of `on_mesh`',
         'Keep them in its state, for example by `optax.inject_hyperparams`'
         ' inside of `on_mesh`.',
@@ -69,7 +69,7 @@ def stacked_update(
           axes=axes,
           out_types=(
               _new_update_specs(updates, grads, params),
-              jax.tree.map(mapping.spec_of, state),
+              jax.tree.map(mapping.explicit_spec_of, state),
           ),
       )
 
@@ -81,7 +81,7 @@ def _update_shard(
 ):
   """Returns the update and the state of a shard, inside the map."""
   grads, extra_args = jax.tree.map(
-      stacked_lib.local_entry,
+      stacked_lib.shard_value,
       (updates, extra_args),
       is_leaf=stacked_lib.is_stacked,
   )
@@ -131,8 +131,10 @@ def _update_specs(updates, grads, grad_specs, params):
 def _new_update_specs(updates, grads, params):
   """Returns the specs of the new updates on axes of type `Explicit`."""
   if stacked_arguments.has_same_tree(grads, params):
-    return jax.tree.map(mapping.spec_of, params)
-  return jax.tree.map(lambda x: P(*tuple(mapping.spec_of(x))[1:]), updates.tree)
+    return jax.tree.map(mapping.explicit_spec_of, params)
+  return jax.tree.map(
+      lambda x: P(*tuple(mapping.explicit_spec_of(x))[1:]), updates.tree
+  )
 
 
 def _extra_arg_specs(extra_args):

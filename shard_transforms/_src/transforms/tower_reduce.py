@@ -212,7 +212,7 @@ def tower_reduce(
   is_mean = reduction == 'mean'
 
   def init_fn(params):
-    axes_lib.size(axes, _CALLER)
+    axes_lib.check_bound(axes, _CALLER)
     window = _empty_window(params, num_towers, is_mean, axes)
     return window._replace(inner_state=gate.inner.init(params))
 

@@ -74,6 +74,6 @@ def to_stacked(
     return stack
 
   terms = jax.tree.map(lambda x: None if leaves_lib.is_float0(x) else x, tree)
-  with mapping.in_use(mesh):
+  with mapping.set_if_explicit(mesh):
     stacks = stack_all(terms, weight)
   return stacked.Stacked(jax.tree.map(with_empty, tree, stacks), axes)

@@ -237,7 +237,7 @@ def _check_state(state, axes):
     ValueError: If it is for other shards, or there is only one shard.
   """
   arguments.check_state(state, CrossCheckState, _CALLER)
-  num_shards = axes_lib.size(axes, _CALLER)
+  num_shards = axes_lib.num_shards(axes, _CALLER)
   if num_shards < 2:
     raise ValueError(
         f'`{_CALLER}` needs 2 shards or more over `axis_name`, got'
@@ -294,7 +294,7 @@ class _Carry(NamedTuple):
 def _evaluate(call, batch, zeros, axes, choice):
   """Runs the evaluations of a check, and returns the final carry."""
   table, chosen, distances = choice
-  num_shards = axes_lib.size(axes, _CALLER)
+  num_shards = axes_lib.num_shards(axes, _CALLER)
 
   def evaluate(carry):
     result = call(carry.batch)
@@ -356,7 +356,7 @@ def _distances(num_shards):
 def _rotate(batch, axes, table, number, chosen):
   """Returns the batch of a shard for the next evaluation."""
   steps = np.diff(table, axis=0)
-  num_shards = axes_lib.size(axes, _CALLER)
+  num_shards = axes_lib.num_shards(axes, _CALLER)
 
   def pairs(step):
     return [((i + step) % num_shards, i) for i in range(num_shards)]

@@ -15,6 +15,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
 from shard_transforms._src.reduction import norms
+from shard_transforms.contrib._src import arguments as contrib_arguments
 
 _CALLER = 'track_noise_scale'
 
@@ -115,7 +116,7 @@ def track_noise_scale(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from shard_transforms import contrib
-    >>> tx = contrib.track_noise_scale('data', decay=0.5)
+      >>> tx = contrib.track_noise_scale('data', decay=0.5)
     >>> def measure(update):
     ...   mean, state = tx.update(update, tx.init(update))
     ...   return mean, state.noise_scale
@@ -129,7 +130,7 @@ def track_noise_scale(
   """
   axes = axes_lib.as_axes(axis_name)
   inner = _mean(axes) if inner is None else arguments.as_inner(inner, _CALLER)
-  arguments.as_decay('decay', decay)
+  contrib_arguments.as_decay('decay', decay)
 
   def init_fn(params):
     zero = jnp.zeros([], jnp.float32)

@@ -81,7 +81,7 @@ def adasum(
     raise ValueError(f"`over` must be 'leaf' or 'tree', got {over!r}.")
 
   def aggregate(leaves, is_counted, axes):
-    if not leaves or axes_lib.size(axes, _CALLER) == 1:
+    if not leaves or axes_lib.num_shards(axes, _CALLER) == 1:
       return aggregator.only_shard_values(leaves, is_counted, axes)
     if is_counted is not None:
       leaves = list(map(leaves_lib.where_or_zeros_fn(is_counted), leaves))
@@ -165,7 +165,7 @@ def _rows(stacks, axes, is_sliced):
       lambda buffer: exchanges.exchange(buffer, axes),
       [jax.vmap(rows_of, out_axes=1)(stack) for stack in stacks],
       axes,
-      num_rows=axes_lib.size(axes, _CALLER),
+      num_rows=axes_lib.num_shards(axes, _CALLER),
   )
 
 
@@ -255,7 +255,7 @@ def _whole(nodes, leaves, axes, is_sliced):
         lambda buffer: collectives.gather(buffer, axes),
         slices,
         axes,
-        growth=axes_lib.size(axes, _CALLER),
+        growth=axes_lib.num_shards(axes, _CALLER),
     )
   parts = [x for row in rows for x in jnp.unstack(row, axis=1)]
   return [

@@ -18,6 +18,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import bucketing
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import thresholds
+from shard_transforms.contrib._src import arguments as contrib_arguments
 from shard_transforms.contrib._src import exchanges
 
 # A function of this shard's real arrays; of whether this shard counts, bool [],
@@ -115,7 +116,7 @@ def is_sliced(axes: collectives.Axes) -> bool:
 
 def rows_of(x: jax.Array, axes: collectives.Axes) -> jax.Array:
   """Returns the slices of an array, [number of shards, elements]."""
-  num_shards = axes_lib.size(axes, '')
+  num_shards = axes_lib.num_shards(axes, '')
   return leaves_lib.slice_evenly(x, num_shards).reshape(num_shards, -1)
 
 
@@ -141,10 +142,10 @@ def map_packed(
 
 def _check(updates, weight, axes, caller):
   """Checks the updates and the weight; returns whether this shard counts."""
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, axes, caller)
-  leaves_lib.check_not_explicit(updates, caller)
+  contrib_arguments.check_not_explicit(updates, caller)
   if weight is None:
     return None
   weight = weights.as_weight(weight, (), caller)

@@ -91,7 +91,7 @@ def _vote_in_bytes(leaf, is_counted, axes):
 
 def _vote_in_bits(leaf, is_counted, axes):
   """Exchanges votes of one bit each; each shard counts those on its slice."""
-  num_shards = axes_lib.size(axes, _CALLER)
+  num_shards = axes_lib.num_shards(axes, _CALLER)
   rows = leaves_lib.slice_evenly(leaf, _BITS * num_shards).reshape(
       num_shards, -1
   )

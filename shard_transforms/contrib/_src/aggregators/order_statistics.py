@@ -127,7 +127,7 @@ def trimmed_mean(
   num_trimmed = arguments.as_at_least('num_trimmed', num_trimmed, 0)
 
   def aggregate(leaves, is_counted, axes):
-    num_shards = axes_lib.size(axes, _CALLER)
+    num_shards = axes_lib.num_shards(axes, _CALLER)
     if 2 * num_trimmed >= num_shards and num_trimmed:
       raise ValueError(
           '`num_trimmed` of `trimmed_mean` must be less than half of the'
@@ -147,7 +147,7 @@ def _aggregate(
     axes: collectives.Axes,
 ) -> list[jax.Array]:
   """Applies `combine` to sorted rows and the number of values in them."""
-  if axes_lib.size(axes, _CALLER) == 1:
+  if axes_lib.num_shards(axes, _CALLER) == 1:
     return aggregator.only_shard_values(leaves, is_counted, axes)
 
   def combine_values(values):

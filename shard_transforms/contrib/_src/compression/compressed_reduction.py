@@ -20,6 +20,7 @@ from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.reduction import collectives
 from shard_transforms._src.reduction import leaf_sums
+from shard_transforms.contrib._src import arguments as contrib_arguments
 
 
 class Split(NamedTuple):
@@ -134,7 +135,7 @@ class CompressedReduction(abc.ABC):
 
   def num_shards(self) -> int:
     """Returns the number of shards over all axes."""
-    return axes_lib.size(self.axes, self.caller)
+    return axes_lib.num_shards(self.axes, self.caller)
 
   @abc.abstractmethod
   def compresses(self, leaf: Any) -> bool:
@@ -205,7 +206,7 @@ class CompressedReduction(abc.ABC):
     arguments.check_state(state, self.state_type, self.caller)
     with jax.named_scope(self.caller):
       share = self.reduction.share(updates, weight)
-    leaves_lib.check_not_explicit(updates, self.caller)
+    contrib_arguments.check_not_explicit(updates, self.caller)
     split = Split.of(updates, self.compresses)
     local_state = self._local_state(state, updates, split)
     leaf_states = self.state_type(

@@ -44,7 +44,7 @@ def _flatten(leaf, like):
 
 # Each shard has a flat slice of each leaf, [slices, 1, ..., 1, elements], with
 # zeros at its end.
-_SLICES = fields.full_rule(_unflatten, _flatten)
+_SLICES = fields.leaf_rule(_unflatten, _flatten)
 
 
 def _problem(state: Any) -> str | None:

@@ -42,7 +42,7 @@ class Exchange(NamedTuple):
 
   def num_shards(self) -> int:
     """Returns the number of shards over all axes."""
-    return axes_lib.size(self.axes, 'compression')
+    return axes_lib.num_shards(self.axes, 'compression')
 
   def scatter(
       self, leaves: Sequence[jax.Array]

@@ -17,6 +17,7 @@ from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
 from shard_transforms._src.gates import branching
+from shard_transforms.contrib._src import arguments as contrib_arguments
 from shard_transforms.contrib._src.local_updates import local_state
 from shard_transforms.contrib._src.local_updates import (
     outer_step as outer_step_lib,
@@ -148,7 +149,7 @@ def local_updates(
   inner = arguments.as_inner(inner, _CALLER)
   outer = arguments.as_inner(outer, _CALLER, 'outer')
   axes = axes_lib.as_axes(axis_name)
-  mixing = float(arguments.as_decay('mixing', mixing))
+  mixing = float(contrib_arguments.as_decay('mixing', mixing))
   partition = schedule_lib.as_fragments(fragments)
   schedule = schedule_lib.Schedule(every, delay, partition.num)
   arguments.check_bool('assume_weighted', assume_weighted)
@@ -157,7 +158,7 @@ def local_updates(
   )
 
   def init_fn(params):
-    axes_lib.size(axes, _CALLER)
+    axes_lib.check_bound(axes, _CALLER)
     own_params = local_state.trainable_params(params)
     inner_state = inner.init(own_params)
     outer_state = tuple(map(outer.init, partition.split(own_params)))

@@ -150,7 +150,7 @@ def _slicing(spec: P, shape: Sequence[int], name: str, caller: str) -> Any:
         f'`param_specs` of `{caller}` must have at most one entry per dimension'
         f' and name each axis once, got {spec!r} for {name} {list(shape)}.'
     )
-  axes_lib.size(axes, caller)
+  axes_lib.check_bound(axes, caller)
   return (*entries, *[()] * (len(shape) - len(entries)))
 
 
@@ -223,7 +223,8 @@ def _check_specs_in_use(name, shape, spec, caller):
   Raises:
     ValueError: If the specs differ.
   """
-  traced_shape, in_spec = state_types.specs_in_use().get(name, (None, None))
+  in_trace = state_types.PARAMS_IN_TRACE.get() or {}
+  traced_shape, in_spec = in_trace.get(name, (None, None))
   if in_spec is None or traced_shape != shape:
     return
 

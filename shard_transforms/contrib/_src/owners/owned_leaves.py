@@ -137,4 +137,4 @@ def _shard(state, target):
 
 
 # Unsharded, the leaves of all owners are the state of `inner`.
-FULL_RULE = states.Rule(full=_unshard, place=_shard)
+OWNERS_RULE = states.Rule(unshard=_unshard, shard=_shard)

@@ -40,7 +40,7 @@ class OwnedUpdateState(NamedTuple):
 
   inner_state: owned_leaves.OwnedLeaves
 
-  rules = {'inner_state': owned_leaves.FULL_RULE}
+  rules = {'inner_state': owned_leaves.OWNERS_RULE}
 
 
 def owned_update(

@@ -16,6 +16,7 @@ from shard_transforms._src.base import weights
 from shard_transforms._src.gates import branching
 from shard_transforms._src.gates import selection
 from shard_transforms._src.reduction import collectives
+from shard_transforms.contrib._src import arguments as contrib_arguments
 from shard_transforms.contrib._src.reproducible import partial_sums
 from shard_transforms.contrib._src.reproducible import tree_reduction
 
@@ -73,7 +74,7 @@ class ReproducibleState(NamedTuple):
     >>> import optax
     >>> import shard_transforms
     >>> from shard_transforms.contrib import reproducible
-    >>> mesh = jax.make_mesh((8,), ('data',))
+      >>> mesh = jax.make_mesh((8,), ('data',))
     >>> tx = reproducible.tower_reduce(4, optax.sgd(0.1), 'data')
     >>> state = shard_transforms.init_state(tx, jnp.zeros(3), mesh)
     >>> print(state.total.shape, state.total_weight.shape)
@@ -186,7 +187,7 @@ def _check(updates, state, num_levels, reduction):
   arguments.check_state(state, ReproducibleState, caller)
   leaves_lib.check_inexact(updates, caller)
   leaves_lib.check_per_shard(updates, reduction.axes, caller)
-  leaves_lib.check_not_explicit(updates, caller)
+  contrib_arguments.check_not_explicit(updates, caller)
   state_levels = jnp.shape(state.total_weight)[-1]
   if state_levels != num_levels:
     raise ValueError(

@@ -10,6 +10,7 @@ from shard_transforms._src.base import arguments
 from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import weights
+from shard_transforms.contrib._src import arguments as contrib_arguments
 from shard_transforms.contrib._src.reproducible import tree_reduction
 from shard_transforms.contrib._src.reproducible import tree_sums
 
@@ -88,7 +89,7 @@ def cross_shard_sum(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from shard_transforms.contrib import reproducible
-    >>> total = reproducible.cross_shard_sum('data', num_towers=2)
+      >>> total = reproducible.cross_shard_sum('data', num_towers=2)
     >>> def step(towers):
     ...   return total.update(towers, total.init(towers[0]))[0]
     >>> towers = jnp.array([[1.0, 2.0], [3.0, 6.0]])
@@ -117,7 +118,7 @@ def _cross_shard(kind, axis_name, num_towers):
     reduction.check_params(params)
     leaves_lib.check_inexact(updates, caller)
     leaves_lib.check_per_shard(updates, axes, caller)
-    leaves_lib.check_not_explicit(updates, caller)
+    contrib_arguments.check_not_explicit(updates, caller)
     _check_stacked(updates, leading_shape, caller)
     if weight is None:
       total = reduction.total(num_towers or 1)

@@ -67,7 +67,7 @@ def _halved_along(axis, rows):
 
 def psum(x: jax.Array, axes: collectives.Axes) -> jax.Array:
   """Returns the sum of an array over the shards."""
-  num_shards = axes_lib.size(axes, '')
+  num_shards = axes_lib.num_shards(axes, '')
   if x.size < num_shards:
     # One collective instead of two or more.
     return sum_rows(collectives.gather(x, axes))

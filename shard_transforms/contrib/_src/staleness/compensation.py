@@ -12,6 +12,7 @@ from shard_transforms._src.base import axes as axes_lib
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import states
 from shard_transforms._src.base import weights
+from shard_transforms.contrib._src import arguments as contrib_arguments
 
 _CALLER = 'compensate_delay'
 
@@ -115,11 +116,11 @@ def compensate_delay(
   strength = arguments.as_not_negative('strength', strength)
   eps = arguments.as_positive('eps', eps)
   if decay is not None:
-    decay = arguments.as_decay('decay', decay)
+    decay = contrib_arguments.as_decay('decay', decay)
   axes = axes_lib.optional_axes(axis_name)
 
   def init_fn(params):
-    axes_lib.size(axes, _CALLER)
+    axes_lib.check_bound(axes, _CALLER)
     if decay is None:
       return CompensateDelayState(())
     zeros = jax.tree.map(jnp.real, leaves_lib.accumulators(params))

@@ -118,7 +118,7 @@ def delay_updates(
   axes = axes_lib.optional_axes(axis_name)
 
   def init_fn(params):
-    axes_lib.size(axes, _CALLER)
+    axes_lib.check_bound(axes, _CALLER)
     init_pending = functools.partial(_init_pending, steps=steps, axes=axes)
     pending = jax.tree.map(init_pending, params) if steps else ()
     return DelayUpdatesState(states.counter(), pending)

@@ -4,13 +4,14 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import optax
 
 from shard_transforms._src.base import arguments
 from shard_transforms._src.base import leaves as leaves_lib
 from shard_transforms._src.base import mapping
-from shard_transforms._src.base import partition_specs as specs_lib
+from shard_transforms._src.base import partition_specs
 from shard_transforms._src.state import state_types
 
 
@@ -19,7 +20,7 @@ def state_specs(
     params: leaves_lib.ParamTree,
     mesh: mapping.AnyMesh,
     *,
-    in_specs: specs_lib.SpecTree = P(),
+    in_specs: partition_specs.SpecTree = P(),
     stacked: bool = False,
 ) -> Any:
   """Returns the `PartitionSpec`s of the state of a transformation.
@@ -60,7 +61,7 @@ def state_specs(
     >>> print(specs.tower_count, specs.total)
     P() P('data',)
   """
-  check_mesh(mesh)
+  mapping.check_mesh(mesh)
   arguments.check_bool('stacked', stacked)
   param_specs = checked_specs(tx, params, in_specs, 'state_specs')
   lead = free_axes(mesh, in_specs) if stacked else ()
@@ -99,26 +100,20 @@ def specs_of(tree: Any) -> Any:
     {'momentum': P(None, 'data'), 'step': P()}
   """
   meshes = {}
-
-  def spec_of(path, leaf):
-    sharding = getattr(leaf, 'sharding', None)
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-      return P()
-    meshes.setdefault(sharding.mesh, leaves_lib.name_of(path))
-    return sharding.spec
-
-  specs = jax.tree.map_with_path(spec_of, tree)
+  for path, leaf in jax.tree.leaves_with_path(tree):
+    if isinstance(getattr(leaf, 'sharding', None), NamedSharding):
+      meshes.setdefault(leaf.sharding.mesh, leaves_lib.name_of(path))
   if len(meshes) > 1:
     raise ValueError(
         'All arrays of `tree` must be on one mesh, got'
         f' {[(name, dict(mesh.shape)) for mesh, name in meshes.items()]}. Place'
         ' them with `jax.device_put`.'
     )
-  return specs
+  return jax.tree.map(partition_specs.spec_of, tree)
 
 
 def checked_specs(
-    tx: Any, params: Any, in_specs: specs_lib.SpecTree, caller: str
+    tx: Any, params: Any, in_specs: partition_specs.SpecTree, caller: str
 ) -> Any:
   """Returns the `PartitionSpec` of each parameter of a transformation.
 
@@ -129,32 +124,19 @@ def checked_specs(
       prefix of this tree.
   """
   arguments.as_inner(tx, caller, 'tx')
-  return specs_lib.of_params(in_specs, params, caller)
-
-
-def check_mesh(mesh: Any) -> None:
-  """Checks that an argument is a mesh.
-
-  Raises:
-    TypeError: If it is not a mesh.
-  """
-  if not isinstance(mesh, mapping.AnyMesh):
-    raise TypeError(
-        f'`mesh` must be a `jax.sharding.Mesh`, got {mesh!r}. Make one with'
-        " `jax.make_mesh((8,), ('data',))`."
-    )
+  return partition_specs.of_params(in_specs, params, caller)
 
 
 def free_axes(
     mesh: mapping.AnyMesh,
-    in_specs: specs_lib.SpecTree,
+    in_specs: partition_specs.SpecTree,
 ) -> tuple[Hashable, ...]:
   """Returns the axes of a mesh that do not shard any parameter.
 
   Raises:
     ValueError: If every axis shards a parameter.
   """
-  used = specs_lib.axes_of(in_specs)
+  used = partition_specs.axes_of(in_specs)
   free = tuple(axis for axis in mesh.axis_names if axis not in used)
   if not free:
     raise ValueError(

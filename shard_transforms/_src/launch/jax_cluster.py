@@ -1,14 +1,7 @@
-"""Private JAX APIs: clusters, the key-value store, bound axes and staging."""
+"""Private JAX APIs: cluster detection and the key-value store."""
 
-from collections.abc import Hashable
 from collections.abc import Sequence
-import functools
 import importlib
-from typing import Any
-
-import jax
-from jax import core
-import jax.extend
 
 
 def detect_cluster(
@@ -48,29 +41,3 @@ def published(key: str, timeout: int) -> str:
 
 def _client():
   return importlib.import_module('jax._src.distributed').global_state.client
-
-
-def bound_axes() -> tuple[Hashable, ...]:
-  """Returns the names of all axes that are mapped in the current trace."""
-  core = importlib.import_module('jax._src.core')
-  return tuple(core.get_axis_env().axis_sizes)
-
-
-def trace_state() -> Any:
-  """Returns a value that compares equal only within the same trace."""
-  return jax.extend.core.get_opaque_trace_state(convention='flax')
-
-
-@functools.cache
-def _untraced_state():
-  with jax.ensure_compile_time_eval():
-    return trace_state()
-
-
-def is_staged() -> bool:
-  """Whether the current trace builds a jaxpr, as under `jax.jit`."""
-  if trace_state() == _untraced_state():
-    return False
-  # If there is only `jax.vmap` or `jax.grad`, new arrays are concrete. Unlike
-  # the computation of an array, `jax.device_put` compiles nothing.
-  return isinstance(jax.device_put(0.0), core.Tracer)
