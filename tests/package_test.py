@@ -262,19 +262,13 @@ class SurfaceTest(parameterized.TestCase):
         continue
       with self.subTest(name):
         value = getattr(package, name)
-        sections_of_name, wanted = sections(value.__doc__), wanted_sections(
-            value
-        )
-        self.assertContainsSubset(wanted, sections_of_name)
+        written, wanted = sections(value.__doc__), wanted_sections(value)
+        self.assertContainsSubset(wanted, written)
         for heading, names in wanted.items():
           if names is not None:
-            described = re.findall(
-                r'^  \*{0,2}(\w+):', sections_of_name[heading], re.M
-            )
+            described = re.findall(r'^  \*{0,2}(\w+):', written[heading], re.M)
             self.assertEqual(described, names)
-        examples = doctest.DocTestParser().get_examples(
-            sections_of_name['Examples']
-        )
+        examples = doctest.DocTestParser().get_examples(written['Examples'])
         self.assertTrue(any(x.want for x in examples), 'none prints a result')
 
   @cases.parameters(modules_with_examples())

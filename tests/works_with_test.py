@@ -423,9 +423,8 @@ class ComposingTest(parameterized.TestCase):
         if job.label in places
     }
 
-    params_of_jobs, params_on_one_device = train_on_shards(
-        mode, list(jobs)
-    ), train_on_one_device(list(jobs))
+    params_of_jobs = train_on_shards(mode, list(jobs))
+    params_on_one_device = train_on_one_device(list(jobs))
 
     for job, outcome in jobs.items():
       with self.subTest(job):
