@@ -150,13 +150,13 @@ WAYS = {
     'ZeRO-1': Way(accumulated(REPLICATED), zero=True),
     'both, `Explicit`': Way(accumulated(None), BOTH, 'Explicit'),
 }
-for name, *given in (
+for name, *arguments in (
     ('replicated', MEAN, REPLICATED),
     ('tensor-parallel', MEAN, TENSOR),
     ('ZeRO-1', SHARD, REPLICATED),
 ):
-  WAYS[f'{name}, `shard_map`, a scan'] = reducing(*given, scans=True)
-  WAYS[f'{name}, `shard_map`, calls'] = reducing(*given, scans=False)
+  WAYS[f'{name}, `shard_map`, a scan'] = reducing(*arguments, scans=True)
+  WAYS[f'{name}, `shard_map`, calls'] = reducing(*arguments, scans=False)
 
 
 def sent_in_a_window(way):
@@ -171,12 +171,14 @@ def sent_in_a_window(way):
     if way.zero:
       of_state = shard_transforms.state_shardings(ADAM, params, mesh)
       state = jax.device_put(state, of_state)
-    kept = jax.tree.map(lambda x: x.sharding, (params, state))
-    step = jax.jit(way.step, out_shardings=kept, donate_argnums=(0, 1))
+    shardings_of_step = jax.tree.map(lambda x: x.sharding, (params, state))
+    step = jax.jit(
+        way.step, out_shardings=shardings_of_step, donate_argnums=(0, 1)
+    )
     x, spec = X.reshape(WINDOWS, TOWERS, -1, WIDTH), P(None, 'data')
     if way.is_flat or way.in_calls:
       x, spec = X if way.is_flat else x.reshape(-1, *x.shape[2:]), P('data')
-    batches = [jax.device_put(own, NamedSharding(mesh, spec)) for own in x]
+    batches = [jax.device_put(batch, NamedSharding(mesh, spec)) for batch in x]
     step = step.lower(params, state, batches[0]).compile()
     report = monitoring.communication_report(step)
     for batch in batches:
@@ -229,7 +231,14 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(rows_of_the_page().keys(), WAYS.keys())
 
   @cases.parameters(
-      *WAYS, fast='FSDP|ZeRO_1|replicated|plain_lax_scan|optax_MultiSteps'
+      *WAYS,
+      fast=[
+          'FSDP',
+          'ZeRO-1',
+          'replicated',
+          'plain_lax_scan',
+          'optax_MultiSteps',
+      ],
   )
   def test_row_reduces_once_sends_the_stated_bytes_and_trains_correctly(
       self, way

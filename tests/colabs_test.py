@@ -34,7 +34,8 @@ def num_plots(cell):
 
 class ColabsTest(parameterized.TestCase):
 
-  @cases.parameters(NAMES)
+  # Tests of pages and of the façade cover what the other notebooks call.
+  @cases.parameters(NAMES, fast=['quickstart.ipynb', 'tutorial.ipynb'])
   @pytest.mark.slow
   def test_outputs_equal_the_saved_outputs(self, name):
     saved, notebook = read(name), read(name)

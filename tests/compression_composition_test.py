@@ -46,8 +46,8 @@ def state_of(state):
   def is_ours(node):
     return hasattr(node, 'update_norm')
 
-  found = jax.tree.leaves(state, is_leaf=is_ours)
-  return next(node for node in found if is_ours(node))
+  nodes = jax.tree.leaves(state, is_leaf=is_ours)
+  return next(node for node in nodes if is_ours(node))
 
 
 class GateTest(parameterized.TestCase):
@@ -56,20 +56,20 @@ class GateTest(parameterized.TestCase):
   def test_skipping_guard_keeps_the_residuals(self):
     data = compressions.make_data(8, 2, PARAMS)
     data['w'][5, 1] = np.nan
-    some = {
+    guarded = {
         name: shard_transforms.guard(tx, AXIS) for name, tx in LINKS.items()
     }
     bare = {f'bare {name}': tx for name, tx in LINKS.items()}
     masked = optax.masked(LINKS['sign'], {'w': True, 'b': False})
 
     after_one = compressions.run(
-        some, 'shard_map', jax.tree.map(lambda x: x[:, :1], data), PARAMS
+        guarded, 'shard_map', jax.tree.map(lambda x: x[:, :1], data), PARAMS
     )
     after_two = compressions.run(
-        {**some, **bare, 'masked': masked}, 'shard_map', data, PARAMS
+        {**guarded, **bare, 'masked': masked}, 'shard_map', data, PARAMS
     )
 
-    for name in some:
+    for name in guarded:
       # XLA rounds the first of two steps differently from a single step.
       chex.assert_trees_all_close(
           state_of(after_two[name][1]),
@@ -102,7 +102,7 @@ class GateTest(parameterized.TestCase):
     is_stale[:, 30] = True
     data['w'][is_bad, 3, 2] = np.nan
 
-    def shard(params, own):
+    def shard(params, inputs):
       def one(tx):
         tx = shard_transforms.guard(tx, AXIS, on_bad='exclude', min_shards=1)
         tx = shard_transforms.drop_stale(1, tx, axis_name=AXIS)
@@ -115,18 +115,18 @@ class GateTest(parameterized.TestCase):
           )
           return state, updates
 
-        state, updates = lax.scan(step, tx.init(params), own)
+        state, updates = lax.scan(step, tx.init(params), inputs)
         return updates, state_of(state)
 
       return {name: one(tx) for name, tx in links.items()}
 
     mapped = modes.map_shards('shard_map', shard)
-    found = jax.device_get(mapped(PARAMS, (data, weight, is_stale)))
+    results = jax.device_get(mapped(PARAMS, (data, weight, is_stale)))
 
     counts = np.where(is_stale | is_bad, 0, weight).astype(np.float64)
     share = counts / np.where(counts.sum(0) > 0, counts.sum(0), 1)
     means = np.einsum('nt,ntij->tij', share, clean)
-    for name, (updates, state) in found.items():
+    for name, (updates, state) in results.items():
       with self.subTest(name):
         total = updates['w'][0].astype(np.float64).sum(0) + held_back(state)
         error = np.linalg.norm(total - means.sum(0)) / np.linalg.norm(means)
@@ -145,17 +145,21 @@ class PartTest(parameterized.TestCase):
     data = compressions.make_data(4, 6, params)
     state = shard_transforms.init_state(tx, params, mesh, in_specs=in_specs)
 
-    found, after = compressions.go_on(tx, params, mesh, state, data, in_specs)
+    updates, new_state = compressions.go_on(
+        tx, params, mesh, state, data, in_specs
+    )
 
     # Equal to separate runs of the model shards.
     for part in range(2):
       rows = slice(12 * part, 12 * (part + 1))
-      own = {'w': data['w'][:, :, rows], 'v': data['v']}
-      like = dict.fromkeys(params, zeros(12, 16))
-      alone, _ = compressions.run({name: tx}, 'vmap', own, like)[name]
-      w = found['w'][:, rows]
-      np.testing.assert_allclose(w, alone['w'][0], atol=1e-5)
-      np.testing.assert_allclose(found['v'], alone['v'][0], atol=1e-5)
-    for piece in found['v'].addressable_shards:
-      np.testing.assert_array_equal(piece.data, found['v'])
-    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+      data_of_part = {'w': data['w'][:, :, rows], 'v': data['v']}
+      zeros_of_part = dict.fromkeys(params, zeros(12, 16))
+      expected, _ = compressions.run(
+          {name: tx}, 'vmap', data_of_part, zeros_of_part
+      )[name]
+      w = updates['w'][:, rows]
+      np.testing.assert_allclose(w, expected['w'][0], atol=1e-5)
+      np.testing.assert_allclose(updates['v'], expected['v'][0], atol=1e-5)
+    for piece in updates['v'].addressable_shards:
+      np.testing.assert_array_equal(piece.data, updates['v'])
+    chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)

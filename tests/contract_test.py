@@ -49,6 +49,7 @@ from shard_transforms.monitoring import track_divergence
 
 AXIS = modes.AXIS
 SHARDS, TOWERS, CALLS = 4, 3, 6
+FLOAT32_TOLERANCE = 1e-6
 MESH = functools.partial(modes.mesh, SHARDS)
 SPIKES = shard_transforms.SpikeRule(
     max_norm=1e9, max_stds=1e9, window=2, record_spikes=True, on_spike='clip'
@@ -59,54 +60,97 @@ ADAM = optax.adam(0.1, eps=1.0)
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
+def mean_of_shards(updates, num_towers):
+  del num_towers
+  return updates.mean(0)
+
+
+def sum_of_shards(updates, num_towers):
+  del num_towers
+  return updates.sum(0)
+
+
+def mean_of_stacked_towers(updates, num_towers):
+  del num_towers
+  return updates.mean((0, 2))
+
+
+def mean_of_windows(updates, num_towers):
+  """Returns the mean of a window in its last call, and zeros before."""
+  num_shards, num_calls, *shape = updates.shape
+  windows = updates.reshape(
+      num_shards, num_calls // num_towers, num_towers, *shape
+  )
+  means = np.zeros(updates.shape[1:], updates.dtype)
+  means[num_towers - 1 :: num_towers] = windows.mean((0, 2))
+  return means
+
+
+def delayed_mean(updates, num_towers):
+  """Returns the means over shards, `num_towers - 1` calls later."""
+  zeros = np.zeros((num_towers - 1, *updates.shape[2:]), updates.dtype)
+  return np.concatenate([zeros, updates.mean(0)])[: updates.shape[1]]
+
+
+def in_each_call(aggregate):
+  """Applies a function of the updates of all shards to those of each call."""
+
+  def expected(updates, num_towers):
+    del num_towers
+    return np.stack([aggregate(x) for x in updates.swapaxes(0, 1)])
+
+  return expected
+
+
 class Row(NamedTuple):
   """A transformation and its properties for the tests.
 
   Attributes:
-    build: Takes an inner transformation and a number of towers; gives the
+    build: Takes an inner transformation and a number of towers; returns the
       transformation around the inner one, or a chain of both.
-    per_shard: Whether it is given updates that differ between shards, and
-      reduces them. If not, the tests reduce them before.
+    reduction: The function that reduces over shards, and whose name is in the
+      error if updates are already reduced. Without one, the tests put
+      `cross_shard_mean` before the transformation.
+    expected: Takes updates [shards, calls, ...], or [shards, calls, towers,
+      ...] if towers are stacked, and the number of towers; returns the
+      correct results [calls, ...].
     towers: How the towers of a step arrive.
-    chained: Whether the inner transformation runs in every call.
-    takes_local_step: Whether `update` requires a local step.
-    factor: What the result is, in means over all shards and towers.
-    refuser: What in it refuses updates that are reduced already, if not what
-      the row is called after, `_per_shard` aside.
-    cuts: Whether the inner transformation sees each shard's slice of leaves.
-    owns: Whether each leaf of the inner state is kept by its owner alone.
-    guards: Whether it is a guard, with a value that it keeps per shard.
-    keeps: Whether its state has leaves of each shard's own.
-    delays: Whether the result is delayed, by one call less than towers.
-    moves: Whether it keeps parameters of its own, and has to be given those
-      that its updates have been applied to.
-    aggregate: What it makes of the updates of all shards [shards, ...] in a
-      call, if not `factor` times their mean.
-    positive: Whether it is given positive updates: those that nearly cancel out
-      would not have a result in few bits.
-    tolerance: How far the result may be from what it is in many bits.
+    extra_args: The extra arguments that `update` uses.
+    inner_runs: When the inner transformation runs.
+    inner_params: The parameters that the inner transformation receives: whole
+      leaves, the slices of a shard, or the leaves that a shard owns.
+    init_needs_axis: Whether `init` must be called in a mapped function.
+    keeps_params: Whether its state has parameters, so that `update` must be
+      given those to which the last updates were applied.
+    tolerance: The largest relative error. If it is not that of float32, updates
+      are positive: a sum that nearly cancels would have a larger error.
   """
 
   build: Callable[[optax.GradientTransformation, int], Any]
-  per_shard: bool = False
+  reduction: str | None = None
+  expected: Callable[[np.ndarray, int], np.ndarray] = mean_of_shards
   towers: Literal['one', 'in turn', 'stacked'] = 'one'
-  chained: bool = False
-  takes_local_step: bool = False
-  factor: int = 1
-  refuser: str = ''
-  cuts: bool = False
-  owns: bool = False
-  guards: bool = False
-  keeps: bool = False
-  delays: bool = False
-  moves: bool = False
-  aggregate: Callable[[np.ndarray], np.ndarray] | None = None
-  positive: bool = False
-  tolerance: float = 1e-6
+  extra_args: tuple[str, ...] = ('weight',)
+  inner_runs: Literal['in each call', 'in each window'] = 'in each call'
+  inner_params: Literal['whole', 'slices', 'owned'] = 'whole'
+  init_needs_axis: bool = False
+  keeps_params: bool = False
+  tolerance: float = FLOAT32_TOLERANCE
 
 
-def _of_present(tx):
-  """Returns a transformation of updates that come of the present parameters."""
+# Properties that several rows share.
+WINDOWS: dict[str, Any] = dict(
+    towers='in turn', expected=mean_of_windows, inner_runs='in each window'
+)
+STACKED: dict[str, Any] = dict(
+    towers='stacked', expected=mean_of_stacked_towers
+)
+STALE: dict[str, Any] = dict(extra_args=('weight', 'local_step'))
+DELAYED: dict[str, Any] = dict(extra_args=(), expected=delayed_mean)
+
+
+def _with_current_params(tx):
+  """Returns `tx` with the current parameters as `read_params`."""
 
   def update_fn(updates, state, params=None, **extra_args):
     return tx.update(updates, state, params, read_params=params, **extra_args)
@@ -142,14 +186,14 @@ def _signs(x):
   return np.where(2 * np.sum(x < 0, axis=0) > len(x), -1, 1).astype(x.dtype)
 
 
-def _link(*links, per_shard=True, **options):
-  """Returns the row of links, by default reductions, before the inner one."""
-  return Row(
-      lambda inner, n: optax.chain(*links, inner),
-      per_shard=per_shard,
-      chained=True,
-      **options,
-  )
+def _link(*links, **options):
+  """Returns the row of transformations in a chain before the inner one."""
+  return Row(lambda inner, n: optax.chain(*links, inner), **options)
+
+
+def _reduction(name, tx, **options):
+  """Returns the row of a reduction in a chain before the inner one."""
+  return _link(tx, reduction=name, **options)
 
 
 def _mean(inner):
@@ -157,139 +201,131 @@ def _mean(inner):
 
 
 ROWS = {
-    'cross_shard_mean': _link(cross_shard_mean(AXIS)),
-    'reproducible.cross_shard_mean': _link(reproducible.cross_shard_mean(AXIS)),
-    'reproducible.cross_shard_sum': _link(
-        reproducible.cross_shard_sum(AXIS), factor=SHARDS
+    'cross_shard_mean': _reduction('cross_shard_mean', cross_shard_mean(AXIS)),
+    'reproducible.cross_shard_mean': _reduction(
+        'reproducible.cross_shard_mean', reproducible.cross_shard_mean(AXIS)
+    ),
+    'reproducible.cross_shard_sum': _reduction(
+        'reproducible.cross_shard_sum',
+        reproducible.cross_shard_sum(AXIS),
+        expected=sum_of_shards,
     ),
     # Numbers of towers are powers of two.
     'reproducible.tower_reduce': Row(
         lambda inner, n: reproducible.tower_reduce(1, inner, AXIS),
-        per_shard=True,
-        keeps=True,
+        reduction='reproducible.tower_reduce',
+        init_needs_axis=True,
     ),
     'reproducible.sharded_tower_reduce': Row(
         lambda inner, n: reproducible.sharded_tower_reduce(1, inner, AXIS),
-        per_shard=True,
-        cuts=True,
+        reduction='reproducible.sharded_tower_reduce',
+        inner_params='slices',
+        init_needs_axis=True,
     ),
-    'cross_shard_sum': _link(cross_shard_sum(AXIS), factor=SHARDS),
+    'cross_shard_sum': _reduction(
+        'cross_shard_sum', cross_shard_sum(AXIS), expected=sum_of_shards
+    ),
     'shard_update': Row(
         lambda inner, n: shard_update(inner, AXIS),
-        per_shard=True,
-        cuts=True,
+        reduction='shard_update',
+        inner_params='slices',
+        init_needs_axis=True,
     ),
-    'owners': Row(
+    'owned_update': Row(
         lambda inner, n: contrib.owned_update(inner, AXIS),
-        per_shard=True,
-        refuser='owned_update',
-        cuts=True,
-        owns=True,
+        reduction='owned_update',
+        inner_params='owned',
+        init_needs_axis=True,
     ),
-    'tower_reduce': Row(
-        lambda inner, n: tower_reduce(n, inner), towers='in turn'
-    ),
+    'tower_reduce': Row(lambda inner, n: tower_reduce(n, inner), **WINDOWS),
     'tower_reduce_in_chain': Row(
         lambda inner, n: optax.chain(tower_reduce(n), inner),
-        towers='in turn',
-        chained=True,
+        **WINDOWS | dict(inner_runs='in each call'),
     ),
     'tower_reduce_per_shard': Row(
         lambda inner, n: tower_reduce(n, _mean(inner), axis_name=AXIS),
-        towers='in turn',
-        per_shard=True,
+        reduction='tower_reduce',
+        init_needs_axis=True,
+        **WINDOWS,
     ),
     'reduce_stacked_towers': Row(
-        lambda inner, n: reduce_stacked_towers(n, inner), towers='stacked'
+        lambda inner, n: reduce_stacked_towers(n, inner), **STACKED
     ),
     'reduce_stacked_towers_in_chain': Row(
-        lambda inner, n: optax.chain(reduce_stacked_towers(n), inner),
-        towers='stacked',
-        chained=True,
+        lambda inner, n: optax.chain(reduce_stacked_towers(n), inner), **STACKED
     ),
     'reduce_stacked_towers_per_shard': Row(
         lambda inner, n: reduce_stacked_towers(n, _mean(inner)),
-        towers='stacked',
-        per_shard=True,
-        refuser='cross_shard_mean',
+        reduction='cross_shard_mean',
+        **STACKED,
     ),
-    'drop_stale': Row(
-        lambda inner, n: drop_stale(2, inner), takes_local_step=True
-    ),
-    'drop_stale_in_chain': _link(
-        drop_stale(2), per_shard=False, takes_local_step=True
-    ),
+    'drop_stale': Row(lambda inner, n: drop_stale(2, inner), **STALE),
+    'drop_stale_in_chain': _link(drop_stale(2), **STALE),
     'drop_stale_per_shard': Row(
         lambda inner, n: drop_stale(2, _mean(inner), axis_name=AXIS),
-        takes_local_step=True,
-        per_shard=True,
+        reduction='drop_stale',
+        **STALE,
     ),
-    'scale_by_staleness': _link(
-        scale_by_staleness('inverse'), per_shard=False, takes_local_step=True
-    ),
+    'scale_by_staleness': _link(scale_by_staleness('inverse'), **STALE),
     'scale_by_staleness_per_shard': Row(
         lambda inner, n: scale_by_staleness(
             'exponential', _mean(inner), rate=2.0, axis_name=AXIS
         ),
-        takes_local_step=True,
-        per_shard=True,
+        reduction='scale_by_staleness',
+        **STALE,
     ),
     'compensate_delay': _link(
-        _of_present(compensate_delay(2.0, decay=0.9)), per_shard=False
+        _with_current_params(compensate_delay(2.0, decay=0.9))
     ),
     'compensate_delay_per_shard': _link(
-        _of_present(compensate_delay(2.0, decay=0.9, axis_name=AXIS)),
+        _with_current_params(compensate_delay(2.0, decay=0.9, axis_name=AXIS)),
         cross_shard_mean(AXIS),
-        keeps=True,
+        reduction='compensate_delay',
+        init_needs_axis=True,
     ),
-    # With rounds of one step, each of which the shards begin at one place.
+    # Shards start each step with the same parameters, because a round has only
+    # one step.
     'local_updates': Row(
         lambda inner, n: local_updates(
-            optax.sgd(1.0),
-            optax.chain(cross_shard_mean(AXIS), inner),
-            AXIS,
-            every=1,
+            optax.sgd(1.0), _mean(inner), AXIS, every=1
         ),
-        per_shard=True,
-        keeps=True,
-        moves=True,
+        reduction='local_updates',
+        init_needs_axis=True,
+        keeps_params=True,
     ),
-    # Its copies are of the parameters of the first step.
-    'master_weights': Row(lambda inner, n: master_weights(inner), moves=True),
+    'master_weights': Row(
+        lambda inner, n: master_weights(inner), keeps_params=True
+    ),
     'shard_update_of_master_weights': Row(
         lambda inner, n: shard_update(master_weights(inner), AXIS),
-        per_shard=True,
-        refuser='shard_update',
-        cuts=True,
-        moves=True,
+        reduction='shard_update',
+        inner_params='slices',
+        init_needs_axis=True,
+        keeps_params=True,
     ),
     'delay_updates': Row(
-        lambda inner, n: optax.chain(delay_updates(n - 1), inner),
-        chained=True,
-        delays=True,
+        lambda inner, n: optax.chain(delay_updates(n - 1), inner), **DELAYED
     ),
     'delay_updates_per_shard': Row(
         lambda inner, n: optax.chain(
             delay_updates(n - 1, axis_name=AXIS), _mean(inner)
         ),
-        per_shard=True,
-        chained=True,
-        keeps=True,
-        delays=True,
+        reduction='delay_updates',
+        init_needs_axis=True,
+        **DELAYED,
     ),
     'guard': Row(lambda inner, n: guard(inner, spikes=SPIKES)),
     'guard_per_shard': Row(
         lambda inner, n: guard(_mean(inner), AXIS, spikes=SPIKES),
-        per_shard=True,
-        guards=True,
+        reduction='guard',
+        init_needs_axis=True,
     ),
     'guard_that_excludes': Row(
         lambda inner, n: guard(
             _mean(inner), AXIS, on_bad='exclude', min_shards=1
         ),
-        per_shard=True,
-        refuser='guard',
-        guards=True,
+        reduction='guard',
+        init_needs_axis=True,
     ),
     'tower_reduce_of_guard_of_shard_update': Row(
         lambda inner, n: tower_reduce(
@@ -297,37 +333,45 @@ ROWS = {
             guard(shard_update(inner, AXIS), AXIS, on_bad='exclude'),
             axis_name=AXIS,
         ),
-        towers='in turn',
-        per_shard=True,
-        refuser='tower_reduce',
-        cuts=True,
-        guards=True,
+        reduction='tower_reduce',
+        inner_params='slices',
+        init_needs_axis=True,
+        **WINDOWS,
     ),
-    'compressed_mean': _link(
-        compressed_mean(AXIS, cast('float32'), min_elements=3), keeps=True
+    'compressed_mean': _reduction(
+        'compressed_mean',
+        compressed_mean(AXIS, cast('float32'), min_elements=3),
+        init_needs_axis=True,
     ),
-    'power_sgd': _link(power_sgd(AXIS, 2, min_ratio=1), keeps=True),
-    'clip_by_global_norm': _link(clip_by_global_norm(1e9), per_shard=False),
-    'adasum': _link(
+    'power_sgd': _reduction(
+        'power_sgd', power_sgd(AXIS, 2, min_ratio=1), init_needs_axis=True
+    ),
+    'clip_by_global_norm': _link(clip_by_global_norm(1e9)),
+    'adasum': _reduction(
+        'adasum',
         contrib.adasum(AXIS),
-        aggregate=_adasum,
-        positive=True,
+        expected=in_each_call(_adasum),
         # The last bit of a leaf of 16 bits.
         tolerance=1e-2,
     ),
-    'coordinate_median': _link(
+    'coordinate_median': _reduction(
+        'coordinate_median',
         contrib.coordinate_median(AXIS),
-        aggregate=_by_parts(lambda x: np.median(x, axis=0)),
+        expected=in_each_call(_by_parts(lambda x: np.median(x, axis=0))),
     ),
-    'trimmed_mean': _link(contrib.trimmed_mean(AXIS, 0)),
-    'majority_vote': _link(
-        contrib.majority_vote(AXIS), aggregate=_by_parts(_signs)
+    'trimmed_mean': _reduction('trimmed_mean', contrib.trimmed_mean(AXIS, 0)),
+    'majority_vote': _reduction(
+        'majority_vote',
+        contrib.majority_vote(AXIS),
+        expected=in_each_call(_by_parts(_signs)),
     ),
-    'track_noise_scale': _link(track_noise_scale(AXIS)),
+    'track_noise_scale': _reduction(
+        'track_noise_scale', track_noise_scale(AXIS)
+    ),
     'track_divergence': _link(
         cross_shard_mean(AXIS),
         track_divergence(AXIS, every=2),
-        refuser='cross_shard_mean',
+        reduction='cross_shard_mean',
     ),
 }
 # Arguments that must be Python values.
@@ -349,29 +393,28 @@ FIELDS = {
         *('bad_shard_count', 'last_bad_step', 'max_consecutive'),
     ),
 }
-# Those that keep a value a shard need an axis for `init`.
-EACH_UNMAPPED_INIT = tuple(
-    name
-    for name, row in ROWS.items()
-    if not (row.cuts or row.guards or row.keeps)
-    and not (row.per_shard and row.towers == 'in turn')
-)
-EACH_OF_ANY_PARAMS = tuple(name for name, row in ROWS.items() if not row.moves)
-EACH_PER_SHARD = tuple(name for name, row in ROWS.items() if row.per_shard)
-EACH_STALE = tuple(name for name, row in ROWS.items() if row.takes_local_step)
+
+
+def names_of_rows(condition):
+  return tuple(name for name, row in ROWS.items() if condition(row))
+
+
+MAIN_ROWS = ('cross_shard_mean', 'guard', 'shard_update', 'tower_reduce')
+WITH_REDUCTION = names_of_rows(lambda row: row.reduction)
+WITHOUT_PARAMS = names_of_rows(lambda row: not row.keeps_params)
 
 
 class ProbeState(NamedTuple):
   """The arguments of the last call of a probe.
 
   Attributes:
-    seen_params: The parameters.
-    seen_value: The extra argument `value`.
-    num_calls: How often it was called.
+    params: The parameters.
+    value: The extra argument `value`.
+    num_calls: The number of calls so far.
   """
 
-  seen_params: Any
-  seen_value: jax.Array
+  params: Any
+  value: jax.Array
   num_calls: jax.Array
 
 
@@ -416,178 +459,193 @@ def shard_data(row, params, seed=0):
   lead = (SHARDS, CALLS) + ((TOWERS,) if row.towers == 'stacked' else ())
 
   def draw(param):
-    least = 1 if row.positive else -9
+    positive = row.tolerance > FLOAT32_TOLERANCE
+    least = 1 if positive else -9
     integers = TOWERS * rng.integers(least, 10, (*lead, *param.shape))
-    if param.ndim == 2 and not row.positive:
+    if param.ndim == 2 and not positive:
       return rng.normal(size=integers.shape).astype(param.dtype)
     return np.asarray(integers, param.dtype)
 
   return jax.tree.map(draw, params)
 
 
-def expected_updates(row, data):
+def expected_updates(row, data, num_towers=TOWERS):
   """Returns the updates [calls, ...] of each call for the inner identity."""
 
-  def mean(x):
+  def expected(x):
     wide = np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
-    if row.aggregate is not None:
-      return np.stack([row.aggregate(x) for x in wide.swapaxes(0, 1)])
-    if row.towers == 'stacked':
-      return wide.mean((0, 2))
-    if row.delays:
-      late = np.zeros((TOWERS - 1, *wide.shape[2:]), wide.dtype)
-      return np.concatenate([late, wide.mean(0)])[:CALLS]
-    if row.towers == 'one':
-      return wide.mean(0)
-    num_windows = CALLS // TOWERS
-    windows = wide.reshape(SHARDS, num_windows, TOWERS, *x.shape[2:])
-    updates = np.zeros(wide.shape[1:], wide.dtype)
-    updates[TOWERS - 1 :: TOWERS] = windows.mean((0, 2))
-    return updates
+    return row.expected(wide, num_towers).astype(x.dtype)
 
-  return jax.tree.map(lambda x: (row.factor * mean(x)).astype(x.dtype), data)
+  return jax.tree.map(expected, data)
 
 
-def runs_inner(row):
+def calls_of_inner(row):
   """Returns for each call whether the inner transformation runs in it."""
   calls = np.arange(1, CALLS + 1)
-  waits = row.towers == 'in turn' and not row.chained
-  return calls % TOWERS == 0 if waits else calls > 0
+  return calls % (TOWERS if row.inner_runs == 'in each window' else 1) == 0
 
 
-def whole(row, inner, num_towers=TOWERS):
-  """Returns a transformation of updates that differ between shards."""
+def with_reduction(row, inner, num_towers=TOWERS):
+  """Returns the transformation of a row, after a mean if it does not reduce."""
   tx = row.build(inner, num_towers)
-  return tx if row.per_shard else _mean(tx)
+  return tx if row.reduction else _mean(tx)
 
 
 def extra_args_of(row, call):
   """Returns the extra arguments of a call without stale updates."""
-  return {'local_step': call} if row.takes_local_step else {}
+  return {'local_step': call} if 'local_step' in row.extra_args else {}
 
 
-def kinds(tree):
-  """Returns the properties of each leaf that calls must keep."""
+def types_of(tree):
+  """Returns what a call must not change of each leaf: its abstract value."""
   return jax.tree.map(lambda x: (jnp.shape(x), x.dtype, x.weak_type), tree)
 
 
-def on_shards(tree):
+def on_all_shards(tree):
   return jax.tree.map(lambda x: np.stack([x] * SHARDS), tree)
 
 
-def cut_in_numpy(param):
+def slices_of(param):
   """Returns the slices [shards, ...] that shards keep of a parameter."""
   if not param.ndim or not param.size:
-    return on_shards(param)
+    return on_all_shards(param)
   # All elements as one row, because the dimensions are short.
   row = np.reshape(param, (*(1,) * (param.ndim - 1), -1))
   end = [(0, -size % SHARDS * (size > 1)) for size in row.shape]
   return np.stack(np.split(np.pad(row, end), SHARDS, -1))
 
 
-def on_calls(params):
+def in_all_calls(params):
   return jax.tree.map(lambda x: np.stack([x] * CALLS), params)
 
 
-def mapped_calls(txs, mode, data, params, num_shards=SHARDS):
-  """Runs all calls of several rows, in one scan inside of a mapping.
+class Calls(NamedTuple):
+  """The calls of a transformation on all shards.
+
+  Attributes:
+    updates: The results [shards, calls, ...].
+    inner: The `ProbeState` of the inner transformation, [shards, calls, ...].
+    types_before: The types of the state before a call.
+    types_after: The types of the state after a call.
+  """
+
+  updates: Any
+  inner: ProbeState
+  types_before: Any
+  types_after: Any
+
+
+def update_rows(txs, states, number, params, updates):
+  """Calls the transformations of several rows, each with its own updates.
+
+  Returns the results and the states by the names of rows.
+  """
+  results, new_states = {}, {}
+  for name, tx in txs.items():
+    try:
+      results[name], new_states[name] = tx.update(
+          updates[name],
+          states[name],
+          params,
+          value=10 * number,
+          **extra_args_of(ROWS[name], number),
+      )
+    except Exception as error:
+      error.add_note(f'In the row {name!r}.')
+      raise
+  return results, new_states
+
+
+def probes_in(states):
+  return {
+      name: optax.tree_utils.tree_get(state, 'ProbeState')
+      for name, state in states.items()
+  }
+
+
+def run_calls(txs, mode, updates, params, num_shards=SHARDS):
+  """Runs all calls of several rows, in one program.
 
   One program for all rows is traced and compiled several times as fast.
 
   Args:
-    txs: Transformations by the names of rows.
+    txs: Transformations around probes, by the names of rows.
     mode: One of `modes.NAMES`.
-    data: Updates [shards, calls, ...] by the names of rows.
+    updates: Updates [shards, calls, ...] by the names of rows.
     params: The parameters of each call, [calls, ...].
     num_shards: The size of the axis.
 
   Returns:
-    By names: the updates [shards, calls, ...], the states of the probes in
-    them, and the kinds of the leaves of state before and after a call.
+    A `Calls` for each name.
   """
-  traced = {}
+  run = plain_calls if mode in modes.PLAIN else mapped_calls
+  return run(txs, mode, updates, params, num_shards)
+
+
+def mapped_calls(txs, mode, updates, params, num_shards):
+  """Runs all calls in one scan in a mapped function."""
+  types_before, types_after = {}, {}
 
   def one_call(states, inputs):
-    number, params, own = inputs
-    found = {}
-    for name, state in states.items():
-      try:
-        updates, states[name] = txs[name].update(
-            own[name],
-            state,
-            params,
-            value=10 * number,
-            **extra_args_of(ROWS[name], number),
-        )
-      except Exception as error:
-        error.add_note(f'In the row {name!r}.')
-        raise
-      traced[name] = kinds(state), kinds(states[name])
-      seen = optax.tree_utils.tree_get(states[name], 'ProbeState')
-      found[name] = updates, seen
-    return states, found
+    types_before.update({k: types_of(x) for k, x in states.items()})
+    updates, states = update_rows(txs, states, *inputs)
+    types_after.update({k: types_of(x) for k, x in states.items()})
+    return states, (updates, probes_in(states))
 
-  def run_all(params, own):
+  def run_all(params, updates):
     first = jax.tree.map(lambda x: x[0], params)
     states = {name: tx.init(first) for name, tx in txs.items()}
     numbers = jnp.arange(CALLS, dtype=jnp.int32)
-    return lax.scan(one_call, states, (numbers, params, own))[1]
+    return lax.scan(one_call, states, (numbers, params, updates))[1]
 
-  if mode in modes.PLAIN:
-    return plain_calls(txs, mode, data, params, num_shards)
-  found = modes.map_shards(mode, run_all, num_shards)(params, data)
-  found = jax.device_get(found)
-  return {name: (*found[name], *traced[name]) for name in txs}
+  mapped = modes.map_shards(mode, run_all, num_shards)
+  results, probes = jax.device_get(mapped(params, updates))
+  return {
+      name: Calls(
+          results[name], probes[name], types_before[name], types_after[name]
+      )
+      for name in txs
+  }
 
 
-def plain_calls(txs, mode, data, params, num_shards):
-  """Runs all calls as `mapped_calls` does, under plain `jax.jit`."""
+def plain_calls(txs, mode, updates, params, num_shards):
+  """Runs call by call under plain `jax.jit`."""
   mesh = modes.plain_mesh(mode, num_shards)
-  bound = {name: shard_transforms.on_mesh(tx, mesh) for name, tx in txs.items()}
+  txs = {name: shard_transforms.on_mesh(tx, mesh) for name, tx in txs.items()}
 
   @jax.jit
-  def one_call(states, number, params, own):
-    updates = {}
-    for name, state in states.items():
-      try:
-        updates[name], states[name] = bound[name].update(
-            shard_transforms.Stacked(own[name], (AXIS,)),
-            state,
-            params,
-            value=10 * number,
-            **extra_args_of(ROWS[name], number),
-        )
-      except Exception as error:
-        error.add_note(f'In the row {name!r}.')
-        raise
-    return updates, states
+  def one_call(states, number, params, updates):
+    stacked = {
+        name: shard_transforms.Stacked(x, (AXIS,))
+        for name, x in updates.items()
+    }
+    return update_rows(txs, states, number, params, stacked)
 
   calls = []
   with jax.set_mesh(mesh):
     params = modes.place(params, mesh)
-    states = {
-        name: tx.init(jax.tree.map(lambda x: x[0], params))
-        for name, tx in bound.items()
-    }
-    before = {name: kinds(state) for name, state in states.items()}
+    first = jax.tree.map(lambda x: x[0], params)
+    states = {name: tx.init(first) for name, tx in txs.items()}
+    types_before = {name: types_of(state) for name, state in states.items()}
     for i in range(CALLS):
-      own = jax.tree.map(lambda x, i=i: x[:, i], data)
-      updates, states = jax.block_until_ready(
+      of_call = jax.tree.map(lambda x, i=i: x[:, i], updates)
+      results, states = jax.block_until_ready(
           one_call(
               states,
               modes.place(np.int32(i), mesh),
               jax.tree.map(lambda x, i=i: x[i], params),
-              modes.place(own, mesh, AXIS),
+              modes.place(of_call, mesh, AXIS),
           )
       )
-      probes = {
-          name: optax.tree_utils.tree_get(state, 'ProbeState')
-          for name, state in states.items()
-      }
-      calls.append(modes.of_shards((updates, probes)))
-  updates, probes = jax.tree.map(lambda *x: np.stack(x, 1), *calls)
+      calls.append(modes.stack_shards((results, probes_in(states))))
+  results, probes = jax.tree.map(lambda *x: np.stack(x, 1), *calls)
   return {
-      name: (updates[name], probes[name], before[name], kinds(states[name]))
+      name: Calls(
+          results[name],
+          probes[name],
+          types_before[name],
+          types_of(states[name]),
+      )
       for name in txs
   }
 
@@ -602,14 +660,14 @@ def weighted_call(txs, params, updates, weight):
     weight: How much each shard counts.
   """
 
-  def run_all(params, own):
-    updates, weight = own
+  def run_all(params, inputs):
+    updates, weight = inputs
     stacked = jax.tree.map(lambda x: x[None], updates)
-    found = {}
+    results = {}
     for name, tx in txs.items():
       row = ROWS[name]
       try:
-        found[name], _ = tx.update(
+        results[name], _ = tx.update(
             stacked if row.towers == 'stacked' else updates,
             tx.init(params),
             params,
@@ -619,29 +677,22 @@ def weighted_call(txs, params, updates, weight):
       except Exception as error:
         error.add_note(f'In the row {name!r}.')
         raise
-    return found
+    return results
 
   mapped = modes.map_shards('shard_map', run_all, SHARDS)
   return jax.device_get(mapped(params, (updates, weight)))
 
 
-@functools.cache
-def odd_calls(name):
-  """Returns data of leaves of all kinds, and the updates expected of it."""
-  data = shard_data(ROWS[name], odd_params())
-  return data, on_shards(expected_updates(ROWS[name], data))
-
-
 def nested(row):
   """Returns the row, with gradient descent inside, in combinators of Optax.
 
-  The leaf 'w' is the row's own, 'b' is frozen and 'free' is masked.
+  The row transforms the leaf 'w', 'b' is frozen and 'free' is masked.
   """
 
   def around(learning_rate):
     inner = optax.inject_hyperparams(optax.sgd)(learning_rate=learning_rate)
     tx = optax.partition(
-        {'tx': whole(row, inner), 'frozen': optax.set_to_zero()},
+        {'tx': with_reduction(row, inner), 'frozen': optax.set_to_zero()},
         {'w': 'tx', 'b': 'frozen', 'free': optax.MaskedNode()},
     )
     mask = {'w': True, 'b': True, 'free': False}
@@ -681,7 +732,7 @@ def run_of(name, inner=ADAM):
     return step(params, state, updates, number)
 
   data = shard_data(row, plain_params())
-  if not row.per_shard:
+  if not row.reduction:
     return Run(tx, step, jax.tree.map(lambda x: x.mean(0), data))
 
   mesh = MESH()
@@ -698,7 +749,7 @@ def run_of(name, inner=ADAM):
 def start_of(name):
   """Returns parameters and state at first."""
   tx, params = run_of(name).tx, plain_params()
-  if not ROWS[name].per_shard:
+  if not ROWS[name].reduction:
     return params, tx.init(params)
   params = jax.device_put(params, jax.NamedSharding(MESH(), P()))
   return params, shard_transforms.init_state(tx, params, MESH())
@@ -713,7 +764,7 @@ def like_of(name):
 
 
 def data_of(name, call):
-  axis = 1 if ROWS[name].per_shard else 0
+  axis = 1 if ROWS[name].reduction else 0
   return jax.tree.map(lambda x: x.take(call, axis), run_of(name).data)
 
 
@@ -734,10 +785,58 @@ def one_call(trees, data, number):
   }
 
 
-def one_step(trees, call):
-  data = {name: data_of(name, call) for name in trees}
-  # Calls that queue up on virtual devices can abort in JAX 0.10.
-  return jax.block_until_ready(one_call(trees, data, np.int32(call)))
+def train_calls(trees, calls):
+  """Returns parameters and state by rows after some calls, on devices.
+
+  Raises:
+    AssertionError: If a call leaves a buffer of its arguments.
+  """
+  trees = placed(trees)
+  for call in calls:
+    data = {name: data_of(name, call) for name in trees}
+    donated = jax.tree.leaves(trees)
+    # Calls that queue up on virtual devices can abort in JAX 0.10.
+    trees = jax.block_until_ready(one_call(trees, data, np.int32(call)))
+    if not all(leaf.is_deleted() for leaf in donated):
+      raise AssertionError(f'The call {call} does not use donated buffers.')
+  return trees
+
+
+class TwoHalves(NamedTuple):
+  """A training that was saved on the way.
+
+  Attributes:
+    at_half: Parameters and state after `HALF` calls, by the names of rows.
+    params: The parameters after all calls, by the names of rows.
+  """
+
+  at_half: dict[str, Any]
+  params: dict[str, Any]
+
+
+@functools.cache
+def trained_in_two_halves(kind):
+  """Returns the training of all rows of one of `STATE_KINDS`."""
+  start = {name: start_of(name) for name in STATE_KINDS[kind]}
+  half = train_calls(start, range(HALF))
+  # Copies, because the buffers are donated.
+  at_half = jax.tree.map(np.array, half)
+  return TwoHalves(at_half, params_of(train_calls(half, range(HALF, CALLS))))
+
+
+def params_of(trees):
+  return {name: params for name, (params, _) in jax.device_get(trees).items()}
+
+
+def from_bytes(state):
+  """Returns the state that flax restores from the bytes of a state."""
+  # flax does not support static nodes; see docs/sharded_optimizer.md.
+  serialization.register_serialization_state(
+      contrib.Place, lambda place: {}, lambda place, _: place, override=True
+  )
+  # The bytes of flax are those of the state dict.
+  zeros = jax.tree.map(np.zeros_like, state)
+  return serialization.from_bytes(zeros, serialization.to_bytes(state))
 
 
 @jax.jit
@@ -753,94 +852,171 @@ def train_inner(updates):
   return lax.scan(step, start, updates)[0][0]
 
 
-# Rows whose steps are one program: on all devices, or on one.
-PARTS = (
-    EACH_PER_SHARD[::3],
-    EACH_PER_SHARD[1::3],
-    EACH_PER_SHARD[2::3],
-    tuple(name for name in ROWS if name not in EACH_PER_SHARD),
-)
 # Within a window of towers.
 HALF = 4
+# Rows whose steps are one program.
+STATE_KINDS = {
+    'slices': names_of_rows(
+        lambda row: row.reduction and row.inner_params != 'whole'
+    ),
+    'per shard': names_of_rows(
+        lambda row: row.init_needs_axis and row.inner_params == 'whole'
+    ),
+    'replicated': names_of_rows(
+        lambda row: row.reduction and not row.init_needs_axis
+    ),
+    'without an axis': names_of_rows(lambda row: not row.reduction),
+}
 
 
-class MappedTest(parameterized.TestCase):
-  """Promises in every mode, on leaves of every kind."""
+class InEachMode:
+  """Promises in a mode, on leaves of every kind.
 
-  @cases.parameters(*modes.NAMES, fast='shard_map')
-  def test_satisfies_the_contract(self, mode):
-    def in_mode(tree):
-      # Odd kinds take long to compile: all where types are tracked, and where
-      # they are not, most in one mode.
-      odd = ('complex', 'half', 'zero-sized')
-      left_out = {'shard_map': (), 'vmap': odd[:1]}.get(mode, odd)
-      return {k: x for k, x in tree.items() if k not in left_out}
+  Attributes:
+    mode: How shards are mapped.
+    left_out: Kinds of leaves that take long to compile. Where JAX does not
+      track types, one mode with most of them is enough.
+  """
 
-    params = in_mode(odd_params())
-    # Rows without an axis do not depend on the mode, but on its types.
-    names = [
-        name
-        for name in EACH_OF_ANY_PARAMS
-        if ROWS[name].per_shard or mode == 'shard_map'
-    ]
-    txs = {name: whole(ROWS[name], probe()) for name in names}
-    data = {name: in_mode(odd_calls(name)[0]) for name in txs}
-    numbers = np.arange(CALLS)
-    of_calls = jax.tree.map(
-        lambda p: np.stack([p + jnp.asarray(i, p.dtype) for i in numbers]),
-        params,
+  mode: str
+  left_out = ('complex', 'half', 'zero-sized')
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.params = {
+        k: x for k, x in odd_params().items() if k not in cls.left_out
+    }
+    # Rows that do not use the axis are the same in all modes.
+    cls.rows = {
+        name: ROWS[name]
+        for name in WITHOUT_PARAMS
+        if ROWS[name].reduction or cls.mode == 'shard_map'
+    }
+    cls.updates = {
+        name: shard_data(row, cls.params) for name, row in cls.rows.items()
+    }
+    # Each call has other parameters.
+    cls.params_of_calls = jax.tree.map(
+        lambda p: np.stack([p + jnp.asarray(i, p.dtype) for i in range(CALLS)]),
+        cls.params,
+    )
+    cls.calls = run_calls(
+        {k: with_reduction(row, probe()) for k, row in cls.rows.items()},
+        cls.mode,
+        cls.updates,
+        cls.params_of_calls,
     )
 
-    found = mapped_calls(txs, mode, data, of_calls)
-
-    for name, outcome in found.items():
-      row = ROWS[name]
-      runs = np.flatnonzero(runs_inner(row))
-      updates, seen, kinds_before, kinds_after = outcome
-      with self.subTest(f'{name} gives the mean over shards and towers'):
-        expected = in_mode(odd_calls(name)[1])
-        chex.assert_trees_all_equal_shapes_and_dtypes(updates, expected)
-        tolerance = row.tolerance
+  def test_updates_equal_the_expected_reduction(self):
+    for name, row in self.rows.items():
+      calls = self.calls[name]
+      with self.subTest(name):
+        expected = on_all_shards(expected_updates(row, self.updates[name]))
+        chex.assert_trees_all_equal_shapes_and_dtypes(calls.updates, expected)
         chex.assert_trees_all_close(
-            updates, expected, rtol=tolerance, atol=tolerance
+            calls.updates, expected, rtol=row.tolerance, atol=row.tolerance
         )
-      with self.subTest(f'{name} gives the same bits on all shards'):
-        bits = jax.tree.map(lambda x: x.view(np.uint8), updates)
-        of_first = on_shards(jax.tree.map(lambda x: x[0], bits))
+
+  def test_updates_have_the_same_bits_on_all_shards(self):
+    for name, calls in self.calls.items():
+      with self.subTest(name):
+        bits = jax.tree.map(lambda x: x.view(np.uint8), calls.updates)
+        of_first = on_all_shards(jax.tree.map(lambda x: x[0], bits))
         chex.assert_trees_all_equal(bits, of_first, strict=True)
-      with self.subTest(f'{name} keeps the tree, shapes and dtypes of updates'):
-        of_call = jax.tree.map(lambda x: x[0, 0], updates)
-        chex.assert_trees_all_equal_structs(of_call, params)
-        chex.assert_trees_all_equal_shapes_and_dtypes(of_call, params)
-      with self.subTest(f'{name} keeps the tree, shapes and dtypes of state'):
-        self.assertEqual(kinds_before, kinds_after)
-      with self.subTest(f'{name} runs the inner transformation once a step'):
-        num_calls = np.cumsum(runs_inner(row))
-        np.testing.assert_array_equal(seen.num_calls, [num_calls] * SHARDS)
-      with self.subTest(f'{name} hands on extra arguments'):
-        values = seen.seen_value[:, runs]
-        np.testing.assert_array_equal(values, [10 * runs] * SHARDS)
-      if row.owns:
+
+  def test_updates_keep_the_tree_shapes_and_dtypes(self):
+    for name, calls in self.calls.items():
+      with self.subTest(name):
+        of_call = jax.tree.map(lambda x: x[0, 0], calls.updates)
+        chex.assert_trees_all_equal_structs(of_call, self.params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(of_call, self.params)
+
+  def test_state_keeps_the_tree_shapes_and_dtypes(self):
+    for name, calls in self.calls.items():
+      with self.subTest(name):
+        self.assertEqual(calls.types_before, calls.types_after)
+
+  def test_inner_runs_once_per_step(self):
+    for name, row in self.rows.items():
+      calls = self.calls[name]
+      with self.subTest(name):
+        num_calls = np.cumsum(calls_of_inner(row))
+        np.testing.assert_array_equal(
+            calls.inner.num_calls, [num_calls] * SHARDS
+        )
+
+  def test_inner_receives_extra_arguments(self):
+    for name, row in self.rows.items():
+      calls = self.calls[name]
+      with self.subTest(name):
+        numbers = np.flatnonzero(calls_of_inner(row))
+        np.testing.assert_array_equal(
+            calls.inner.value[:, numbers], [10 * numbers] * SHARDS
+        )
+
+  def test_inner_receives_the_parameters(self):
+    places = {'whole': on_all_shards, 'slices': slices_of}
+    for name, row in self.rows.items():
+      calls = self.calls[name]
+      if row.inner_params == 'owned':
+        # `owned_update_test.py` has tests of these.
         continue
-      with self.subTest(f'{name} hands on parameters'):
-        place = cut_in_numpy if row.cuts else on_shards
-        actual = jax.tree.map(lambda x, i=runs: x[:, i], seen.seen_params)
+      with self.subTest(name):
+        numbers = np.flatnonzero(calls_of_inner(row))
+        place = places[row.inner_params]
+        actual = jax.tree.map(lambda x, i=numbers: x[:, i], calls.inner.params)
         expected = jax.tree.map(
-            lambda x, i=runs, place=place: np.stack(list(map(place, x[i])), 1),
-            of_calls,
+            lambda x, i=numbers, place=place: np.stack(
+                [place(of_call) for of_call in x[i]], 1
+            ),
+            self.params_of_calls,
         )
         chex.assert_trees_all_equal(actual, expected, strict=True)
+
+
+class ShardMapTest(InEachMode, parameterized.TestCase):
+  mode = 'shard_map'
+  left_out = ()
+
+
+@pytest.mark.thorough
+class VmapTest(InEachMode, parameterized.TestCase):
+  mode = 'vmap'
+  left_out = ('complex',)
+
+
+@pytest.mark.thorough
+class PmapTest(InEachMode, parameterized.TestCase):
+  mode = 'pmap'
+
+
+@pytest.mark.thorough
+class UncheckedShardMapTest(InEachMode, parameterized.TestCase):
+  mode = 'shard_map_unchecked'
+
+
+@pytest.mark.thorough
+class JitTest(InEachMode, parameterized.TestCase):
+  mode = 'jit'
+
+
+@pytest.mark.thorough
+class ExplicitJitTest(InEachMode, parameterized.TestCase):
+  mode = 'jit_explicit'
+
+
+class ValuesTest(parameterized.TestCase):
+  """Promises about values: weights, 64 bits, and a single shard."""
 
   def test_a_shard_of_weight_zero_does_not_count(self):
     params = {'w': plain_params()['w']}
     txs = {
-        name: row.build(optax.identity(), 1)
-        for name, row in ROWS.items()
-        if row.per_shard
+        name: ROWS[name].build(optax.identity(), 1) for name in WITH_REDUCTION
     }
     weight = np.arange(SHARDS, dtype=np.float32)
 
-    def of_first(number):
+    def updates_with(number):
       rng = np.random.default_rng(3)
       updates = jax.tree.map(
           lambda x: rng.random((SHARDS, *x.shape), np.float32) + 1, params
@@ -849,37 +1025,35 @@ class MappedTest(parameterized.TestCase):
         leaf[0] = number
       return weighted_call(txs, params, updates, weight)
 
-    found, expected = of_first(np.nan), of_first(1.5)
+    actual, expected = updates_with(np.nan), updates_with(1.5)
+
     for name in txs:
       with self.subTest(name):
-        chex.assert_tree_all_finite(found[name])
-        chex.assert_trees_all_equal(found[name], expected[name], strict=True)
+        chex.assert_tree_all_finite(actual[name])
+        chex.assert_trees_all_equal(actual[name], expected[name], strict=True)
 
   @pytest.mark.thorough
   def test_weights_multiply_64_bit_leaves_in_64_bits(self):
-    rows = {
-        name: row
-        for name, row in ROWS.items()
-        if row.per_shard and row.aggregate is None
-        # It rounds to 32 bits, and it takes no weight.
-        and name not in ('compressed_mean', 'trimmed_mean')
-    }
-    txs = {name: row.build(optax.identity(), 1) for name, row in rows.items()}
+    # These ignore the size of a weight, or round to 32 bits.
+    without = 'adasum', 'coordinate_median', 'trimmed_mean', 'majority_vote'
+    names = set(WITH_REDUCTION).difference(without, ['compressed_mean'])
+    txs = {name: ROWS[name].build(optax.identity(), 1) for name in names}
     rng = np.random.default_rng(3)
     weight = rng.random(SHARDS) + 0.1
-    own = {'w': rng.normal(size=(SHARDS, 5))}
-    own['complex'] = own['w'] * (1 + 2j)
-    params = jax.tree.map(lambda x: np.zeros_like(x[0]), own)
+    updates = {'w': rng.normal(size=(SHARDS, 5))}
+    updates['complex'] = updates['w'] * (1 + 2j)
+    params = jax.tree.map(lambda x: np.zeros_like(x[0]), updates)
 
     with jax.enable_x64(True):
-      found = weighted_call(txs, params, own, weight)
+      results = weighted_call(txs, params, updates, weight)
 
-    for name, row in rows.items():
-      total = 1 if row.factor == SHARDS else weight.sum()
-      expected = jax.tree.map(lambda x, n=total: weight @ x / n, own)
+    for name in names:
+      is_sum = ROWS[name].expected is sum_of_shards
+      total = 1 if is_sum else weight.sum()
+      expected = jax.tree.map(lambda x, n=total: weight @ x / n, updates)
       with self.subTest(name):
         chex.assert_trees_all_close(
-            found[name], on_shards(expected), rtol=1e-13, strict=True
+            results[name], on_all_shards(expected), rtol=1e-13, strict=True
         )
 
   @pytest.mark.thorough
@@ -889,36 +1063,31 @@ class MappedTest(parameterized.TestCase):
     rng = np.random.default_rng(1)
     first = {'w': plain_params()['w']}
     data = {'w': np.float32(rng.normal(size=(1, CALLS, *first['w'].shape)))}
-    rows = {name: ROWS[name] for name in EACH_OF_ANY_PARAMS}
-    given = {
+    rows = {name: ROWS[name] for name in WITHOUT_PARAMS}
+    updates = {
         name: jax.tree.map(lambda x: x[:, :, None], data)
         if row.towers == 'stacked'
         else data
         for name, row in rows.items()
     }
     txs = {
-        name: whole(row, optax.chain(probe(), inner), 1)
+        name: with_reduction(row, optax.chain(probe(), inner), 1)
         for name, row in rows.items()
     }
-    params = on_calls(first)
+    params = in_all_calls(first)
 
     @jax.jit
     def run_inner(updates):
-      start = inner.init(first)
-      return lax.scan(lambda s, x: inner.update(x, s)[::-1], start, updates)[1]
+      state = inner.init(first)
+      return lax.scan(lambda s, x: inner.update(x, s)[::-1], state, updates)[1]
 
-    found = mapped_calls(txs, 'shard_map', given, params, num_shards=1)
+    calls = run_calls(txs, 'shard_map', updates, params, num_shards=1)
 
     for name, row in rows.items():
-      aggregate = row.aggregate or (lambda x: x[0])
-      one = jax.tree.map(
-          lambda x, f=aggregate: np.stack([f(y) for y in x.swapaxes(0, 1)]),
-          data,
-      )
       # Compiled or not, its products are exact.
-      expected = run_inner(one)
+      expected = run_inner(expected_updates(row, updates[name], 1))
       with self.subTest(name):
-        actual = jax.tree.map(lambda x: x[0], found[name][0])
+        actual = jax.tree.map(lambda x: x[0], calls[name].updates)
         chex.assert_trees_all_equal(
             actual, jax.device_get(expected), strict=True
         )
@@ -930,14 +1099,14 @@ class CombinatorTest(parameterized.TestCase):
   @pytest.mark.thorough
   def test_works_in_combinators(self):
     params = {**plain_params(), 'free': jnp.ones(2, jnp.float32)}
-    rows = {name: ROWS[name] for name in EACH_OF_ANY_PARAMS}
+    rows = {name: ROWS[name] for name in WITHOUT_PARAMS}
     txs = {name: nested(row) for name, row in rows.items()}
     data = {name: shard_data(row, params) for name, row in rows.items()}
 
-    found = mapped_calls(txs, 'shard_map', data, on_calls(params))
+    calls = run_calls(txs, 'shard_map', data, in_all_calls(params))
 
     for name, row in rows.items():
-      means = on_shards(expected_updates(row, {'w': data[name]['w']}))
+      means = on_all_shards(expected_updates(row, {'w': data[name]['w']}))
       expected = {
           'w': -means['w'],
           'b': np.zeros_like(data[name]['b']),
@@ -945,7 +1114,10 @@ class CombinatorTest(parameterized.TestCase):
       }
       with self.subTest(name):
         chex.assert_trees_all_close(
-            found[name][0], expected, rtol=row.tolerance, atol=row.tolerance
+            calls[name].updates,
+            expected,
+            rtol=row.tolerance,
+            atol=row.tolerance,
         )
 
   @cases.parameters(*STATIC_ARGS)
@@ -961,55 +1133,51 @@ class CombinatorTest(parameterized.TestCase):
 class StateTest(parameterized.TestCase):
   """Promises about state between steps."""
 
-  @cases.parameters(*PARTS, fast='cross_shard_mean.*')
-  def test_satisfies_the_contract_between_steps(self, *names):
-    trees = {name: start_of(name) for name in names}
-    for call in range(CALLS):
-      if call == HALF:
-        # Copies, because views would keep the buffers.
-        half = jax.tree.map(np.array, trees)
-      given = jax.tree.leaves(trees)
-      trees = one_step(trees, call)
-      for leaf in given:
-        self.assertTrue(leaf.is_deleted())
-    after = jax.device_get(trees)
+  @cases.parameters(*STATE_KINDS, fast='slices')
+  def test_trains_as_inner_on_the_means(self, kind):
+    params = trained_in_two_halves(kind).params
 
-    for name in names:
-      with self.subTest(f'{name} trains as the inner one on the means'):
-        self.assert_trains_as_on_the_means(name, after[name][0])
-      with self.subTest(f'{name} refuses invalid gradients'):
-        wrong = jax.tree.map(lambda x: x.astype(np.int32), data_of(name, HALF))
-        with self.assertRaisesRegex(
-            TypeError, r"`updates` of .* got int32\[.*\] at \['b'\]"
-        ):
-          jax.eval_shape(
-              run_of(name).step, *like_of(name), wrong, np.int32(HALF)
-          )
-    # flax does not support static nodes; see docs/sharded_optimizer.md.
-    serialization.register_serialization_state(
-        contrib.Place, lambda place: {}, lambda place, _: place, override=True
-    )
-    # The bytes of flax are those of the state dict.
-    for name, (params, state) in placed(half).items():
-      fresh = jax.tree.map(np.zeros_like, state)
-      restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
-      with self.subTest(f'{name} is restored from the bytes of flax'):
+    for name in STATE_KINDS[kind]:
+      row = ROWS[name]
+      updates = expected_updates(row, shard_data(row, plain_params()))
+      runs_inner = calls_of_inner(row)
+      updates = jax.tree.map(lambda x, i=runs_inner: x[i], updates)
+      with self.subTest(name):
+        chex.assert_trees_all_close(
+            params[name], train_inner(updates), rtol=2e-6, atol=2e-6
+        )
+
+  @cases.parameters(*STATE_KINDS, fast='slices')
+  def test_state_is_restored_from_the_bytes_of_flax(self, kind):
+    for name, (_, state) in trained_in_two_halves(kind).at_half.items():
+      with self.subTest(name):
+        restored = from_bytes(state)
         chex.assert_trees_all_equal(restored, state, strict=True)
-      half[name] = params, restored
-    trees = placed(half)
-    for call in range(HALF, CALLS):
-      trees = one_step(trees, call)
-    for name, found in jax.device_get(trees).items():
-      with self.subTest(f'{name} continues after an error, from bytes'):
-        chex.assert_trees_all_equal(found, after[name], strict=True)
 
-  def assert_trains_as_on_the_means(self, name, params):
-    row = ROWS[name]
-    updates = expected_updates(row, shard_data(row, plain_params()))
-    updates = jax.tree.map(lambda x: x[runs_inner(row)], updates)
-    chex.assert_trees_all_close(
-        params, train_inner(updates), rtol=2e-6, atol=2e-6
-    )
+  @cases.parameters(*STATE_KINDS, fast='slices')
+  def test_continues_from_bytes_with_the_same_bits(self, kind):
+    training = trained_in_two_halves(kind)
+    trees = {
+        name: (params, from_bytes(state))
+        for name, (params, state) in training.at_half.items()
+    }
+
+    params = params_of(train_calls(trees, range(HALF, CALLS)))
+
+    for name, of_row in training.params.items():
+      with self.subTest(name):
+        chex.assert_trees_all_equal(params[name], of_row, strict=True)
+
+  @cases.parameters(*ROWS)
+  def test_refuses_integer_gradients(self, name):
+    integers = jax.tree.map(lambda x: x.astype(np.int32), data_of(name, HALF))
+
+    with self.assertRaisesRegex(
+        TypeError, r"`updates` of .* got int32\[.*\] at \['b'\]"
+    ):
+      jax.eval_shape(
+          run_of(name).step, *like_of(name), integers, np.int32(HALF)
+      )
 
   @pytest.mark.thorough
   def test_can_be_restored_from_an_orbax_checkpoint(self):
@@ -1046,9 +1214,9 @@ class StateTest(parameterized.TestCase):
     states = [like_of(name)[1] for name in ROWS]
 
     for kind, fields in FIELDS.items():
-      found = optax.tree_utils.tree_get_all_with_path(states, kind)
-      self.assertNotEmpty(found, kind)
-      for (_, state), field in itertools.product(found, fields):
+      states_of_kind = optax.tree_utils.tree_get_all_with_path(states, kind)
+      self.assertNotEmpty(states_of_kind, kind)
+      for (_, state), field in itertools.product(states_of_kind, fields):
         dtype = 'float32' if field == 'total_weight' else 'int32'
         leaf = getattr(state, field)
         self.assertEqual(leaf.dtype, dtype, field)
@@ -1059,7 +1227,7 @@ class StateTest(parameterized.TestCase):
     tx, (_, like) = run_of(name).tx, like_of(name)
     abstract = jax.eval_shape(plain_params)
 
-    if ROWS[name].per_shard:
+    if ROWS[name].reduction:
       described = shard_transforms.init_state(tx, abstract, MESH())
       places = jax.tree.map(lambda x: x.sharding, (described, like))
       self.assertEqual(*places)
@@ -1068,28 +1236,30 @@ class StateTest(parameterized.TestCase):
 
     chex.assert_trees_all_equal_structs(described, like)
     chex.assert_trees_all_equal_shapes_and_dtypes(described, like)
-    if name in EACH_UNMAPPED_INIT:
-      alone = tx.init(abstract)
-      chex.assert_trees_all_equal(alone, tx.init(plain_params()), strict=True)
+    if ROWS[name].init_needs_axis:
+      with self.assertRaises(NameError):
+        tx.init(abstract)
+    else:
+      from_types = tx.init(abstract)
+      chex.assert_trees_all_equal(
+          from_types, tx.init(plain_params()), strict=True
+      )
 
-  @cases.parameters(
-      *ROWS,
-      fast='cross_shard_mean|guard|shard_update|tower_reduce|compressed_mean',
-  )
+  @cases.parameters(*ROWS, fast=[*MAIN_ROWS, 'compressed_mean'])
   def test_preserves_types_under_each_setting_of_jax(self, name):
     run = run_of(name, SGD)
     params = plain_params()
     updates, number = data_of(name, 0), jnp.int32(0)
 
     def types():
-      if ROWS[name].per_shard:
+      if ROWS[name].reduction:
         abstract = jax.eval_shape(lambda: params)
         state = shard_transforms.init_state(run.tx, abstract, MESH())
       else:
         state = jax.eval_shape(run.tx.init, params)
       after = jax.eval_shape(run.step, params, state, updates, number)
       numbers = jax.eval_shape(monitoring.metrics, after[1])
-      return kinds((params, state)), kinds(after), kinds(numbers)
+      return types_of((params, state)), types_of(after), types_of(numbers)
 
     expected = types()
     self.assertEqual(expected[0], expected[1])
@@ -1097,22 +1267,20 @@ class StateTest(parameterized.TestCase):
       with self.subTest(setting), enable():
         self.assertEqual(types(), expected)
 
-  @cases.parameters(
-      *ROWS, fast='cross_shard_mean|guard|shard_update|tower_reduce'
-  )
+  @cases.parameters(*ROWS, fast=MAIN_ROWS)
   def test_traces_leaves_of_all_dtypes_under_strict_settings(self, name):
     row = ROWS[name]
-    tx = whole(row, optax.sgd(0.5, momentum=0.5))
+    tx = with_reduction(row, optax.sgd(0.5, momentum=0.5))
     number, weight = np.int32(0), np.ones(SHARDS, np.float32)
-    is_weighted = row.per_shard and not row.delays
+    is_weighted = row.reduction and 'weight' in row.extra_args
 
-    def call(params, own):
-      updates, weight = own
+    def call(params, inputs):
+      updates, weight = inputs
       if row.towers == 'stacked':
         weight = jnp.stack([weight] * TOWERS)
-      given = {'weight': weight} if is_weighted else {}
-      given |= extra_args_of(row, number)
-      return tx.update(updates, tx.init(params), params, **given)[0]
+      extra_args = {'weight': weight} if is_weighted else {}
+      extra_args |= extra_args_of(row, number)
+      return tx.update(updates, tx.init(params), params, **extra_args)[0]
 
     with (
         jax.enable_x64(True),
@@ -1123,15 +1291,17 @@ class StateTest(parameterized.TestCase):
           'wide': jnp.ones(3, jnp.float64),
           'wide complex': jnp.ones(3, jnp.complex128),
       }
-      own = jax.tree.map(lambda x: x[:, 0], shard_data(row, params)), weight
+      inputs = jax.tree.map(lambda x: x[:, 0], shard_data(row, params)), weight
       mapped = modes.map_shards('shard_map', call, SHARDS)
-      updates = jax.eval_shape(mapped, params, own)
+      updates = jax.eval_shape(mapped, params, inputs)
 
-    chex.assert_trees_all_equal_shapes_and_dtypes(updates, on_shards(params))
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        updates, on_all_shards(params)
+    )
 
 
-def own_data(name):
-  """Returns the data of the first call of the first shard."""
+def first_updates(name):
+  """Returns the updates of the first shard in the first call."""
   row = ROWS[name]
   return jax.tree.map(lambda x: x[0, 0], shard_data(row, plain_params()))
 
@@ -1153,8 +1323,8 @@ def _outer(tx):
   return local_updates(optax.sgd(0.1), tx, AXIS, every=2)
 
 
-# Wrappers that must see that what they wrap reduces over the axis, by the
-# weight if they are given one.
+# Wrappers that check that the transformation in them reduces over the axis,
+# with weights if they receive one.
 RECOGNISERS = {
     'guard': lambda tx: guard(tx, AXIS, on_bad='exclude'),
     'tower_reduce': lambda tx: tower_reduce(2, tx, axis_name=AXIS),
@@ -1165,12 +1335,11 @@ RECOGNISERS = {
     'outer of local_updates': _outer,
     'outer in a guard': lambda tx: _outer(guard(tx, AXIS, on_bad='exclude')),
 }
-REDUCTIONS = tuple(
-    name
-    for name, row in ROWS.items()
-    if row.per_shard and row.towers == 'one' and not row.takes_local_step
-    # It keeps parameters, and it is late.
-    and not (row.moves or row.delays)
+REDUCTIONS = names_of_rows(
+    lambda row: row.reduction
+    and row.towers == 'one'
+    and row.extra_args == ('weight',)
+    and not row.keeps_params
 )
 
 
@@ -1180,17 +1349,23 @@ class RecognitionTest(parameterized.TestCase):
   def trace(self, tx, mode):
     params = {f'w{i}': np.ones((4, 6), np.float32) for i in range(4)}
     params['b'] = np.float32(1)
-    own = jax.tree.map(lambda x: np.stack([x] * SHARDS), params)
+    updates = jax.tree.map(lambda x: np.stack([x] * SHARDS), params)
 
-    def shard(params, own):
-      updates, weight = own
+    def shard(params, inputs):
+      updates, weight = inputs
       extra_args = {'weight': weight, 'local_step': jnp.int32(0)}
       return tx.update(updates, tx.init(params), params, **extra_args)[0]
 
     mapped = modes.map_shards(mode, shard, SHARDS)
-    return jax.eval_shape(mapped, params, (own, np.ones(SHARDS, np.float32)))
+    weight = np.ones(SHARDS, np.float32)
+    return jax.eval_shape(mapped, params, (updates, weight))
 
-  @cases.product(mode=modes.MAPPED, name=REDUCTIONS)
+  # Other modes without types show the same, and `vmap` takes twice as long.
+  @cases.product(
+      mode=modes.MAPPED,
+      name=REDUCTIONS,
+      fast=['shard_map', 'shard_map_unchecked'],
+  )
   @pytest.mark.slow
   def test_supports_each_reduction(self, mode, name):
     reduction = ROWS[name].build(SGD, TOWERS)
@@ -1214,18 +1389,17 @@ class RecognitionTest(parameterized.TestCase):
 class RefusalTest(parameterized.TestCase):
   """Mistakes that every transformation refuses while tracing."""
 
-  @cases.parameters(*EACH_PER_SHARD)
+  @cases.parameters(*WITH_REDUCTION)
   def test_refuses_an_unbound_axis(self, name):
     row, tx = ROWS[name], run_of(name).tx
 
     with self.assertRaisesRegex(NameError, "needs the axis 'data'.*on_mesh"):
       state = tx.init(plain_params())
-      tx.update(own_data(name), state, **extra_args_of(row, 0))
+      tx.update(first_updates(name), state, **extra_args_of(row, 0))
 
-  @cases.parameters(*EACH_PER_SHARD)
+  @cases.parameters(*WITH_REDUCTION)
   def test_refuses_a_gradient_that_jax_has_summed(self, name):
     row = ROWS[name]
-    refuser = row.refuser or name.removesuffix('_per_shard')
 
     def loss(params, data):
       return jnp.sum(params['w'] * data['w']) + params['b'] * data['b']
@@ -1237,7 +1411,7 @@ class RefusalTest(parameterized.TestCase):
     for num_towers in {1, TOWERS} if row.towers == 'in turn' else {TOWERS}:
       with self.assertRaisesRegex(
           ValueError,
-          rf"`{refuser}` .* over 'data', got \['b'\] .* already reduced"
+          rf"`{row.reduction}` .* over 'data', got \['b'\] .* already reduced"
           '.*value_and_grad',
       ):
         tx = row.build(optax.identity(), num_towers)
@@ -1245,7 +1419,7 @@ class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
       # This one refuses all sums in `inner`.
-      *(x for x in EACH_PER_SHARD if x != 'reproducible.sharded_tower_reduce')
+      *(x for x in WITH_REDUCTION if x != 'reproducible.sharded_tower_reduce')
   )
   def test_refuses_to_reduce_twice(self, name):
     row = ROWS[name]
@@ -1256,12 +1430,14 @@ class RefusalTest(parameterized.TestCase):
     ):
       self.trace_first_call(row, tx, gradient(row))
 
-  @cases.parameters(*EACH_STALE)
+  @cases.parameters(*names_of_rows(lambda row: 'local_step' in row.extra_args))
   def test_refuses_to_guess_the_local_step(self, name):
-    row = ROWS[name]._replace(takes_local_step=False)
+    row = ROWS[name]._replace(extra_args=('weight',))
 
     with self.assertRaisesRegex(TypeError, '`local_step` of .* is missing'):
-      self.trace_first_call(row, whole(row, optax.identity()), gradient(row))
+      self.trace_first_call(
+          row, with_reduction(row, optax.identity()), gradient(row)
+      )
 
   def trace_first_call(self, row, tx, grad):
     def fn(params, data):

@@ -76,7 +76,7 @@ class DeadlockTest(parameterized.TestCase):
     self.assertEqual(done.returncode, -signal.SIGABRT, done.stderr)
     self.assertEqual(done.stdout.count(FINISHED), num_finished)
 
-  @cases.parameters('pmap', 'shard_map')
+  @cases.parameters('pmap', 'shard_map', fast='shard_map')
   @pytest.mark.slow
   def test_does_not_deadlock(self, mode):
     done = run_in_process(mode, *CASES)
@@ -115,7 +115,7 @@ def apply_if_finite(mode):
   tx = optax.apply_if_finite(mean_of(MOMENTUM), 3)
 
   def fn(params, x):
-    return tx.update(own_gradient(params, x), tx.init(params), params)[0]
+    return tx.update(local_gradient(params, x), tx.init(params), params)[0]
 
   mapped = modes.map_shards(mode, fn)
   jax.block_until_ready(mapped(np.float32(1), gradients()))
@@ -134,23 +134,24 @@ def subsets():
   return np.array(list(itertools.product([False, True], repeat=SHARDS)))[1:]
 
 
-def over_subsets(mode, fn, params, *own):
-  """Yields each subset of shards, and what `fn` gives on all shards for it.
+def over_subsets(mode, fn, params, *arrays):
+  """Yields each subset of shards, and the results of `fn` on all shards.
 
   Args:
     mode: How the axis is bound.
-    fn: Takes parameters, and what a shard has for a subset.
+    fn: A function of parameters and the elements of `arrays` for a shard and a
+      subset.
     params: The parameters.
-    *own: Arrays [shards] or [subsets, shards].
+    *arrays: Arrays [shards] or [subsets, shards].
   """
 
-  def shard(params, own):
-    return lax.map(lambda own: fn(params, *own), own)
+  def shard(params, rows):
+    return lax.map(lambda row: fn(params, *row), rows)
 
-  own = [np.float32(x + 0 * subsets()).T for x in own]
-  found = jax.device_get(modes.map_shards(mode, shard)(params, own))
+  rows = [np.float32(x + 0 * subsets()).T for x in arrays]
+  results = jax.device_get(modes.map_shards(mode, shard)(params, rows))
   for i, subset in enumerate(subsets()):
-    yield subset, *jax.tree.map(lambda x, i=i: x[:, i], found)
+    yield subset, *jax.tree.map(lambda x, i=i: x[:, i], results)
 
 
 def gradients():
@@ -158,7 +159,7 @@ def gradients():
   return np.arange(1, SHARDS + 1, dtype=np.float32) ** 2
 
 
-def own_gradient(params, grads):
+def local_gradient(params, grads):
   """Returns gradients of a tree, taken inside the mapped function."""
   loss = optax.tree_utils.tree_vdot
   return shard_transforms.value_and_grad(loss, AXIS)(params, grads)[1]
@@ -169,7 +170,7 @@ def stale_shards(mode):
   tx = shard_transforms.drop_stale(1, mean_of(MOMENTUM), axis_name=AXIS)
 
   def fn(params, x, is_stale):
-    grads = own_gradient(params, x)
+    grads = local_gradient(params, x)
     _, state = tx.update(grads, tx.init(params), params, local_step=0)
     return tx.update(
         grads, state, params, local_step=jnp.where(is_stale > 0, -1, 0)
@@ -197,7 +198,7 @@ def stale_towers(mode):
   tx = shard_transforms.tower_reduce(2, inner, axis_name=AXIS)
 
   def fn(params, x, is_stale):
-    grads = own_gradient(params, x)
+    grads = local_gradient(params, x)
     state = tx.init(params)
     # The oldest of a window counts.
     for local_step in jnp.where(is_stale > 0, -2, 0), 0:
@@ -217,7 +218,7 @@ def weightless_shards(mode):
   tx = shard_transforms.tower_reduce(2, mean_of(optax.sgd(1.0)), axis_name=AXIS)
 
   def fn(params, x, weight):
-    grads = own_gradient(params, x)
+    grads = local_gradient(params, x)
     _, state = tx.update(grads, tx.init(params), params, weight=weight)
     updates, state = tx.update(3 * grads, state, params, weight=weight)
     return updates, state.tower_count
@@ -226,8 +227,8 @@ def weightless_shards(mode):
   weights = np.arange(1, SHARDS + 1, dtype=np.float32)
   # All of these count as no weight.
   none = np.array([0, -1, np.nan, np.inf] * 2, np.float32)
-  own = np.where(subsets(), np.nan, x), np.where(subsets(), none, weights)
-  for is_out, updates, tower in over_subsets(mode, fn, np.float32(0), *own):
+  rows = np.where(subsets(), np.nan, x), np.where(subsets(), none, weights)
+  for is_out, updates, tower in over_subsets(mode, fn, np.float32(0), *rows):
     total = weights[~is_out].sum()
     mean = 2 * (weights * x)[~is_out].sum() / total if total else 0
     check(updates, -mean)
@@ -239,8 +240,8 @@ def run_guarded(mode, **kwargs):
   tx = shard_transforms.guard(mean_of(MOMENTUM), AXIS, **kwargs)
 
   def fn(params, x, second):
-    _, state = tx.update(own_gradient(params, x), tx.init(params), params)
-    return tx.update(own_gradient(params, second), state, params)
+    _, state = tx.update(local_gradient(params, x), tx.init(params), params)
+    return tx.update(local_gradient(params, second), state, params)
 
   not_finite = np.array([np.nan, np.inf, -np.inf, np.nan] * 2, np.float32)
   x = gradients()
@@ -302,10 +303,10 @@ def spikes(mode, signal, remedy):
     leaps = {'norm': 0.0, 'loss': 0.0} | {signal: leap}
     state = tx.init(params)
     for value in 1.0, 1.1:
-      grads = own_gradient(params, {'a': x, 'b': jnp.float32(2)})
+      grads = local_gradient(params, {'a': x, 'b': jnp.float32(2)})
       _, state = tx.update(grads, state, params, value=value + x)
     grads = {'a': x, 'b': 2 + leaps['norm']}
-    grads, value = own_gradient(params, grads), 1.05 + x + leaps['loss']
+    grads, value = local_gradient(params, grads), 1.05 + x + leaps['loss']
     return tx.update(grads, state, params, value=value)
 
   x = np.arange(1, SHARDS + 1, dtype=np.float32) / 8

@@ -64,26 +64,26 @@ class DistributedTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_trains_like_one_process(self):
-    alone, together = train(1), train(2)
+    one_process, two_processes = train(1), train(2)
 
-    self.check_that_shards_agree(alone)
-    self.check_that_shards_agree(together)
+    self.check_that_shards_agree(one_process)
+    self.check_that_shards_agree(two_processes)
     # Sockets add in another order than memory does.
     chex.assert_trees_all_close(
-        together, alone, rtol=1e-6, atol=1e-6, strict=True
+        two_processes, one_process, rtol=1e-6, atol=1e-6, strict=True
     )
 
   def check_that_shards_agree(self, arrays):
     """Checks which shards have the same bits, and that something trained."""
     rows = distributed_worker.ROWS
-    seen = {tuple(name.split('/')[:2]) for name in arrays}
+    names_of_results = {tuple(name.split('/')[:2]) for name in arrays}
     expected = {
         (name, mode)
         for mode in distributed_worker.TRAIN
         for axes in distributed_worker.AXES
         for name in distributed_worker.rows_of(mode, axes)
     }
-    self.assertEqual(seen, expected)
+    self.assertEqual(names_of_results, expected)
     for name, array in arrays.items():
       row, _, path = name.split('/', maxsplit=2)
       agree = all(shard.tobytes() == array[0].tobytes() for shard in array)

@@ -1,7 +1,7 @@
 """Tests of the table of `docs/frameworks.md`: frameworks with transformations.
 
 Each program follows the conventions of its framework: the training state is
-created outside of the mapped step, and saved as a whole.
+created outside of the mapped step, and saved as one tree.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def fit(model, x):
 
 
 def own_params(params, opt_state):
-  """Returns where a shard takes its gradient."""
+  """Returns the parameters at which a shard takes its gradient."""
   if 'own_params' not in getattr(opt_state, '_fields', ()):
     return params
   return shard_transforms.contrib.local_params(params, opt_state)
@@ -92,10 +92,10 @@ class Program(NamedTuple):
   """A training program of a framework.
 
   Attributes:
-    create: Makes the whole training state.
-    step: Takes it and a batch, inside the mapped function.
-    params_of: Takes the state, gives the parameters as a dict.
-    resized: Takes a saved state of another number of shards.
+    create: Returns the initial training state.
+    step: A function of the state and a batch, in the mapped function.
+    params_of: A function of the state that returns the parameters as a dict.
+    resized: A function that converts a saved state of other shards.
   """
 
   create: Callable[[], Any]
@@ -154,8 +154,8 @@ def linen_train_state(tx, mesh):
     def loss_fn(params, x):
       return fit(lambda x: state.apply_fn(params, x), x)
 
-    own = own_params(state.params, state.opt_state)
-    return state.apply_gradients(grads=grads_of(loss_fn, own, x))
+    local = own_params(state.params, state.opt_state)
+    return state.apply_gradients(grads=grads_of(loss_fn, local, x))
 
   def resized(saved):
     opt_state = resize(saved.opt_state, tx, saved.params, mesh)
@@ -180,12 +180,12 @@ def nnx_optimizer(tx, mesh):
   def step(state, x):
     model, optimizer = nnx.merge(graph, state)
     definition, params = nnx.split(model)
-    own = own_params(*map(nnx.as_pure, (params, optimizer.opt_state)))
+    local = own_params(*map(nnx.as_pure, (params, optimizer.opt_state)))
 
-    def loss_fn(own, x):
-      return fit(nnx.merge(definition, own), x)
+    def loss_fn(local, x):
+      return fit(nnx.merge(definition, local), x)
 
-    grads = grads_of(loss_fn, own, x)
+    grads = grads_of(loss_fn, local, x)
     leaves = jax.tree.leaves(grads)
     if isinstance(grads, shard_transforms.Stacked):
       in_tree = jax.tree.unflatten(jax.tree.structure(params), leaves)
@@ -313,24 +313,24 @@ def expected():
     The parameters when the state is saved, and at the end on four devices, with
     only `init_state` and `state_specs`.
   """
-  found, states = [], None
+  params_of_halves, states = [], None
   for num_shards, calls in (8, BEFORE), (4, AFTER):
     programs = Programs(plain_loop, num_shards, 'shard_map', lambda tx, _: tx)
-    given = zeros(), programs.mesh
+    params_and_mesh = zeros(), programs.mesh
     specs = {
-        name: (P(), shard_transforms.state_specs(tx, *given))
+        name: (P(), shard_transforms.state_specs(tx, *params_and_mesh))
         for name, tx in TRANSFORMS.items()
     }
     if states:
       states = programs.resized(jax.device_get(states))
     else:
       states = {
-          name: (zeros(), shard_transforms.init_state(tx, *given))
+          name: (zeros(), shard_transforms.init_state(tx, *params_and_mesh))
           for name, tx in TRANSFORMS.items()
       }
     states = programs.train(states, calls, specs)
-    found.append(programs.params_of(states))
-  return found
+    params_of_halves.append(programs.params_of(states))
+  return params_of_halves
 
 
 class FrameworkTableTest(parameterized.TestCase):
@@ -348,11 +348,11 @@ class FrameworkTableTest(parameterized.TestCase):
     saved = saved_and_restored(states, jax.eval_shape(four.create))
     end = four.train(four.resized(saved), AFTER)
 
-    found = [eight.params_of(states), four.params_of(end)]
+    params_of_halves = [eight.params_of(states), four.params_of(end)]
     for name in TRANSFORMS:
       with self.subTest(name):
         chex.assert_trees_all_close(
-            [params[name] for params in found],
+            [params[name] for params in params_of_halves],
             [params[name] for params in expected()],
             rtol=1e-6,
             atol=1e-6,
@@ -361,7 +361,12 @@ class FrameworkTableTest(parameterized.TestCase):
   # Per-shard state, and slices.
   @cases.parameters('tower_reduce', 'shard_update', fast='tower_reduce')
   def test_train_state_under_pmap_restores_on_fewer_devices(self, name):
-    tx, params, found, saved = TRANSFORMS[name], {'params': zeros()}, [], None
+    tx, params, params_of_halves, saved = (
+        TRANSFORMS[name],
+        {'params': zeros()},
+        [],
+        None,
+    )
     for num_shards, calls in (8, BEFORE), (4, AFTER):
       mesh = mesh_of(num_shards)
       program = linen_train_state(tx, mesh)
@@ -381,13 +386,16 @@ class FrameworkTableTest(parameterized.TestCase):
         x = batch_of(call).reshape(num_shards, -1, FEATURES)
         states = jax.block_until_ready(step(states, x))
       saved = saved_and_restored(states, states)
-      found.append(program.params_of(first_row(saved)))
+      params_of_halves.append(program.params_of(first_row(saved)))
       joined = on_shards(in_specs=P(AXIS), out_specs=specs)(first_row)
       opt_state = jax.jit(joined)(place(saved.opt_state, mesh))
       saved = saved.replace(opt_state=opt_state)
 
     chex.assert_trees_all_close(
-        found, [params[name] for params in expected()], rtol=1e-6, atol=1e-6
+        params_of_halves,
+        [params[name] for params in expected()],
+        rtol=1e-6,
+        atol=1e-6,
     )
 
 
@@ -409,7 +417,7 @@ class GuideTest(parameterized.TestCase):
     for call in BEFORE:
       step(model, optimizer, place(batch_of(call), mesh))
 
-    found = nnx.to_pure_dict(nnx.state(model))
+    params = nnx.to_pure_dict(nnx.state(model))
     chex.assert_trees_all_close(
-        jax.device_get(found), expected()[0]['guard'], rtol=1e-6, atol=1e-6
+        jax.device_get(params), expected()[0]['guard'], rtol=1e-6, atol=1e-6
     )

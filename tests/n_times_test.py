@@ -31,18 +31,18 @@ def loss(w, x):
   return w * x
 
 
-def value_and_grad(of):
-  return lambda w, x: shard_transforms.value_and_grad(of, AXIS)(w, x)[1]
+def value_and_grad(fn):
+  return lambda w, x: shard_transforms.value_and_grad(fn, AXIS)(w, x)[1]
 
 
 def then(reduce):
   """Returns a function whose results are reduced."""
-  return lambda of: lambda w, x: reduce(of(w, x), AXIS)
+  return lambda fn: lambda w, x: reduce(fn(w, x), AXIS)
 
 
-def at(own):
-  """Returns the gradient at per-shard parameters."""
-  return lambda of: lambda w, x: of(own(w, AXIS), x)
+def at(convert):
+  """Returns a function that takes the gradient at converted parameters."""
+  return lambda fn: lambda w, x: fn(convert(w, AXIS), x)
 
 
 grad = jax.grad
@@ -67,40 +67,46 @@ SCALED = 1 / SHARDS, r'`[^`]*lax\.axis_size'
 # The gradient of a mean with respect to `per_shard` parameters is a part of the
 # gradient of the shard: it differs between shards as any other.
 PART = 1 / SHARDS, r'`lax\.pmean\(loss\)`[^.]*`per_shard`'
-# A sum and a mean have one type; which it is, is what the caller says.
-TOLD_WRONGLY = SHARDS, "'mean'` assumes that the leaf is already the mean"
+# A sum and a mean have the same type, so the caller must say which it is.
+WRONGLY_AVERAGED = SHARDS, "'mean'` assumes that the leaf is already the mean"
 
 
 class Way(NamedTuple):
-  """A way to take a gradient, and what comes of it.
+  """A way to take a gradient, and its results.
 
   Attributes:
-    grad_fn: The way.
-    untracked: What comes where types are not tracked.
-    tracked: Where they are.
-    own: There, at parameters of each shard's own; `None` is the same.
-    told: There, if `cross_shard_mean` is told that it is averaged.
+    grad_fn: A function of parameters and the data of a shard.
+    untracked: The result where JAX does not track types.
+    tracked: The result where JAX tracks types.
+    at_per_shard: The result with types at `per_shard` parameters, if another.
+    if_averaged: The result with types and `if_reduced='mean'`, if tested.
   """
 
   grad_fn: Callable[..., Any]
   untracked: Any = RIGHT
   tracked: Any = REDUCED
-  own: Any = None
-  told: Any = None
+  at_per_shard: Any = None
+  if_averaged: Any = None
 
 
 WAYS = {
-    'grad(loss)': Way(grad(loss), own=RIGHT, told=TOLD_WRONGLY),
+    'grad(loss)': Way(
+        grad(loss), at_per_shard=RIGHT, if_averaged=WRONGLY_AVERAGED
+    ),
     'pmean(grad(loss))': Way(pmean(grad(loss))),
     'psum(grad(loss))': Way(psum(grad(loss)), SUMMED),
-    'grad(loss) / axis_size': Way(divide(grad(loss)), SCALED, own=SCALED),
-    'grad(pmean(loss))': Way(grad(pmean(loss)), own=PART, told=RIGHT),
+    'grad(loss) / axis_size': Way(
+        divide(grad(loss)), SCALED, at_per_shard=SCALED
+    ),
+    'grad(pmean(loss))': Way(
+        grad(pmean(loss)), at_per_shard=PART, if_averaged=RIGHT
+    ),
     'pmean(grad(pmean(loss)))': Way(pmean(grad(pmean(loss)))),
-    'grad(psum(loss))': Way(grad(psum(loss)), SUMMED_LOSS, own=RIGHT),
+    'grad(psum(loss))': Way(grad(psum(loss)), SUMMED_LOSS, at_per_shard=RIGHT),
     # The library's own, but with respect to replicated parameters.
-    'grad(shard_mean(loss))': Way(grad(shard_mean(loss)), own=PART),
+    'grad(shard_mean(loss))': Way(grad(shard_mean(loss)), at_per_shard=PART),
     'value_and_grad(loss)': Way(
-        value_and_grad(loss), tracked=RIGHT, told=RIGHT
+        value_and_grad(loss), tracked=RIGHT, if_averaged=RIGHT
     ),
     'value_and_grad(pmean(loss))': Way(
         value_and_grad(pmean(loss)), tracked=REDUCED_LOSS
@@ -121,10 +127,11 @@ def outcomes(mode):
   for name, way in WAYS.items():
     grad_fn, outcome, *_ = way
     yield name, grad_fn, way.tracked if is_tracked else outcome
-    if way.told:
-      yield f'{name}, averaged', grad_fn, way.told if is_tracked else outcome
+    if way.if_averaged:
+      averaged = way.if_averaged if is_tracked else outcome
+      yield f'{name}, averaged', grad_fn, averaged
     if is_tracked:
-      outcome = way.own or way.tracked
+      outcome = way.at_per_shard or way.tracked
     yield f'per_shard, {name}', at(shard_transforms.per_shard)(grad_fn), outcome
     # JAX has no `lax.pcast` there.
     outcome = (AssertionError, '') if mode == 'vmap' else outcome
@@ -138,8 +145,8 @@ def ratios(grad_fns, mode):
     return {name: reduce(name, w, x) for name in grad_fns}
 
   def reduce(name, w, x):
-    told = 'mean' if name.endswith('averaged') else 'error'
-    tx = shard_transforms.cross_shard_mean(AXIS, if_reduced=told)
+    if_reduced = 'mean' if name.endswith('averaged') else 'error'
+    tx = shard_transforms.cross_shard_mean(AXIS, if_reduced=if_reduced)
     return tx.update(grad_fns[name](w, x), optax.EmptyState())[0]
 
   x = np.arange(SHARDS, dtype=np.float32)
@@ -151,21 +158,21 @@ class NTimesTest(parameterized.TestCase):
 
   @cases.parameters(*modes.MAPPED, fast='shard_map')
   def test_each_gradient_is_correct_refused_or_listed(self, mode):
-    given, expected = {}, {}
+    grad_fns, expected = {}, {}
     for way, grad_fn, (outcome, words) in outcomes(mode):
       if isinstance(outcome, type):
         with self.subTest(way), self.assertRaisesRegex(outcome, words):
           ratios({way: grad_fn}, mode)
       else:
-        given[way], expected[way] = grad_fn, [outcome] * SHARDS
+        grad_fns[way], expected[way] = grad_fn, [outcome] * SHARDS
 
-    found = ratios(given, mode)
+    ratios_of_ways = ratios(grad_fns, mode)
 
-    for way in given:
+    for way in grad_fns:
       with self.subTest(way):
-        np.testing.assert_array_equal(found[way], expected[way])
+        np.testing.assert_array_equal(ratios_of_ways[way], expected[way])
 
-  @cases.parameters(SUMMED_LOSS, SUMMED, SCALED, PART, TOLD_WRONGLY)
+  @cases.parameters(SUMMED_LOSS, SUMMED, SCALED, PART, WRONGLY_AVERAGED)
   def test_documentation_lists_the_multiples(self, _, pattern):
     page = pathlib.Path(__file__).parents[1] / 'docs' / 'silent_mistakes.md'
     documented = (
@@ -179,11 +186,11 @@ class NTimesTest(parameterized.TestCase):
     self.assertRegex(re.sub(r'\s+', ' ', text), pattern)
 
 
-def stacked(of):
-  """Returns the gradients of the shards under plain `jax.jit`, of `of`."""
+def stacked(fn):
+  """Returns a function that takes stacked gradients in plain `jax.jit`."""
 
   def grads(w, x):
-    return shard_transforms.value_and_grad(lambda w, x: of(w, x)[0], AXIS)(
+    return shard_transforms.value_and_grad(lambda w, x: fn(w, x)[0], AXIS)(
         w, x
     )[1]
 

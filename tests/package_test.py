@@ -29,6 +29,7 @@ import optax
 import pytest
 
 import cases
+import local_methods
 import python_command
 import shard_transforms
 from shard_transforms import asynchronous
@@ -85,37 +86,12 @@ NAMESPACES = (
 # All public names, each with its package.
 PUBLIC = [(package, name) for package in NAMESPACES for name in package.__all__]
 
+PAGE_RUNNER = ROOT / 'tests' / '_lib' / 'run_pages.py'
 # Its blocks run in `hardware_test.py`.
 OTHER_PAGE = 'docs/compile_for_hardware.md'
 # The printed lines of code differ from the shown lines.
 WIRE_PAGE = 'docs/communication_report.md'
 LINE = re.compile(r'(?:, )?[\w.<>/]+:\d+| +source$|(?<=`) \(\)', re.M)
-
-# Runs [line, code] pairs of each page in one namespace, as a reader does who
-# pastes the blocks one after the other, and writes what each has printed. Each
-# page has a process of its own, in which only the imports are done already.
-RUN_PAGES = """
-import contextlib, io, json, os, signal, sys
-import jax, optax, shard_transforms
-def run(page, blocks):
-  namespace, printed = {'__name__': '__main__'}, []
-  for line, code in blocks:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-      exec(compile('\\n' * line + code, page, 'exec'), namespace)
-    printed.append(out.getvalue())
-  return printed
-for request in sys.stdin:
-  folder, page, blocks = json.loads(request)
-  if not (child := os.fork()):
-    signal.alarm(300)
-    os.chdir(folder)
-    os.dup2(os.open('errors', os.O_CREAT | os.O_WRONLY), 2)
-    with open('printed.json', 'w') as file:
-      file.write(json.dumps(run(page, blocks)))
-    sys.exit()
-  _, status = os.waitpid(child, 0)
-  print(os.waitstatus_to_exitcode(status), flush=True)
-"""
 
 
 class Fence(NamedTuple):
@@ -140,13 +116,13 @@ def fences(name):
   """Splits a Markdown file into its fenced blocks."""
   text = read(name)
   blocks = re.finditer(r'^ *```(\S*).*?\n(.*?)^ *```$', text, re.M | re.S)
-  found = [
+  blocks_of_page = [
       Fence(text.count('\n', 0, block.start()) + 1, block[1], block[2])
       for block in blocks
   ]
-  if 2 * len(found) != len(re.findall('^ *```', text, re.M)):
+  if 2 * len(blocks_of_page) != len(re.findall('^ *```', text, re.M)):
     raise ValueError(f'{name}: a fence is never closed.')
-  return found
+  return blocks_of_page
 
 
 def without_lines(text):
@@ -179,11 +155,13 @@ def requirements(*extras):
   lines = config['options']['install_requires'].split()
   for extra in extras:
     lines += config['options.extras_require'][extra].split()
-  found = {'python': config['options']['python_requires'].removeprefix('>=')}
+  lowest_versions = {
+      'python': config['options']['python_requires'].removeprefix('>=')
+  }
   for line in lines:
     name, _, versions = line.partition('>=')
-    found[name.partition('[')[0]] = versions.partition(',')[0]
-  return found
+    lowest_versions[name.partition('[')[0]] = versions.partition(',')[0]
+  return lowest_versions
 
 
 @functools.cache
@@ -284,13 +262,13 @@ class SurfaceTest(parameterized.TestCase):
         continue
       with self.subTest(name):
         value = getattr(package, name)
-        found, wanted = sections(value.__doc__), wanted_sections(value)
-        self.assertContainsSubset(wanted, found)
+        written, wanted = sections(value.__doc__), wanted_sections(value)
+        self.assertContainsSubset(wanted, written)
         for heading, names in wanted.items():
           if names is not None:
-            described = re.findall(r'^  \*{0,2}(\w+):', found[heading], re.M)
+            described = re.findall(r'^  \*{0,2}(\w+):', written[heading], re.M)
             self.assertEqual(described, names)
-        examples = doctest.DocTestParser().get_examples(found['Examples'])
+        examples = doctest.DocTestParser().get_examples(written['Examples'])
         self.assertTrue(any(x.want for x in examples), 'none prints a result')
 
   @cases.parameters(modules_with_examples())
@@ -324,8 +302,8 @@ class SurfaceTest(parameterized.TestCase):
 class LayoutTest(parameterized.TestCase):
 
   def assert_imports(self, path, allowed):
-    found = {package_of(name) for name in imported_of_ours(path)}
-    self.assertContainsSubset(found, allowed, path)
+    packages = {package_of(name) for name in imported_of_ours(path)}
+    self.assertContainsSubset(packages, allowed, path)
 
   def test_installed_package_is_this_checkout(self):
     installed = pathlib.Path(shard_transforms.__file__).parent
@@ -350,18 +328,18 @@ class LayoutTest(parameterized.TestCase):
     text = ' '.join(shard_transforms._src.__doc__.split())
 
     rows = [', '.join(sorted(row)) for row in FLOORS]
-    found = re.findall(r'(\d) ([a-z1, _]+)[;.]', text)
+    stated_floors = re.findall(r'(\d) ([a-z1, _]+)[;.]', text)
 
     self.assertEqual(
-        [(int(n), ', '.join(sorted(x.split(', ')))) for n, x in found],
+        [(int(n), ', '.join(sorted(x.split(', ')))) for n, x in stated_floors],
         list(enumerate(rows, 1)),
     )
 
   def test_core_does_not_import_other_packages(self):
     for path in IN_HOUSE:
       if path.split('/')[1] in CORE:
-        found = imported_of_ours(path)
-        others = {name for name in found if package_of(name) not in CORE}
+        modules = imported_of_ours(path)
+        others = {name for name in modules if package_of(name) not in CORE}
         doors = [f'shard_transforms._src.{x}' for x in DOORS.get(path, [])]
         self.assertEqual(others, set(doors), path)
 
@@ -419,14 +397,14 @@ class LayoutTest(parameterized.TestCase):
 
   def test_only_two_modules_use_versions_and_internals_of_jax(self):
     internal = re.compile(r'\bjax\._src\b|\bjax\.(__version|version\b)')
-    found = {
+    paths_with_internals = {
         name
         for name, path in PATHS.items()
         if internal.search(path.read_text(encoding='utf-8'))
     }
 
     expected = {'_src/base/axes.py', '_src/launch/jax_cluster.py'}
-    self.assertEqual(found, expected)
+    self.assertEqual(paths_with_internals, expected)
 
   def test_package_imports_what_setup_cfg_requires(self):
     origins = importlib.metadata.packages_distributions()
@@ -468,6 +446,18 @@ class DocumentationTest(parameterized.TestCase):
     shown = re.findall(r'`(?:\w+\.)*(\w+)(?: <[\w.]+>)?`', tables)
 
     self.assertEmpty(names.difference(shown))
+
+  def test_methods_of_local_updates_are_tested(self):
+    rows = re.findall(
+        r'^\| ([^|]*) \| ((?:`sgd|as )[^|]*) \|',
+        read('docs/local_updates.md'),
+        re.M,
+    )
+
+    methods = local_methods.METHODS
+    self.assertEqual(
+        rows, [(name, method.documented) for name, method in methods.items()]
+    )
 
   def test_citation_has_the_version(self):
     self.assertIn(
@@ -534,9 +524,8 @@ class SnippetsTest(parameterized.TestCase):
     super().setUpClass()
     cls.pages = cls.enterClassContext(
         subprocess.Popen(
-            [*python_command.STRICT, '-c', RUN_PAGES],
-            # As users compile: what is printed is theirs to the last digit.
-            env={**os.environ, 'XLA_FLAGS': ''},
+            # `-P`, because readers do not have the helpers on their path.
+            [*python_command.STRICT, '-P', PAGE_RUNNER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

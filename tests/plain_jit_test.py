@@ -98,7 +98,7 @@ def one_device(gate):
 
 class PlainJitTest(parameterized.TestCase):
 
-  @cases.product(gate=GATES, kind=['Auto', 'Explicit'], fast='nested_.*')
+  @cases.product(gate=GATES, kind=['Auto', 'Explicit'], fast='nested')
   def test_trains_like_one_device(self, gate, kind):
     mesh = make_mesh(kind)
     tx = GATES[gate]
@@ -112,21 +112,21 @@ class PlainJitTest(parameterized.TestCase):
     places = jax.tree.map(lambda x: x.sharding, state)
 
     with jax.set_mesh(mesh):
-      step, after = make_step(gate, tx), (params, state)
+      step, trained = make_step(gate, tx), (params, state)
       if kind == 'Explicit':
-        step = scanned(step).lower(after, (xs, LOCAL_STEPS)).compile()
-        after, _ = step(after, (xs, LOCAL_STEPS))
+        step = scanned(step).lower(trained, (xs, LOCAL_STEPS)).compile()
+        trained, _ = step(trained, (xs, LOCAL_STEPS))
       else:
         step = jax.jit(step, donate_argnums=0)
-        step = step.lower(after, (xs[0], LOCAL_STEPS[0])).compile()
+        step = step.lower(trained, (xs[0], LOCAL_STEPS[0])).compile()
         for batch in zip(xs, LOCAL_STEPS, strict=True):
           # In JAX 0.10, calls that queue up on virtual devices can abort.
-          after, _ = jax.block_until_ready(step(after, batch))
+          trained, _ = jax.block_until_ready(step(trained, batch))
 
     chex.assert_trees_all_close(
-        jax.device_get(after), one_device(gate), rtol=1e-4, atol=1e-6
+        jax.device_get(trained), one_device(gate), rtol=1e-4, atol=1e-6
     )
-    for leaf in jax.tree.leaves(after):
+    for leaf in jax.tree.leaves(trained):
       for name, param in params.items():
         if leaf.shape == param.shape:
           self.assertEqual(leaf.sharding.spec, SPECS[name])
@@ -136,7 +136,7 @@ class PlainJitTest(parameterized.TestCase):
             place.is_equivalent_to(leaf.sharding, leaf.ndim)
         ),
         places,
-        after[1],
+        trained[1],
     )
     # Parameters and state are not gathered. Only gradients, losses, and whether
     # all are finite are communicated.

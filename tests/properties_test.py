@@ -83,12 +83,12 @@ def mean_loss(w, x, y, num_tokens):
 
 
 @functools.cache
-def token_step(towers):
-  """Returns the update of a step over `towers`, 'in turn' or 'stacked'."""
+def token_step(order):
+  """Returns the update of a step over towers, 'in turn' or 'stacked'."""
   grad = shard_transforms.value_and_grad(mean_loss, AXIS)
   inner = mean_of(optax.identity())
 
-  def in_turn(w, own):
+  def in_turn(w, towers):
     tx = towers_of(inner)
 
     def tower(state, batch):
@@ -96,14 +96,14 @@ def token_step(towers):
       updates, state = tx.update(grads, state, w, weight=batch[-1])
       return state, updates
 
-    return lax.scan(tower, tx.init(w), own)[1][-1]
+    return lax.scan(tower, tx.init(w), towers)[1][-1]
 
-  def stacked(w, own):
+  def stacked(w, towers):
     tx = reduce_stacked_towers(TOWERS, inner)
-    _, grads = jax.vmap(grad, (None, 0, 0, 0))(w, *own)
-    return tx.update(grads, tx.init(w), w, weight=own[-1])[0]
+    _, grads = jax.vmap(grad, (None, 0, 0, 0))(w, *towers)
+    return tx.update(grads, tx.init(w), w, weight=towers[-1])[0]
 
-  step = in_turn if towers == 'in turn' else stacked
+  step = in_turn if order == 'in turn' else stacked
   return modes.map_shards('shard_map', step, SHARDS)
 
 
@@ -115,13 +115,13 @@ def token_mean(w, x, y, num_tokens):
 
 
 class Row(NamedTuple):
-  """A transformation that gives a multiple of the mean of what it is given.
+  """A transformation whose result is a multiple of the mean.
 
   Attributes:
     tx: The transformation.
     towers: How the towers of a step arrive.
-    factor: What the result is, in means over all shards and towers.
-    degree: The power of a factor of all weights that comes out as a factor.
+    factor: The result divided by the mean over all shards and towers.
+    degree: A factor c of all weights changes the result by c**degree.
     stale: Whether it takes a local step.
   """
 
@@ -195,19 +195,19 @@ def at(tree, index):
   return jax.tree.map(lambda x: x[index], tree)
 
 
-def updates_of_rows(params, own):
+def updates_of_rows(params, inputs):
   """Returns the results of each row for the towers of a shard."""
-  updates, weights, local_steps = own
+  updates, weights, local_steps = inputs
   results = {}
   for name, row in ROWS.items():
     state = row.tx.init(params)
     calls = {'one': [0], 'in turn': range(TOWERS), 'stacked': [slice(None)]}
     for i in calls[row.towers]:
-      given = {} if weights is None else {'weight': weights[i]}
+      extra_args = {} if weights is None else {'weight': weights[i]}
       if row.stale:
-        given['local_step'] = local_steps[i]
+        extra_args['local_step'] = local_steps[i]
       results[name], state = row.tx.update(
-          at(updates, i), state, params, **given
+          at(updates, i), state, params, **extra_args
       )
     if row.stale:
       counted = optax.tree_utils.tree_get(state, 'DropStaleState')
@@ -274,7 +274,7 @@ class ValuesTest(parameterized.TestCase):
       self, order, weights, local_steps, seed
   ):
     step = weighted_step()
-    own = draw_updates(seed), np.float32(weights), np.int32(local_steps)
+    inputs = draw_updates(seed), np.float32(weights), np.int32(local_steps)
 
     def assert_close(actual, expected):
       if not jnp.issubdtype(actual.dtype, jnp.inexact):
@@ -284,9 +284,9 @@ class ValuesTest(parameterized.TestCase):
       actual, expected = np.float64(actual), np.float64(expected)
       np.testing.assert_allclose(actual, expected, rtol, atol=1e-4)
 
-    permuted = step(at(own, np.array(order)))
+    permuted = step(at(inputs, np.array(order)))
 
-    jax.tree.map(assert_close, permuted, step(own))
+    jax.tree.map(assert_close, permuted, step(inputs))
 
   @hypothesis.given(
       power=strategies.integers(-MAX_POWER, MAX_POWER),
@@ -313,19 +313,19 @@ class ValuesTest(parameterized.TestCase):
 
 
 def model_of_drop_stale(staleness, calls):
-  """Yields what comes of calls of (local step, weight, update) a shard."""
+  """Yields results of calls, lists of (local step, weight, update) by shard."""
   global_step = stale_count = stale_shard_count = velocity = 0
   for call in calls:
     fresh = [global_step - step <= staleness for step, _, _ in call]
-    kept = [
+    counted = [
         w * u for ok, (_, w, u) in zip(fresh, call, strict=True) if ok and w
     ]
-    if kept:
-      global_step, velocity = global_step + 1, velocity / 2 + sum(kept)
+    if counted:
+      global_step, velocity = global_step + 1, velocity / 2 + sum(counted)
     elif not all(fresh):
       stale_count += 1
     stale_shard_count += fresh.count(False)
-    update = -velocity if kept else 0
+    update = -velocity if counted else 0
     yield update, global_step, stale_count, stale_shard_count
 
 

@@ -85,9 +85,9 @@ class SiteTest(unittest.TestCase):
 
   def test_does_not_show_backslashes(self):
     wrong = {
-        str(page.relative_to(self.site)): found
+        str(page.relative_to(self.site)): lines
         for page in self.site.rglob('*.html')
-        if '_modules' not in page.parts and (found := wrong_backslashes(page))
+        if '_modules' not in page.parts and (lines := wrong_backslashes(page))
     }
 
     self.assertEqual(wrong, {})

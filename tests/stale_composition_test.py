@@ -19,7 +19,7 @@ DOCUMENT = pathlib.Path(__file__).parents[1] / 'docs' / 'composing.md'
 PARAMS = {'w': jnp.linspace(-1, 1, 5), 'b': jnp.float32(2)}
 SGD = optax.sgd(0.1, momentum=0.9)
 
-# By name: how it goes before the rest, and what is refused around it.
+# Functions that put a transformation before another one. `None` comes last.
 ROWS = {
     '`scale_by_staleness` with `inner`': lambda inner: scale_by_staleness(
         'inverse', inner, axis_name=AXIS
@@ -70,12 +70,12 @@ def trace(tx, **extra_args):
 
 def outcome(row, place):
   tx = build(row, place)
-  given = {'local_step': 0, 'read_params': PARAMS}
+  extra_args = {'local_step': 0, 'read_params': PARAMS}
   words = 'yes'
   try:
-    trace(tx, **given)
+    trace(tx, **extra_args)
     words = 'no weights'
-    trace(tx, weight=2.0, **given)
+    trace(tx, weight=2.0, **extra_args)
   except ValueError:
     return 'refused' if words == 'yes' else words
   return 'yes'
@@ -83,11 +83,18 @@ def outcome(row, place):
 
 class CompositionTest(parameterized.TestCase):
 
-  @cases.parameters(*ROWS, fast='delay.*|scale_by_staleness_then')
+  @cases.parameters(
+      *ROWS,
+      fast=[
+          '`scale_by_staleness`, then',
+          '`delay_updates` before the reduction',
+          '`delay_updates` after the reduction',
+      ],
+  )
   def test_the_table_is_correct(self, row):
-    found = [outcome(row, place) for place in PLACES]
+    outcomes = [outcome(row, place) for place in PLACES]
 
-    line = '| ' + ' | '.join([row, *found]) + ' |'
+    line = '| ' + ' | '.join([row, *outcomes]) + ' |'
     self.assertIn(f'\n{line}\n', DOCUMENT.read_text())
 
 
@@ -108,9 +115,9 @@ class PlainJitTest(parameterized.TestCase):
 
     def step(params):
       state = tx.init(params)
-      given = {'local_step': -1, 'read_params': params}
+      extra_args = {'local_step': -1, 'read_params': params}
       for _ in range(2):
-        updates, state = tx.update(params, state, params, **given)
+        updates, state = tx.update(params, state, params, **extra_args)
       return updates
 
     with jax.set_mesh(mesh):

@@ -34,6 +34,7 @@ class TrainDigitsTest(python_command.ScriptTest):
           *('out', 2, 12, '--processes=2', '--mode=pmap', '--shards=2'),
           '--log_dir=out/logs',
       ),
+      fast=['a/b', 'out'],
   )
   @pytest.mark.slow
   def test_all_ways_train_equally(self, folder, num_shards, steps, *flags):

@@ -18,7 +18,7 @@ RAY_SCRIPT = python_command.EXAMPLES / 'train_on_ray.py'
 
 
 def run_tasks(num_tasks, *flags):
-  """Runs the script as so many tasks of Slurm; returns the first's output."""
+  """Runs the script as tasks of Slurm; returns the first stdout and stderr."""
   with socket.socket() as probe:
     probe.bind(('127.0.0.1', 0))
     port = str(probe.getsockname()[1])
@@ -52,8 +52,17 @@ def run_tasks(num_tasks, *flags):
   return ends[0]
 
 
-def run_on_ray(num_workers, *flags, until=None):
-  """Runs it; kills a worker once there is `until`; returns its lines."""
+def run_on_ray(num_workers, *flags, kill_worker_after=None):
+  """Runs the Ray script, and returns the lines that it prints.
+
+  Args:
+    num_workers: The number of workers.
+    *flags: Other flags.
+    kill_worker_after: A worker is killed when this file exists.
+
+  Raises:
+    RuntimeError: If the script fails.
+  """
   env = os.environ | python_command.QUICK
   env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'}
   # Ray itself warns, so warnings are not errors here.
@@ -65,8 +74,8 @@ def run_on_ray(num_workers, *flags, until=None):
       text=True,
   )
   try:
-    if until:
-      _wait(process, until)
+    if kill_worker_after:
+      _wait(process, kill_worker_after)
       _kill_a_worker(process)
     output, _ = process.communicate(timeout=600)
   finally:
@@ -104,7 +113,7 @@ class TrainOnClusterTest(parameterized.TestCase):
       flags = f'--checkpoint_dir={folder}/ray', '--checkpoint_every=20'
       # Ray's list of checkpoints: it has one now.
       snapshot = f'{folder}/ray/train/checkpoint_manager_snapshot.json'
-      killed = run_on_ray(2, *flags, '--steps=100', until=snapshot)
+      killed = run_on_ray(2, *flags, '--steps=100', kill_worker_after=snapshot)
       fewer = run_on_ray(1, *flags, '--steps=150')
 
     self.assertIn('Goes on from', errors)

@@ -54,15 +54,15 @@ def run(
     weight: Weights [shards, steps], or `None`.
   """
 
-  def shard(shared, own):
+  def shard(shared, inputs):
     def one(tx):
       def step(state, inputs):
         grads, weight = inputs
-        given = {} if weight is None else {'weight': weight}
-        updates, state = tx.update(grads, state, shared, **given)
+        extra_args = {} if weight is None else {'weight': weight}
+        updates, state = tx.update(grads, state, shared, **extra_args)
         return state, updates
 
-      state, updates = lax.scan(step, tx.init(shared), own)
+      state, updates = lax.scan(step, tx.init(shared), inputs)
       return updates, state
 
     return {name: one(tx) for name, tx in transformations.items()}

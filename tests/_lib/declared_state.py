@@ -16,16 +16,16 @@ def _lost(state):
 
 
 class TallyState(NamedTuple):
-  """Of each shard, [1] each; all but `unit`, `frozen_sum` and `inner_state`.
+  """State per shard, except `unit` and `inner_state`.
 
   Attributes:
-    seen: How many updates.
-    rate: A number of which the mean over shards counts.
-    least: The least first element.
-    most: The largest.
-    recent: Its last norms, [3], which cannot be resized.
-    unit: The same on all shards.
-    inner_state: State of what is inside.
+    seen: The number of updates, [1].
+    rate: A rate, [1]; resizing takes the mean over shards.
+    least: The smallest first element, [1].
+    most: The largest first element, [1].
+    recent: The last norms, [3], which cannot be resized.
+    unit: The same on all shards, [2].
+    inner_state: The state of the inner transformation.
   """
 
   seen: jax.Array
@@ -49,15 +49,15 @@ def tally(inner, axis_name):
   """Runs `inner`, and keeps a tally whose values are set by hand in tests."""
 
   def init_fn(params):
-    def own(dtype):
+    def per_shard_zero(dtype):
       zero = jnp.zeros(1, dtype)
       return shard_transforms.per_shard(zero, axis_name)
 
     return TallyState(
-        seen=own(jnp.int32),
-        rate=own(jnp.float32),
-        least=own(jnp.int32),
-        most=own(jnp.int32),
+        seen=per_shard_zero(jnp.int32),
+        rate=per_shard_zero(jnp.float32),
+        least=per_shard_zero(jnp.int32),
+        most=per_shard_zero(jnp.int32),
         recent={'last_norms': jnp.zeros(3, jnp.float32)},
         unit=jnp.ones(2, jnp.float32),
         inner_state=inner.init(params),

@@ -143,9 +143,9 @@ def loss_fn(params, x, y):
   return jnp.mean((x @ params['w'] + params['b'] - y) ** 2)
 
 
-def step(row, own, batch):
+def step(row, training, batch):
   """Trains one shard with its own batch; returns what it has, and the loss."""
-  params, state = own
+  params, state = training
   value_and_grad = shard_transforms.value_and_grad(loss_fn, row.axis_name)
   loss, grads = value_and_grad(params, batch['x'], batch['y'])
   extra_args = {'weight': batch['weight']} if row.takes_weight else {}
@@ -177,16 +177,16 @@ def train_with_shard_map(rows):
 
   def train_one_shard(trained, batch):
     batch = jax.tree.map(lambda x: x[0], batch)
-    losses, after = {}, {}
-    for name, own in trained.items():
+    losses, trained_after = {}, {}
+    for name, training in trained.items():
       row = rows[name]
       if row.per_shard:
-        own = jax.tree.map(lambda x: x[0], own)
-      own, losses[name] = step(row, own, batch)
+        training = jax.tree.map(lambda x: x[0], training)
+      training, losses[name] = step(row, training, batch)
       if row.per_shard:
-        own = jax.tree.map(lambda x: x[None], own)
-      after[name] = own
-    return after, losses
+        training = jax.tree.map(lambda x: x[None], training)
+      trained_after[name] = training
+    return trained_after, losses
 
   mapped = jax.jit(
       jax.shard_map(
@@ -232,8 +232,8 @@ def train_with_pmap(rows):
   mapped = jax.pmap(train_one_shard, AXIS)
   losses = []
   for batch in make_batches():
-    own = jax.tree.map(lambda x: x[first : first + num_local], batch)
-    trained, loss = mapped(trained, own)
+    local_batch = jax.tree.map(lambda x: x[first : first + num_local], batch)
+    trained, loss = mapped(trained, local_batch)
     losses.append(loss)
   return trained, losses
 
@@ -252,7 +252,7 @@ def train_with_jit(rows):
 
   @jax.jit
   def train_all(trained, batch):
-    after, losses = {}, {}
+    trained_after, losses = {}, {}
     for name, (params, state) in trained.items():
       row = rows[name]
       value_and_grad = shard_transforms.value_and_grad(
@@ -263,8 +263,8 @@ def train_with_jit(rows):
       if row.local_step:
         extra_args['local_step'] = batch['local_step']
       updates, state = bound[name].update(grads, state, params, **extra_args)
-      after[name] = optax.apply_updates(params, updates), state
-    return after, losses
+      trained_after[name] = optax.apply_updates(params, updates), state
+    return trained_after, losses
 
   losses = []
   with jax.set_mesh(mesh):

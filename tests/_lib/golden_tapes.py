@@ -104,16 +104,16 @@ def optimizer(inner):
 
 
 def _slots(inner, state):
-  found = {}
+  slots = {}
   for slot, (field, sign) in _SLOTS[inner['class']].items():
     of_variables = optax.tree_utils.tree_get(state, field)
     if of_variables is not None:
-      found[slot] = {
+      slots[slot] = {
           name: sign * array
           for name, array in of_variables.items()
           if not isinstance(array, optax.MaskedNode)
       }
-  return found
+  return slots
 
 
 def _num_updates(state):

@@ -24,13 +24,13 @@ class Trained(NamedTuple):
     params: The parameters after each call, [shards, calls, ...].
     updates: The updates of each call, [shards, calls, ...].
     state: The state after the last call, [shards, ...].
-    seen: What is seen of the state after each call, [shards, calls, ...].
+    observed: The values of `observe` after each call, [shards, calls, ...].
   """
 
   params: Any
   updates: Any
   state: Any
-  seen: Any
+  observed: Any
 
 
 def gradient(
@@ -41,19 +41,19 @@ def gradient(
   Where no axis is mapped, it takes the batches of all shards, [shards, ...].
   """
 
-  def loss_of_entry(params, batch):
+  def loss_of_row(params, batch):
     return loss(params, jax.tree.map(lambda x: x[0], batch))
 
   def grad(params, batch):
     is_mapped = modes.is_mapped(axis_name)
     value_and_grad = shard_transforms.value_and_grad(
-        loss if is_mapped else loss_of_entry, axis_name
+        loss if is_mapped else loss_of_row, axis_name
     )
     return value_and_grad(params, batch)[1]
 
   def grads_of_towers(params, batch):
-    at = 0 if modes.is_mapped(axis_name) else 1
-    return jax.vmap(grad, (None, at), at)(params, batch)
+    tower_axis = 0 if modes.is_mapped(axis_name) else 1
+    return jax.vmap(grad, (None, tower_axis), tower_axis)(params, batch)
 
   return grads_of_towers if stacked else grad
 
@@ -66,21 +66,23 @@ def train(
     *,
     grad: Callable[[Any, Any], Any],
     extra_args: Callable[[Any, Any], dict[str, Any]] = lambda *_: {},
-    see: Callable[[Any], Any] = lambda _: (),
-    own_params: bool = False,
+    observe: Callable[[Any], Any] = lambda _: (),
+    per_shard_params: bool = False,
     axes: Any = AXIS,
 ) -> Any:
-  """Trains on the batches of all shards, call by call, inside of a mapping.
+  """Trains on the batches of all shards, call by call, in any mode.
 
   Args:
-    tx: The transformation, or several by name, which one program trains.
-    params: The parameters at first, the same on all shards.
+    tx: The transformation, or several by name, for a single program.
+    params: The initial parameters, the same on all shards.
     batches: A tree of batches [shards, calls, ...].
     mode: One of `modes.NAMES`, or 'hosts'.
-    grad: Gives the gradient of parameters and a batch, as `gradient` does.
-    extra_args: Gives what `update` takes besides, of the state and the batch.
-    see: Takes the state; gives what is kept of it after each call.
-    own_params: Whether the parameters of shards come to differ.
+    grad: A function of parameters and a batch, such as `gradient` returns.
+    extra_args: A function of the state and a batch that returns the extra
+      arguments of `update`.
+    observe: A function of the state that returns what to record after each
+      call.
+    per_shard_params: Whether the parameters will differ between shards.
     axes: The axes of the mesh under plain `jax.jit`.
 
   Returns:
@@ -88,13 +90,13 @@ def train(
   """
   if mode in modes.PLAIN:
     txs = tx if isinstance(tx, dict) else {'': tx}
-    found = {
+    trained = {
         name: _train_plain(
-            each, params, batches, mode, axes, grad, extra_args, see
+            tx_of_name, params, batches, mode, axes, grad, extra_args, observe
         )
-        for name, each in txs.items()
+        for name, tx_of_name in txs.items()
     }
-    return found if isinstance(tx, dict) else found['']
+    return trained if isinstance(tx, dict) else trained['']
 
   def train_one(tx, params, batches):
     def call(carry, batch):
@@ -104,22 +106,22 @@ def train(
           grads, state, params, **extra_args(state, batch)
       )
       params = optax.apply_updates(params, updates)
-      return (params, state), (params, updates, see(state))
+      return (params, state), (params, updates, observe(state))
 
-    if own_params:
+    if per_shard_params:
       params = shard_transforms.per_shard(params, AXIS)
-    (_, state), (params, updates, seen) = lax.scan(
+    (_, state), (params, updates, observed) = lax.scan(
         call, (params, tx.init(params)), batches
     )
-    return Trained(params, updates, state, seen)
+    return Trained(params, updates, state, observed)
 
   def train_all(params, batches):
     if not isinstance(tx, dict):
       return train_one(tx, params, batches)
     trained = {}
-    for name, each in tx.items():
-      trained[name] = train_one(each, params, batches)
-      batches = after(trained[name].updates, batches)
+    for name, tx_of_name in tx.items():
+      trained[name] = train_one(tx_of_name, params, batches)
+      batches = sequenced_after(trained[name].updates, batches)
     return trained
 
   num_shards = len(jax.tree.leaves(batches)[0])
@@ -127,8 +129,8 @@ def train(
   return jax.device_get(fn(params, batches))
 
 
-def _train_plain(tx, params, batches, mode, axes, grad, extra_args, see):
-  """Trains under plain `jax.jit`, where the step maps nothing itself."""
+def _train_plain(tx, params, batches, mode, axes, grad, extra_args, observe):
+  """Trains under plain `jax.jit`."""
   num_shards, num_calls = jax.tree.leaves(batches)[0].shape[:2]
   mesh = modes.plain_mesh(mode, num_shards, axes)
   bound = shard_transforms.on_mesh(tx, mesh)
@@ -149,11 +151,11 @@ def _train_plain(tx, params, batches, mode, axes, grad, extra_args, see):
       batch = modes.place(batch, mesh, axes)
       # In JAX 0.10, calls that queue up on virtual devices can abort.
       params, updates, state = jax.block_until_ready(step(params, state, batch))
-      of_shards = modes.of_shards(state)
-      seen = jax.vmap(see)(of_shards)
-      trained.append((*modes.of_shards((params, updates)), seen))
-  params, updates, seen = jax.tree.map(lambda *x: np.stack(x, 1), *trained)
-  return Trained(params, updates, of_shards, seen)
+      state_of_shards = modes.stack_shards(state)
+      observed = jax.vmap(observe)(state_of_shards)
+      trained.append((*modes.stack_shards((params, updates)), observed))
+  params, updates, observed = jax.tree.map(lambda *x: np.stack(x, 1), *trained)
+  return Trained(params, updates, state_of_shards, observed)
 
 
 def momentum(axis_name: Any = AXIS) -> Any:
@@ -166,7 +168,7 @@ def momentum(axis_name: Any = AXIS) -> Any:
 
 
 def recorder() -> optax.GradientTransformationExtraArgs:
-  """Returns a transformation whose state is what it was given last."""
+  """Returns a transformation whose state is its last extra arguments."""
 
   def init(params):
     del params
@@ -183,20 +185,21 @@ def recorder() -> optax.GradientTransformationExtraArgs:
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def after(done: Any, tree: Any) -> Any:
-  """Returns a tree that the compiler has only after what is done.
+def sequenced_after(results: Any, tree: Any) -> Any:
+  """Returns a copy of `tree` that depends on `results`.
 
-  Devices that start independent collectives in different orders wait for each
-  other for ever, as they may with a program from JAX's compilation cache.
+  Collectives of the copy therefore run after those of the results. Devices that
+  start independent collectives in different orders wait for each other forever,
+  as they may with a program from JAX's compilation cache.
   """
-  first = jax.tree.leaves(done)[0]
+  leaf = jax.tree.leaves(results)[0]
   # A zero that the compiler cannot infer.
-  zero = 0 * jnp.sum(jnp.isfinite(first), dtype=jnp.float32)
+  zero = 0 * jnp.sum(jnp.isfinite(leaf), dtype=jnp.float32)
   return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-  """Asserts the same tree, kinds, bits, and parts on each device."""
+  """Asserts that trees, dtypes, bits and shardings are equal."""
   chex.assert_trees_all_equal_structs(actual, expected)
   chex.assert_trees_all_equal(*jax.device_get((actual, expected)), strict=True)
   for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
@@ -205,5 +208,5 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def on_each_shard(tree: Any, num_shards: int = 8) -> Any:
-  """Repeats a tree for all shards, [shards, ...]."""
+  """Returns copies of a tree for all shards, [shards, ...]."""
   return jax.tree.map(lambda x: np.stack([x] * num_shards), tree)

@@ -6,8 +6,6 @@ Optax.
 
 from collections.abc import Callable
 import functools
-import pathlib
-import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,18 +17,22 @@ from shard_transforms.contrib import local_updates
 
 SHARDS = 8
 RATE = 0.3
+# Of SlowMo: the learning rate and the momentum of the outer optimizer.
+ALPHA, BETA = 0.8, 0.6
 
 
 class Method(NamedTuple):
-  """A row of the table of methods.
+  """A row of the table of methods in docs/local_updates.md.
 
   Attributes:
+    documented: How the table gives `outer`.
     outer: The transformation after the mean.
     options: The options of `local_updates`.
     model: The reference: a function of the centres [steps, shards, size] that
       returns the anchor and the local parameters after each step.
   """
 
+  documented: str
   outer: optax.GradientTransformation
   options: dict[str, Any]
   model: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -41,9 +43,9 @@ class Method(NamedTuple):
     return local_updates(inner, outer, modes.AXIS, **self.options)
 
 
-def step_alone(own, centre):
+def descend(local, centre):
   """Gradient descent on the squared distance to the centre of a shard."""
-  return own - RATE * (own - centre)
+  return local - RATE * (local - centre)
 
 
 def in_rounds(start, every=3):
@@ -52,35 +54,35 @@ def in_rounds(start, every=3):
   def model(centres):
     move = start()
     anchor = np.linspace(-1, 1, centres.shape[-1])
-    own = np.stack([anchor] * centres.shape[1])
-    anchors, owns = [], []
+    local = np.stack([anchor] * centres.shape[1])
+    anchors, locals_of_steps = [], []
     for step, centre in enumerate(centres, 1):
-      own = step_alone(own, centre)
+      local = descend(local, centre)
       if step % every == 0:
-        anchor, own = move(anchor, own)
+        anchor, local = move(anchor, local)
       anchors.append(anchor)
-      owns.append(own)
-    return np.stack(anchors), np.stack(owns)
+      locals_of_steps.append(local)
+    return np.stack(anchors), np.stack(locals_of_steps)
 
   return model
 
 
-def everywhere(anchor, own):
-  return anchor, np.broadcast_to(anchor, own.shape)
+def everywhere(anchor, local):
+  return anchor, np.broadcast_to(anchor, local.shape)
 
 
 def local_sgd():
-  return lambda anchor, own: everywhere(own.mean(0), own)
+  return lambda anchor, local: everywhere(local.mean(0), local)
 
 
 def diloco():
   velocity = 0.0
 
-  def move(anchor, own):
+  def move(anchor, local):
     nonlocal velocity
-    gradient = anchor - own.mean(0)
+    gradient = anchor - local.mean(0)
     velocity = 0.9 * velocity + gradient
-    return everywhere(anchor - 0.7 * (gradient + 0.9 * velocity), own)
+    return everywhere(anchor - 0.7 * (gradient + 0.9 * velocity), local)
 
   return move
 
@@ -88,73 +90,77 @@ def diloco():
 def bmuf(nesterov=False):
   block, eta, model = 0.0, 1 - 1 / SHARDS, None
 
-  def move(anchor, own):
+  def move(anchor, local):
     nonlocal block, model
     model = anchor if model is None else model
-    block = eta * block + (own.mean(0) - anchor)
+    block = eta * block + (local.mean(0) - anchor)
     model = model + block
     # With Nesterov's momentum, shards start the next block further along.
-    return everywhere(model + nesterov * eta * block, own)
+    return everywhere(model + nesterov * eta * block, local)
 
   return move
 
 
 def slow_momentum():
-  slow, rate, alpha, beta = 0.0, RATE, 0.8, 0.6
+  slow = 0.0
 
-  def move(anchor, own):
+  def move(anchor, local):
     nonlocal slow
-    slow = beta * slow + (anchor - own.mean(0)) / rate
-    return everywhere(anchor - alpha * rate * slow, own)
+    slow = BETA * slow + (anchor - local.mean(0)) / RATE
+    return everywhere(anchor - ALPHA * RATE * slow, local)
 
   return move
 
 
-def streaming(centres, every=6, delay=1, own_part=0.25):
+def streaming(centres, every=6, delay=1, mixing=0.25):
   """Sends two elements in the middle of a round, and the others at its end."""
   size = centres.shape[-1]
   anchor = np.linspace(-1, 1, size)
-  own = np.stack([anchor] * centres.shape[1])
+  local = np.stack([anchor] * centres.shape[1])
   velocity = np.zeros(size)
   parts = [slice(0, 2), slice(2, size)]
-  anchors, owns = [], []
+  anchors, locals_of_steps = [], []
   for number, centre in enumerate(centres, 1):
-    own = step_alone(own, centre)
+    local = descend(local, centre)
     anchor = anchor.copy()
     for part, end in zip(parts, (every // 2, every), strict=True):
       if number % every == (end - delay) % every:
-        gradient = anchor[part] - own[:, part].mean(0)
+        gradient = anchor[part] - local[:, part].mean(0)
         velocity[part] = 0.9 * velocity[part] + gradient
         anchor[part] -= 0.7 * (gradient + 0.9 * velocity[part])
       if number % every == end % every:
-        own[:, part] = own_part * own[:, part] + (1 - own_part) * anchor[part]
+        local[:, part] = mixing * local[:, part] + (1 - mixing) * anchor[part]
     anchors.append(anchor)
-    owns.append(own.copy())
-  return np.stack(anchors), np.stack(owns)
+    locals_of_steps.append(local.copy())
+  return np.stack(anchors), np.stack(locals_of_steps)
 
 
-def of_page():
-  """Returns the column `outer` of the table in docs/local_updates.md."""
-  page = pathlib.Path(__file__).parents[2] / 'docs' / 'local_updates.md'
-  text = page.read_text(encoding='utf-8')
-  rows = re.findall(r'^\| (.*?) \| `(sgd\([^`]*\))` \|', text, re.MULTILINE)
-  names = {'sgd': optax.sgd, 'N': SHARDS, 'alpha': 0.8, 'beta': 0.6}
-  return {name: eval(outer, names) for name, outer in rows}
+def in_rounds_of_three(documented, outer, start):
+  return Method(documented, outer, dict(every=3), in_rounds(start))
 
 
-MODELS = {
-    'local SGD': local_sgd,
-    'DiLoCo': diloco,
-    'BMUF': bmuf,
-    'Nesterov BMUF': functools.partial(bmuf, nesterov=True),
-    'SlowMo, at a constant rate': slow_momentum,
-}
 METHODS = {
-    name: Method(outer, dict(every=3), in_rounds(MODELS[name]))
-    for name, outer in of_page().items()
+    'local SGD': in_rounds_of_three('`sgd(1.0)`', optax.sgd(1.0), local_sgd),
+    'DiLoCo': in_rounds_of_three(
+        '`sgd(0.7, 0.9, nesterov=True)`',
+        optax.sgd(0.7, 0.9, nesterov=True),
+        diloco,
+    ),
+    'BMUF': in_rounds_of_three(
+        '`sgd(1.0, 1 - 1 / N)`', optax.sgd(1.0, 1 - 1 / SHARDS), bmuf
+    ),
+    'Nesterov BMUF': in_rounds_of_three(
+        '`sgd(1.0, 1 - 1 / N, nesterov=True)`',
+        optax.sgd(1.0, 1 - 1 / SHARDS, nesterov=True),
+        functools.partial(bmuf, nesterov=True),
+    ),
+    'SlowMo, at a constant rate': in_rounds_of_three(
+        '`sgd(alpha, beta)`', optax.sgd(ALPHA, BETA), slow_momentum
+    ),
+    'streaming DiLoCo': Method(
+        'as DiLoCo',
+        optax.sgd(0.7, 0.9, nesterov=True),
+        dict(every=6, mixing=0.25, delay=1, fragments={'a': 0, 'b': 1}),
+        streaming,
+    ),
 }
-METHODS['streaming DiLoCo'] = Method(
-    METHODS['DiLoCo'].outer,
-    dict(every=6, mixing=0.25, delay=1, fragments={'a': 0, 'b': 1}),
-    streaming,
-)

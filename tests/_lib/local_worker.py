@@ -43,8 +43,8 @@ def loss_fn(params, x):
 
 
 def train_step(tx, params, state, x):
-  own = shard_transforms.contrib.local_params(params, state)
-  _, grads = shard_transforms.value_and_grad(loss_fn, AXIS)(own, x)
+  local_params = shard_transforms.contrib.local_params(params, state)
+  _, grads = shard_transforms.value_and_grad(loss_fn, AXIS)(local_params, x)
   updates, state = tx.update(grads, state, params)
   return optax.apply_updates(params, updates), state
 
@@ -89,9 +89,9 @@ def main(folder, die_in):
   options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
   with ocp.CheckpointManager(folder / 'saved', options=options) as manager:
     trained = train(manager, int(die_in))
-  whole = multihost_utils.process_allgather(trained, tiled=True)
+  gathered = multihost_utils.process_allgather(trained, tiled=True)
   if jax.process_index() == 0:
-    np.savez(folder / 'end.npz', *jax.tree.leaves(whole))
+    np.savez(folder / 'end.npz', *jax.tree.leaves(gathered))
 
 
 if __name__ == '__main__':

@@ -27,10 +27,10 @@ def aggregated(
 
 
 def mapped(tx: Any, mode: str, num_shards: int = 8) -> Callable[..., Any]:
-  """Maps what makes one of the updates of all shards."""
+  """Maps an aggregator over shards."""
 
-  def fn(_, own):
-    updates, weight = own
+  def fn(_, inputs):
+    updates, weight = inputs
     return tx.update(updates, tx.init(updates), weight=weight)[0]
 
   return modes.map_shards(mode, fn, num_shards)

@@ -35,12 +35,12 @@ def mesh(num_shards: int = 8) -> jax.sharding.Mesh:
 def map_shards(
     mode: str, fn: Callable[..., Any], num_shards: int = 8
 ) -> Callable[[Any, Any], Any]:
-  """Maps `fn(shared, own)` over shards.
+  """Maps `fn(shared, per_shard)` over shards.
 
   Args:
     mode: One of `MAPPED`, or 'hosts' for the axes `HOSTS`.
-    fn: Takes a tree that is the same on all shards, and a shard's own slice of
-      a tree, without the axis of shards.
+    fn: A function of a tree that is the same on all shards, and of the slice
+      of a tree for a shard, without the axis of shards.
     num_shards: The size of the axis.
 
   Returns:
@@ -72,8 +72,8 @@ def map_over_hosts(
 
 
 def _map_over(mesh, axes, fn, check_vma):
-  def one_shard(shared, own):
-    out = fn(shared, jax.tree.map(lambda x: x[0], own))
+  def one_shard(shared, per_shard):
+    out = fn(shared, jax.tree.map(lambda x: x[0], per_shard))
     return jax.tree.map(lambda x: x[None], out)
 
   mapped = jax.shard_map(
@@ -111,7 +111,7 @@ def is_mapped(axes: Any) -> bool:
   return True
 
 
-def of_shards(tree: Any) -> Any:
+def stack_shards(tree: Any) -> Any:
   """Returns the parts of global arrays on the devices, [shards, ...]."""
 
   def stack(x):

@@ -2,10 +2,8 @@
 
 import collections
 from collections.abc import Callable
-import contextlib
 import re
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ import numpy as np
 
 import modes
 import shard_transforms as st
-from shard_transforms._src.reduction import thresholds
 
 GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7))
 
@@ -47,11 +44,6 @@ def loss(params: Any, data: Any) -> jax.Array:
   return sum(jnp.real(jnp.sum(w * x)).astype('float32') for w, x in pairs)
 
 
-def unpacked() -> contextlib.AbstractContextManager[Any]:
-  """Returns a context in which each leaf is sent alone."""
-  return mock.patch.object(thresholds, 'levels', return_value=())
-
-
 def count_sent(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
   """Counts the collectives that a function would send."""
   text = str(jax.make_jaxpr(fn)(*args))
@@ -59,19 +51,46 @@ def count_sent(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
   return collections.Counter(names)
 
 
-def reduce(tx: Any, params: Any, data: Any, weight: Any = None) -> Any:
-  """Returns the reduction of a shard's own gradient."""
+def reduce(
+    tx: Any,
+    params: Any,
+    data: Any,
+    weight: Any = None,
+    leaf_by_leaf: bool = False,
+) -> Any:
+  """Returns the reduced gradient, of a shard with the given data.
+
+  Args:
+    tx: The reduction.
+    params: The parameters.
+    data: The data of a shard, which is its gradient.
+    weight: The weight of a shard.
+    leaf_by_leaf: Whether to call `tx` for each leaf, so that no leaves are sent
+      in one buffer.
+  """
   grad = st.value_and_grad(loss, modes.AXIS)
   _, grads = grad(params, data)
-  return tx.update(grads, tx.init(params), params, weight=weight)[0]
+
+  def update(grads, params):
+    return tx.update(grads, tx.init(params), params, weight=weight)[0]
+
+  return (
+      jax.tree.map(update, grads, params)
+      if leaf_by_leaf
+      else update(grads, params)
+  )
 
 
-def map_reductions(mode: str, *transformations: Any) -> Callable[..., Any]:
-  """Maps the reduction of gradients over 8 shards by each transformation."""
+def map_reductions(
+    mode: str, *transformations: Any, leaf_by_leaf: bool = False
+) -> Callable[..., Any]:
+  """Maps `reduce` by each transformation over 8 shards."""
 
-  def shard(params, own):
-    data, weight = own
-    return [reduce(tx, params, data, weight) for tx in transformations]
+  def shard(params, inputs):
+    data, weight = inputs
+    return [
+        reduce(tx, params, data, weight, leaf_by_leaf) for tx in transformations
+    ]
 
   return modes.map_shards(mode, shard)
 

@@ -151,7 +151,7 @@ class GroupsTest(parameterized.TestCase):
   @cases.parameters(
       *((mode, True) for mode in modes.MAPPED),
       ('shard_map', False),
-      fast='shard_map_.*',
+      fast='shard_map',
   )
   def test_each_group_reduces_separately(self, mode, weighted):
     weights = WEIGHTS if weighted else np.ones(8)

@@ -110,7 +110,7 @@ class DoubledResource(tf.train.GradientDescentOptimizer):
 
 class WrappersTest(graphs.GraphTest):
 
-  @cases.parameters(*WRAPPERS, fast='bare|drop_stale|towers')
+  @cases.parameters(*WRAPPERS, fast=['bare', 'drop_stale', 'towers'])
   def test_overridden_methods_are_used_by_wrappers(self, name):
     wrap, where = WRAPPERS[name]
     opts = [
@@ -227,7 +227,7 @@ class WrappersTest(graphs.GraphTest):
       (lambda: facade.TowerOptimizer(drop_stale(sgd())), IN_TURN, 2),
       (lambda: drop_stale(Heavy(1.0)), None, 1 + 1.5),
       (lambda: drop_stale(Public(1.0)), None, 1 + 1.5),
-      fast='4_2_0|None_2_5_1',
+      fast=['4_2_0', 'None_2_5_1'],
   )
   def test_a_dropped_gradient_changes_nothing(self, make, where, factor):
     w, age = tf.Variable(0.0), tf.Variable(0, trainable=False)

@@ -227,7 +227,9 @@ class HyperparametersTest(graphs.OptimizerTest):
 class OptaxTest(graphs.OptimizerTest):
 
   @cases.parameters(
-      (True, TRANSFORMATIONS), (False, ['multi_steps']), fast='False.*'
+      (True, TRANSFORMATIONS),
+      (False, ['multi_steps']),
+      fast='False_multi_steps',
   )
   def test_matches_optax(self, compiled, names):
     params = {'w': W, 'b': np.float32(3)}

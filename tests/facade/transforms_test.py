@@ -78,7 +78,7 @@ class OptimizerTest(parameterized.TestCase):
       tx.update(GRADS, tx.init(PARAMS))
 
   @cases.parameters(
-      'adam', 'ftrl', 'lars', ('lars', np.float32(0.1)), fast='adam|lars_1'
+      'adam', 'ftrl', 'lars', ('lars', np.float32(0.1)), fast=['adam', 'lars_1']
   )
   def test_keeps_dtypes_and_ignores_extra_arguments(self, name, *rates):
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
@@ -99,7 +99,7 @@ class OptimizerTest(parameterized.TestCase):
     self.assertEqual(tx.update({}, tx.init({}), {})[0], {})
 
   @cases.parameters(
-      ('adam', 0.1, 0.8, 0.95, 0.1), ('ftrl', 0.5), ('lars', 0.1), fast='adam.*'
+      ('adam', 0.1, 0.8, 0.95, 0.1), ('ftrl', 0.5), ('lars', 0.1), fast='adam'
   )
   def test_hyperparameters_may_be_arrays(self, name, *numbers):
     @jax.jit

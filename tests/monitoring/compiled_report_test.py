@@ -98,7 +98,7 @@ def step_of(name):
 class AgreementTest(parameterized.TestCase):
   """The compiled communication equals the traced communication."""
 
-  @cases.parameters(*TRANSFORMS, fast='groups|nested')
+  @cases.parameters(*TRANSFORMS, fast=['groups', 'nested'])
   def test_equals_the_report_of_the_traced_program(self, name):
     step, given = step_of(name)
 

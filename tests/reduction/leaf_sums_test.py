@@ -73,12 +73,11 @@ class PackingTest(parameterized.TestCase):
     packed = reductions.map_reductions('shard_map', *txs)(
         params, (data, reductions.WEIGHT)
     )
-    with reductions.unpacked():
-      alone = reductions.map_reductions('shard_map', *txs)(
-          params, (data, reductions.WEIGHT)
-      )
+    unpacked = reductions.map_reductions('shard_map', *txs, leaf_by_leaf=True)(
+        params, (data, reductions.WEIGHT)
+    )
 
-    chex.assert_trees_all_equal(packed, alone, strict=True)
+    chex.assert_trees_all_equal(packed, unpacked, strict=True)
 
   @cases.parameters(
       ((16_383,), 4, 1),

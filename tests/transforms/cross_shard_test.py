@@ -95,7 +95,7 @@ def _reduce_stacked(mode, txs, x, weights):
 
   with jax.set_mesh(mesh):
     return [
-        modes.of_shards(reduce(*modes.place(given, mesh, modes.AXIS)))
+        modes.stack_shards(reduce(*modes.place(given, mesh, modes.AXIS)))
         for given in zip(x, weights, strict=True)
     ]
 
@@ -111,7 +111,7 @@ def _expected(kind, weight):
 
 class CrossShardTest(parameterized.TestCase):
 
-  @cases.parameters(*modes.NAMES, fast='shard_map|jit')
+  @cases.parameters(*modes.NAMES, fast=['shard_map', 'jit'])
   def test_counts_each_shard_by_its_weight(self, mode):
     weights = [np.array(weight, np.float32) for weight in WEIGHTS.values()]
     # What has no weight contributes nothing.

@@ -887,7 +887,7 @@ class StacksTest(parameterized.TestCase):
     alone = jax.tree.leaves(state.leaves)
     self.assertEqual(len(alone), len(shapes) - len(_places(state)))
 
-  @cases.parameters((9, 1.0), (12, 1.1), (16, 1.0), (11, 1.1), fast='(9|12).*')
+  @cases.parameters((9, 1.0), (12, 1.1), (16, 1.0), (11, 1.1), fast=['9', '12'])
   def test_sends_little_padding(self, number, most):
     params = {str(i): np.ones((16, 24), np.float32) for i in range(number)}
     mesh = modes.mesh(8)

@@ -87,9 +87,9 @@ def _train(kind, data=DATA, weights=None, steps=STEPS):
       'shard_map',
       grad=lambda params, own: _grads(params, own[0]),
       extra_args=lambda _, own: dict(zip(names, own[1:], strict=False)),
-      see=lambda s: (optax.tree_utils.tree_get(s, 'trace'), s.global_step),
+      observe=lambda s: (optax.tree_utils.tree_get(s, 'trace'), s.global_step),
   )
-  return trained.updates, *trained.seen
+  return trained.updates, *trained.observed
 
 
 class WeightTest(parameterized.TestCase):

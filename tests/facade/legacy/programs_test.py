@@ -73,7 +73,7 @@ class ProgramsTest(parameterized.TestCase):
     # TensorFlow adds a bias to rows without a word, and so do the scripts.
     self.enterContext(jax.numpy_rank_promotion('allow'))
 
-  @cases.parameters(*PROGRAMS, fast='stale_user|mnist_tpu')
+  @cases.parameters(*PROGRAMS, fast=['stale_user', 'mnist_tpu'])
   def test_trains_like_tensorflow(self, name):
     initial, *steps, end = recorded(name)
     # The scope of a `tf.cond` is in names of TensorFlow.
