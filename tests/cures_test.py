@@ -231,7 +231,7 @@ ROWS = {
     ),
     'copies inside of local updates': Row(
         lambda: local_updates_of_half(MASTERS, MEAN_SGD),
-        'would undo the mean of every meeting',
+        'would undo the mean at the end of the round',
         {
             'Put `master_weights` into `outer`': lambda: local_updates_of_half(
                 SGD, optax.chain(MEAN, MASTERS)
@@ -340,7 +340,7 @@ ROWS = {
         step(st.shard_update(contrib.adasum(AXIS), AXIS)),
         'must be element-wise',
         {
-            'put aggregators before `shard_update`': step(
+            "before `shard_update` and pass it `if_reduced='mean'`": step(
                 optax.chain(
                     contrib.adasum(AXIS),
                     st.shard_update(SGD, AXIS, if_reduced='mean'),
@@ -495,7 +495,7 @@ ROWS = {
     ),
     'a begun window': Row(
         resized(),
-        'depends on how shards are reduced',
+        'depends on how `inner` reduces',
         {
             "Pass `reduction`, one of 'mean', 'sum'": resized(reduction='mean'),
             "and 'weighted', to `shard_state` or `resize_state`": resized(

@@ -1,8 +1,8 @@
 """Newer transformations, whose interfaces may still change.
 
-`shard_transforms._src` does not import them. Each is a folder or a module of
-`contrib/_src` that does not import the others, so that it can be removed;
-`exchanges` is shared by the aggregators and the compressors.
+Each feature is a folder or a module of `contrib/_src`. It does not import the
+other features, and `shard_transforms._src` does not import it, so that it can
+be removed. Only `exchanges` is shared, by the aggregators and the compressors.
 """
 
 from shard_transforms.contrib import compression as compression

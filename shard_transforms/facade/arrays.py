@@ -189,7 +189,12 @@ def as_array(value: Any, requirement: str) -> jax.Array:
   """
   try:
     return jnp.asarray(value)
-  except (TypeError, ValueError, OverflowError) as error:
+  except OverflowError as error:
+    raise TypeError(
+        f'{requirement}, but {value!r} does not fit into the largest integer'
+        ' type of JAX.'
+    ) from error
+  except (TypeError, ValueError) as error:
     raise TypeError(f'{requirement}, got {value!r}.') from error
 
 

@@ -77,10 +77,11 @@ def set_values(
   by_name = _by_name(variables)
   if by_name.keys() != values.keys():
     raise ValueError(
-        '`values` must have one array for each of `variables`, but lacks'
-        f' {sorted(by_name.keys() - values.keys())} and also has'
-        f' {sorted(values.keys() - by_name.keys())}. If the variables lack'
-        ' slots, create them with `facade.function(...).build(...)` first.'
+        '`values` must have one array for each of `variables`. Missing arrays:'
+        f' {sorted(by_name.keys() - values.keys())}; arrays without a variable:'
+        f' {sorted(values.keys() - by_name.keys())}. If the latter are slots of'
+        ' an optimizer, create its variables with'
+        ' `facade.function(...).build(...)` first.'
     )
   arrays = {n: _restored(v, values[n]) for n, v in by_name.items()}
   for name, variable in by_name.items():
@@ -120,7 +121,8 @@ def _restored(variable, value):
   if saved.shape not in (variable.shape, per_shard):
     raise ValueError(
         f'Variable {variable.name!r} has the shape {variable.shape}, but the'
-        f' value to restore has the shape {saved.shape}.'
+        f' value to restore has the shape {saved.shape}. Pass the value that'
+        ' was saved for a variable of this shape.'
     )
   if array is not saved and not np.array_equal(array, saved, equal_nan=True):
     raise ValueError(

@@ -177,7 +177,9 @@ def shard_context(
   """
   num_shards = arguments.as_at_least('num_shards', num_shards, 1)
   if current.shards is not None:
-    raise NotImplementedError('`shard_context` cannot be nested.')
+    raise NotImplementedError(
+        '`shard_context` cannot be nested. Leave the outer context first.'
+    )
   shards = Shards(num_shards, axis_name)
   with replaced(shards=shards):
     yield shards

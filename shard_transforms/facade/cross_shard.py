@@ -29,8 +29,8 @@ class CrossShardOptimizer(wrapper.Wrapper):
   With `MEAN`, `compute_gradients` divides the loss by the number of shards (or
   by the size of a group), and `apply_gradients` sums over the shards with
   `shard_transforms.cross_shard_sum`. Code between the two calls, such as
-  clipping, sees the scaled gradient of each shard. Gradients from elsewhere are
-  therefore summed, not averaged.
+  clipping, works on the scaled gradient of each shard. Gradients that were not
+  computed by `compute_gradients` are therefore summed, not averaged.
 
   Make both calls in the computation of `shard`, which sets the number of
   shards. With groups, variables and slots differ between the groups, and keep

@@ -334,8 +334,10 @@ def locked(lock: Any) -> Iterator[None]:
   if is_undecided() and not is_tracing():
     raise ValueError(
         'An optimizer with `use_locking=True` was called inside an optimizer'
-        ' or a branch without locking, which may drop the update, such as a'
-        ' `DropStaleGradientOptimizer`. Pass `use_locking=True` there, too.'
+        ' without locking that may drop the update, such as a'
+        ' `DropStaleGradientOptimizer`, or inside a branch. Pass'
+        ' `use_locking=True` there, too; compile a step that has the branch'
+        ' with `facade.function`.'
     )
   with (
       contexts.replaced(locks=(*locks, lock)),

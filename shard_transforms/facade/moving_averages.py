@@ -105,8 +105,8 @@ class ExponentialMovingAverage:
     """
     if not isinstance(var, Variable) or var not in self._averages:
       raise ValueError(
-          f'There is no average of {var!r}. Call `apply` first, or `build` of'
-          ' the `function` that calls it.'
+          f'There is no average of {var!r}. First call `apply`, or call `build`'
+          ' of the `facade.function` that calls `apply`.'
       )
     return self._averages[var]
 

@@ -127,9 +127,9 @@ class Optimizer(Updater):
     name: The name.
 
   Attributes:
-    GATE_NONE: A value of `gate_gradients`, which has no effect.
-    GATE_OP: Another value.
-    GATE_GRAPH: Another value.
+    GATE_NONE: A value of `gate_gradients`, an argument without effect.
+    GATE_OP: Another value of `gate_gradients`.
+    GATE_GRAPH: Another value of `gate_gradients`.
 
   Raises:
     ValueError: If `name` is empty.

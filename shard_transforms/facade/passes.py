@@ -1,7 +1,7 @@
 """Passes: the variables and collection entries of one run of a step.
 
-TensorFlow 1 built the graph of a step once. Here its lines run again, and must
-see the same collections as in the first run.
+TensorFlow 1 built the graph of a step once. Here, its lines run again, and must
+find the same collections as in the first run.
 """
 
 from collections.abc import Callable
@@ -118,9 +118,9 @@ def warn_if_written(variable: Any) -> None:
   text = (
       f'Variable {variable.name!r} is read after the step has assigned it, and'
       ' has its new value. TensorFlow 1 does not order such lines, and mostly'
-      ' reads the old value. For the old value, read it before (with several'
-      ' optimizers, call `compute_gradients` of each before the first'
-      ' `apply_gradients`). For the new value, read it in'
+      ' reads the old value. For the old value, read it before the assignment'
+      ' (with several optimizers, call `compute_gradients` of each before the'
+      ' first `apply_gradients`). For the new value, read it in'
       ' `with tf.control_dependencies([...])`.'
   )
   if line is not None:

@@ -297,7 +297,7 @@ class _Mapping:
         raise ValueError(
             f'Variable {variable.name!r} has one value for each of'
             f' {variable.num_parts} shards, but is used on {self.mesh.size}'
-            ' shards. Assign one value to all shards first.'
+            ' shards. First set one value on all shards with `assign`.'
         )
 
   def _differing(self, frame, may_differ):

@@ -311,7 +311,8 @@ def _check_one_value(name, is_per_shard):
   if is_per_shard:
     raise ValueError(
         f'Variable {name!r} has one value per shard, but this optimizer has not'
-        ' created slots for it. Use the same optimizer from the first update.'
+        ' created slots for it. Use the same optimizer as for the first update,'
+        ' or first set one value on all shards with `assign`.'
     )
 
 

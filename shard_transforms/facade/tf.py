@@ -68,8 +68,9 @@ def __dir__() -> list[str]:
 
 def _missing(path):
   return (
-      f'`{path}` is not available in `shard_transforms.facade.tf`. See {_PAGE}'
-      ' for a replacement; for other names, use JAX, Optax or Flax.'
+      f'`{path}` is not available in `shard_transforms.facade.tf`. Look for a'
+      f' replacement in {_PAGE}; if the name is not listed there, use JAX,'
+      ' Optax or Flax.'
   )
 
 

@@ -50,7 +50,7 @@ class Variable(arrays_lib.ArrayLeaf):
   It can be used wherever an array can: in arithmetic, in functions of
   `jax.numpy` and NumPy, and as an argument of functions under `jax.jit` and
   `jax.grad`. (The primitives of `jax.lax` accept only arrays: pass `value()`.)
-  In a tree it is one leaf, which `jax.tree.map` sees as an array; use
+  In a tree it is one leaf, which `jax.tree.map` treats as an array; use
   `facade.get_values` to save variables.
 
   Shape and dtype never change. With the groups of `CrossShardOptimizer`, a
@@ -64,7 +64,7 @@ class Variable(arrays_lib.ArrayLeaf):
     constraint: A function that is applied after each update, if any.
     num_parts: The number of shards between which it may differ, or `None`.
     graph: The graph whose collections contain it.
-    stored: The array outside of all frames, see `frames`.
+    stored: The array that the variable holds outside of traced calls.
     shape: The shape of the array.
     dtype: The dtype of the array.
 
@@ -117,12 +117,13 @@ class Variable(arrays_lib.ArrayLeaf):
       )
     value = initial_value() if callable(initial_value) else initial_value
     self.stored = arrays_lib.converted(
-        value, dtype, f'The initial value of {name!r}'
+        value, dtype, f'The initial value of {name or "Variable"!r}'
     )
     if isinstance(self.stored, core.Tracer):
       raise ValueError(
-          f'The initial value of {name!r} is the traced array {self.stored!r}.'
-          ' Create the variable outside of functions that JAX traces.'
+          f'The initial value of {name or "Variable"!r} is the traced array'
+          f' {self.stored!r}. Create the variable outside of functions that JAX'
+          ' traces.'
       )
     self.shape = Shape(self.stored.shape)
     self.dtype = self.stored.dtype
@@ -151,7 +152,7 @@ class Variable(arrays_lib.ArrayLeaf):
 
   @property
   def is_per_shard(self) -> bool:
-    """Whether it has one value per shard in this frame."""
+    """Whether it has one value per shard at this point."""
     return frames.read(self).ndim > self.ndim
 
   def value(self) -> jax.Array:
@@ -173,8 +174,8 @@ class Variable(arrays_lib.ArrayLeaf):
       raise ValueError(
           f'Variable {self.name!r} has one value for each of {len(array)}'
           ' shards, because a `CrossShardOptimizer` with `group_assignment`'
-          ' updated it. Read them with `shard_values()`, or assign one value'
-          ' to all shards.'
+          ' updated it. Read the values with `shard_values()`, or set one value'
+          ' on all shards with `assign`.'
       )
     self.graph.show(self)
     passes.warn_if_written(self)

@@ -1,4 +1,4 @@
-"""What a state of your own declares: how it is resized, saved and checked."""
+"""Rules for custom optimizer state: resizing, saving, metrics and checks."""
 
 from shard_transforms._src.base.states import Rule
 

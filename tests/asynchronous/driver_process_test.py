@@ -84,8 +84,11 @@ class JobTest(runs.FolderTest):
 
     self.assertFalse(self.folder.exists())
 
-  @cases.parameters((False, 1), (True, 4))
-  def test_child_that_dies_is_reported(self, has_folder, num_deaths):
+  @cases.parameters(
+      (False, 1, r'The driver has died\. Pass a `folder`'),
+      (True, 4, 'The driver has died 4 times without an update'),
+  )
+  def test_child_that_dies_is_reported(self, has_folder, num_deaths, message):
     start = subprocess.Popen
     temporary = []
 
@@ -99,9 +102,7 @@ class JobTest(runs.FolderTest):
     with (
         mock.patch.object(driver_process, '_CHILD', 'no_such_module'),
         mock.patch.object(driver_process.subprocess, 'Popen', start_and_wait),
-        self.assertRaisesRegex(
-            RuntimeError, f'The driver has died {num_deaths} times'
-        ),
+        self.assertRaisesRegex(RuntimeError, message),
     ):
       runs.train(
           runs.TASK,

@@ -73,7 +73,7 @@ class BoundAxisTest(parameterized.TestCase):
     with self.assertRaisesRegex(
         NameError,
         f"`{factory}` needs the axis 'data', which is not mapped here"
-        r' \(mapped axes: \(\)\).*Under plain `jax.jit`.*'
+        r' \(mapped axes of the mesh: \(\)\).*Under plain `jax.jit`.*'
         r'`shard_transforms.on_mesh\(tx, mesh\)`.*'
         r'`shard_transforms.value_and_grad`.*`jax.set_mesh\(mesh\)`',
     ) as caught:
@@ -92,7 +92,7 @@ class BoundAxisTest(parameterized.TestCase):
         axis_names={'host'},
     )
 
-    with self.assertRaisesRegex(NameError, r"mapped axes: \('host',\)\)"):
+    with self.assertRaisesRegex(NameError, r"of the mesh: \('host',\)\)"):
       jax.eval_shape(mapped, jnp.ones(2))
 
 

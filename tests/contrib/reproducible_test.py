@@ -362,7 +362,9 @@ class ResizedTest(parameterized.TestCase):
     params, state = _restored((params, state))
     mesh, tx, step = _step_on(2)
 
-    with self.assertRaisesRegex(ValueError, '1 towers in an unfinished window'):
+    with self.assertRaisesRegex(
+        ValueError, 'unfinished window .*`tower_count=1`'
+    ):
       shard_transforms.resize_state(state, tx, PARAMS, mesh)
     state = optax.tree_utils.tree_set(state, tower_count=np.int32(0))
     state = shard_transforms.resize_state(state, tx, PARAMS, mesh)

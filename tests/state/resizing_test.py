@@ -417,8 +417,14 @@ class WindowTest(parameterized.TestCase):
 
   @cases.parameters(
       # Weights that are numbers of towers, and others.
-      ('mean', 3, [3] * 8, {}, "The window at .total .* 'sum' and 'weighted'"),
-      ('sum', 1, range(8), {}, 'at .total .* or is summed'),
+      (
+          'mean',
+          3,
+          [3] * 8,
+          {},
+          "window at .total .*reduction.*'sum' and 'weighted'",
+      ),
+      ('sum', 1, range(8), {}, 'at .total .* or has `reduction=.sum.`'),
       ('mean', 0, [0] * 8, {'reduction': 'max'}, "`reduction` .*'max'"),
       (
           'mean',
@@ -698,7 +704,7 @@ class DeclaredStateTest(parameterized.TestCase):
       (
           {'seen': Rule(resize=lambda state, reduction: reduction)},
           TypeError,
-          "`Rule` .*'sum' for 'seen'",
+          "`state_rules.Rule`, got 'sum' for 'seen'",
       ),
   )
   def test_error_names_the_invalid_rule(self, table, error, message):

@@ -260,8 +260,10 @@ class Contributions:
     if num_lost == _MAX_LOST:
       raise RuntimeError(
           f'{num_lost} workers have died or hung at batch {assigned.batch},'
-          ' which may be the cause. A worker counts as hung if its gradient'
-          f' takes longer than `time_limit={self._options.time_limit}` seconds.'
+          ' which may be the cause. Check this batch and the memory of the'
+          ' workers. A worker counts as hung if its gradient takes longer than'
+          f' `time_limit={self._options.time_limit}` seconds; if gradients may'
+          ' take longer, increase it.'
           f' {computed.event.reason}'.rstrip()
       )
     self.waiting.appendleft(assigned._replace(num_lost=num_lost))

@@ -176,9 +176,11 @@ def _messages(
         _send(child, pickle.dumps(command))
     deaths += 1
   remedy = ' Pass a `folder`, so that another driver can take its place.'
+  if options.folder is None:
+    raise RuntimeError(f'The driver has died.{remedy} Reason: {reason}')
   raise RuntimeError(
       f'The driver has died {deaths} times without an update in between.'
-      f'{remedy if options.folder is None else ""} Reason: {reason}'
+      f' Reason: {reason}'
   )
 
 

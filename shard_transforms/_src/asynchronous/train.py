@@ -48,7 +48,8 @@ def train(
 
   Once `merge` gradients are accepted, `tower_reduce(merge, tx)` applies their
   mean, and the global step grows by one. A metric named `weight` is the weight
-  of a gradient. The state is that of `drop_stale(staleness, tx)`, to rounding.
+  of a gradient. The state equals that of `drop_stale(staleness, tx)`, up to
+  rounding.
 
   With a `folder`, the outcome of each gradient is written to a journal before
   the new parameters are published. Parameters and state are written to a
@@ -106,7 +107,7 @@ def train(
       returns `None`.
 
   Returns:
-    The parameters, the state, and a report.
+    A `Result`: the parameters, the state, and a report.
 
   Raises:
     ConnectionError: If the cluster cannot be reached within two minutes.
@@ -182,7 +183,7 @@ def replay(
     tx: The optimizer or the `Learner` of the run.
 
   Returns:
-    The parameters, the state, and a report.
+    A `Result`: the parameters, the state, and a report.
 
   Raises:
     FileNotFoundError: If there is no journal in `folder`.
@@ -233,8 +234,8 @@ def read_checkpoint(
     tx: An optimizer whose state has the same names, shapes and dtypes.
 
   Returns:
-    The parameters, the state, and a report of the global step, the metrics and
-    the states of the workers.
+    A `Result`: the parameters, the state, and a report with only the global
+    step, the metrics and the states of the workers.
 
   Raises:
     FileNotFoundError: If there is no intact checkpoint.

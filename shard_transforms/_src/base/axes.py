@@ -70,11 +70,12 @@ def check_bound(axes: Sequence[Hashable], caller: str) -> None:
       mapped = jax.sharding.get_abstract_mesh().manual_axes
       raise NameError(
           f'`{caller}` needs the axis {axis!r}, which is not mapped here'
-          f' (mapped axes: {mapped}). Under plain `jax.jit`, call it through'
-          ' `shard_transforms.on_mesh(tx, mesh)`, and compute the gradients'
-          ' with `shard_transforms.value_and_grad`; set the mesh with this axis'
-          ' by `jax.set_mesh(mesh)`, or pass it. Inside `jax.shard_map`,'
-          ' `jax.pmap` or `jax.vmap`, map an axis with this name.'
+          f' (mapped axes of the mesh: {mapped}). Under plain `jax.jit`, wrap'
+          ' the transformation in `shard_transforms.on_mesh(tx, mesh)`, compute'
+          ' the gradients with `shard_transforms.value_and_grad`, and set a'
+          ' mesh that has this axis with `jax.set_mesh(mesh)`, or pass it as'
+          ' `mesh`. Inside `jax.shard_map`, `jax.pmap` or `jax.vmap`, map an'
+          ' axis with this name.'
       ) from error
 
 

@@ -31,8 +31,8 @@ def as_groups(groups: Any) -> Groups:
   ids = [shard for group in checked for shard in group]
   if not ids or not all(checked):
     raise ValueError(
-        '`groups` must contain at least one shard, and so must each of its'
-        f' groups, got {groups!r}.'
+        '`groups` must contain at least one group, and each group must contain'
+        f' at least one shard, got {groups!r}.'
     )
   counts = collections.Counter(ids)
   expected = range(len(ids))
@@ -47,7 +47,9 @@ def as_groups(groups: Any) -> Groups:
         f' in {groups!r}.'
     )
   if len(set(map(len, checked))) > 1:
-    raise ValueError(f'`groups` must have the same size, got {groups!r}.')
+    raise ValueError(
+        f'All groups in `groups` must have the same size, got {groups!r}.'
+    )
   return checked
 
 

@@ -29,10 +29,13 @@ ParamTree = (
 
 _REMEDIES = {
     'invariant': (
-        'it is already reduced, as `jax.grad` of replicated parameters is. Take'
-        ' the gradient with `shard_transforms.value_and_grad`, and reduce it'
-        ' once. (Only if it is known to be the mean over the shards, pass'
-        " `if_reduced='mean'`.)"
+        'it is already reduced. `jax.grad` of replicated parameters returns the'
+        ' sum over the shards. Take the gradient with'
+        ' `shard_transforms.value_and_grad`, and reduce it once. If it is'
+        " already the mean over the shards, pass `if_reduced='mean'` to"
+        ' `shard_mean`, `cross_shard_mean`, `shard_update` or `owned_update`;'
+        ' leave out any other reduction, and `axis_name` of wrappers such as'
+        ' `guard` and `tower_reduce`.'
     ),
     'unreduced': (
         'its sum over the shards is pending. Compute the gradient of each shard'
@@ -183,7 +186,8 @@ def check_inexact(tree: Any, caller: str) -> None:
       raise TypeError(
           f'`updates` of `{caller}` must be real or complex, got'
           f' {dtype.name}{list(jnp.shape(leaf))} at {name_of(path)}. Exclude'
-          ' such leaves with `optax.masked`.'
+          ' such leaves from a transformation with `optax.masked`, and leave'
+          ' them out of the argument of a function.'
       )
     spec = getattr(jax.typeof(leaf).sharding, 'spec', None)
     if unreduced := getattr(spec, 'unreduced', None):
@@ -243,12 +247,14 @@ def check_not_slices(
           f'`params` of `{caller}` must be the same on all shards of'
           f' {sorted(sliced, key=str)}, got {name_of(path)}'
           f' {list(jnp.shape(leaf))}, typed varying: each shard has a'
-          ' different slice (FSDP), or `per_shard` has marked the parameter.'
-          ' Pass whole parameters, with `PartitionSpec()` in `in_specs`, and'
-          ' shard the state of the optimizer with `shard_update`. For sharded'
-          ' parameters, use `contrib.owned_update` with `param_specs`, or train'
-          ' under plain `jax.jit` with `accumulated_value_and_grad`. With'
-          ' `local_updates`, reduce in `outer`.'
+          ' different slice (FSDP), or the parameter was passed through'
+          ' `per_shard`. Pass whole parameters, with `PartitionSpec()` in'
+          ' `in_specs`, and shard the state of the optimizer with'
+          ' `shard_update`. For sharded parameters, use `contrib.owned_update`'
+          ' with `param_specs`, or train under plain `jax.jit` with'
+          ' `accumulated_value_and_grad`. Inside `shard_update` and'
+          ' `owned_update`, which reduce by themselves, leave out the'
+          ' reduction; with `local_updates`, reduce in `outer`.'
       )
 
 

@@ -23,12 +23,13 @@ class Stacked:
   the entries of a global array that is sharded along its first dimension.
   `value_and_grad` returns gradients of this type, and the `update` of
   `on_mesh(tx, mesh)` accepts them. Entries stay on their devices: adding two
-  stacks, or mapping a stack with `jax.vmap`, communicates nothing.
+  stacks with `jax.tree.map`, or mapping a stack with `jax.vmap`, communicates
+  nothing.
 
   The type is a separate pytree node, because a plain optimizer would otherwise
   use the arrays as gradients and train N times too fast. Instead, Optax and
-  flax raise an error such as "Expected dict, got Stacked(...)" or "Custom node
-  type mismatch".
+  flax raise an error that names `shard_transforms.Stacked`, such as "pytree
+  structure error: different types at key path".
 
   Args:
     tree: The tree of arrays, each [shards, ...].

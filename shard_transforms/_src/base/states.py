@@ -161,7 +161,8 @@ class Rule:
     if (self.unshard is None) != (self.shard is None):
       raise ValueError(
           '`unshard` and `shard` must be given together, because they convert a'
-          f' field in both directions, got {self.unshard} and {self.shard}.'
+          f' field in opposite directions, got {self.unshard!r} and'
+          f' {self.shard!r}.'
       )
 
 
@@ -200,8 +201,8 @@ def check_rule(node: Any, field: str, rule: Any) -> None:
   """
   if not isinstance(rule, Rule):
     raise TypeError(
-        f'`rules` of `{type(node).__name__}` must give a `Rule` for each field,'
-        f' got {rule!r} for {field!r}.'
+        f'The values of `rules` of `{type(node).__name__}` must be of the type'
+        f' `state_rules.Rule`, got {rule!r} for {field!r}.'
     )
 
 
@@ -274,8 +275,8 @@ def without_shard_axis(
       raise ValueError(
           f'The state of `{caller}` with `axis_name` must have a leading axis'
           f' of length 1 on each shard, got the shape {leaf.shape}.'
-          f' {HOW_TO_CREATE} A state for another number of shards is converted'
-          ' by `resize_state`.'
+          f' {HOW_TO_CREATE} If the state was created for another number of'
+          ' shards, convert it with `resize_state`.'
       )
   without_axis = functools.partial(lax.squeeze, dimensions=(0,))
   return _behind_barriers(jax.tree.map(without_axis, tree))

@@ -69,8 +69,9 @@ def communication_report(
     the elements of only that slice: `optax.clip_by_global_norm` with
     tensor parallelism.
 
-  Sums are reported only if this is certain, that is, if values are only cast,
-  reshaped, added and multiplied by constants in between. The predicate of a
+  Repeated sums are reported only if they are certain, that is, if values are
+  only cast, reshaped, added and multiplied by constants between the sums. The
+  predicate of a
   `lax.cond` or a `lax.while_loop` differs if it is computed from
   `lax.axis_index`, or from an array that is sliced over shards, unless a
   collective made it equal. A scalar per shard does not count, because it may be
@@ -152,9 +153,10 @@ def communication_report(
     jaxpr = jax.make_jaxpr(fn)(*args, **kwargs)
   except NameError as error:
     raise NameError(
-        f'`fn` of `communication_report` uses an unbound name: {error} If this'
-        ' is a mapped axis and `fn` is a function of one shard, pass its size,'
-        " as in `axis_sizes={'data': 8}`."
+        '`fn` of `communication_report` uses an unbound name:'
+        f' {str(error).rstrip(".")}. If this is a mapped axis, and `fn` is a'
+        ' function of one shard, pass its size, as in'
+        " `axis_sizes={'data': 8}`."
     ) from error
   program = inlining.flatten(jaxpr.jaxpr)
   warnings = (

@@ -134,12 +134,12 @@ def _sliced_sums(graph, collectives_of):
     yield (
         f'{location} has {_arrays(nodes)} summed whole, then cut: each of the'
         f' {sums[0].num_shards:,} shards over {over} takes only its part of'
-        f' the sum, {_sent_bytes(sums)}, twice as many as a reduce-scatter.'
-        ' On TPUs, XLA has no reduce-scatter over all shards of some slices:'
+        f' the sum, {_sent_bytes(sums)}, twice as many as a reduce-scatter. On'
+        ' some TPU slices, XLA cannot reduce-scatter over all shards at once:'
         ' use `shard_update`, which scatters in two steps, or call'
-        ' `lax.psum_scatter` with `axis_index_groups` of every second shard,'
-        ' and then of pairs. XLA for CPUs does not use reduce-scatters in'
-        ' programs under plain `jax.jit`.'
+        ' `lax.psum_scatter` twice, with `axis_index_groups` first of every'
+        ' second shard, and then of pairs. Under plain `jax.jit`, XLA for CPUs'
+        ' does not use reduce-scatters.'
     )
 
 

@@ -186,8 +186,8 @@ def _scalar(name, value, reduction, axes):
     raise ValueError(
         f'`metrics` needs `axis_name`, because {name!r} differs between shards,'
         f' and its type does not show over which of the axes {unknown!r}. Pass'
-        ' the axis of the state, or call `metrics` outside of the mapped'
-        ' function.'
+        ' the `axis_name` of the transformation that it belongs to, or call'
+        ' `metrics` outside of the mapped function.'
     )
   axes = axes or tuple(sorted(axes_lib.varying_axes(combined), key=str))
   if not axes:

@@ -1,4 +1,4 @@
-"""`estimate_step`: the memory of a step on a chip, and bounds of its time."""
+"""`estimate_step`: the memory of a step on a chip, and bounds on its time."""
 
 from collections.abc import Callable
 import dataclasses
@@ -62,7 +62,7 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
-  """The memory that a step needs on one device, and bounds of its time.
+  """The memory that a step needs on one device, and bounds on its time.
 
   The bounds follow from data sheets and are not calibrated: they hold for a
   program that reaches the peak rates, which few do. Use them to compare steps
@@ -95,9 +95,10 @@ class StepEstimate:
   def memory_bytes(self) -> int:
     """The bytes that the step needs on one device.
 
-    This is the peak that XLA reports, and the program. If XLA does not report a
-    peak that includes the arguments, it is the sum of the arguments, results
-    and temporary arrays, which are not all needed at the same time.
+    This is the peak memory that XLA reports, plus the size of the program. If
+    XLA does not report a peak that includes the arguments, the sum of the
+    arguments, results and temporary arrays is used instead, although not all of
+    them are needed at the same time.
     """
     memory = self.report.memory
     if memory is None:
@@ -139,7 +140,7 @@ class StepEstimate:
 
   @property
   def seconds(self) -> tuple[float, float]:
-    """Bounds of the time of a step.
+    """Bounds on the time of a step.
 
     The lower bound is the longest of `compute_seconds`, `memory_seconds` and
     `send_seconds`, as if all three ran at the same time; the upper bound is
@@ -209,8 +210,8 @@ def estimate_step(
     TypeError: If `fn` is not a function, or `chip` is not a `Chip`.
     ValueError: If `chip` is not given and the devices are of another type, if a
       number of `chip` is not positive, if the arguments do not have devices, or
-      if XLA does not compile the step because it does not fit the memory, as
-      for TPUs.
+      if XLA refuses to compile the step because it does not fit into the
+      memory, as XLA for TPUs does.
 
   Examples:
     >>> import jax

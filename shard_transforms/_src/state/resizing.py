@@ -81,10 +81,11 @@ def resized(
     raise ValueError(fields.mismatch(name, got, like.shape))
   if rule.resize == 'keep':
     raise ValueError(
-        f'{name} has the shape {leaf.shape} instead of {like.shape}: it depends'
-        ' on the number of shards, but its state does not declare a rule for'
-        ' it. Declare a `state_rules.Rule`, continue with as many shards as'
-        ' before, or create this part of the state again with `init_state`.'
+        f'{name} has the shape {leaf.shape} instead of {like.shape}: its shape'
+        ' depends on the number of shards, but the class of the state does not'
+        ' declare a rule for it. Declare a `state_rules.Rule` in `rules` of the'
+        ' class, continue with as many shards as before, or create this part of'
+        ' the state again with `init_state`.'
     )
   num_shards = like.shape[0]
   if isinstance(leaf, jax.Array) and is_key(leaf):

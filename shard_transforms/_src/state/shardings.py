@@ -216,13 +216,13 @@ def _warn_replicated(leaves, axis, on_replicated):
   message = (
       f'{len(sizes)} leaves of the state, {sum(sizes.values()):,} of'
       f' {all_bytes:,} bytes, have no dimension that can be divided over'
-      f' {axis!r}, so each device keeps them whole: {names}.'
+      f' {axis!r}, so each device stores a full copy of them: {names}.'
   )
   divides_none = len(undivided) == len(jax.tree.leaves(leaves))
   has_like_param = any(undivided[name].sharding for name in sizes)
   if on_replicated == 'raise' or (divides_none and has_like_param):
     raise ValueError(
-        f'{message} Choose another `axis_name`, or keep them whole with'
+        f'{message} Choose another `axis_name`, or accept the copies with'
         " `on_replicated='ignore'`."
     )
   warnings.warn(message, UserWarning, stacklevel=3)
@@ -249,10 +249,11 @@ def _warn_gathered(tx, leaves, params, state, axis):
   if gathered:
     warnings.warn(
         f'The optimizer multiplies matrices that are divided over {axis!r},'
-        f' {", ".join(gathered)}. For each product or two, the compiler gathers'
-        f' them, {sum(map(_num_bytes, gathered.values())):,} bytes. Keep'
-        ' matrices whole with `whole_dims=2`, where layers are stacked as'
-        ' [layers, m, n], or use `contrib.owned_update` in `jax.shard_map`.',
+        f' {", ".join(gathered)}. The compiler gathers all of them,'
+        f' {sum(map(_num_bytes, gathered.values())):,} bytes, again for every'
+        ' one or two products. If layers are stacked, as [layers, m, n], pass'
+        ' `whole_dims=2`, which divides only the layers; otherwise, use'
+        ' `contrib.owned_update` in `jax.shard_map`.',
         UserWarning,
         stacklevel=3,
     )

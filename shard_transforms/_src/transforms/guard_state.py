@@ -42,8 +42,8 @@ def _bad_shards(state, first):
     bad_shards += [start + int(i) for i in np.flatnonzero(is_bad)]
   if not bad_shards:
     return (
-        'No shard of this process was bad: one of another process was, or all'
-        ' weights were zero'
+        'No shard of this process was bad: either a shard of another process'
+        ' was bad, or all weights were zero'
     )
   reason = 'non-finite' if state.spikes == () else 'non-finite or spiking'
   clause = f'The updates were {reason}'

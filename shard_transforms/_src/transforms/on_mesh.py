@@ -188,8 +188,8 @@ def _mapped_sizes(mesh):
   if mapped != sizes:
     raise ValueError(
         f'`mesh` of `on_mesh` must be the mesh of the step, got {sizes}, but'
-        f' the step maps {mapped}. Bind the transformation to the mesh of the'
-        ' step, and convert a state of another number of shards with'
+        f' the step maps {mapped}. Pass the mesh of the step to `on_mesh`. If'
+        ' the state was created for another number of shards, convert it with'
         ' `shard_transforms.resize_state`.'
     )
   return mapped

@@ -155,5 +155,6 @@ def _check_stacked(updates, num_towers):
       raise ValueError(
           '`updates` of `reduce_stacked_towers` must have a leading axis of'
           f' {num_towers} towers, got the shape {jnp.shape(leaf)} at'
-          f' {leaves.name_of(path)}.'
+          f' {leaves.name_of(path)}. Stack the gradients of all towers, for'
+          ' example with `jax.vmap(jax.grad(...))` over the towers.'
       )

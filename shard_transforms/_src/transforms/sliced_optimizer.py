@@ -187,7 +187,7 @@ class SlicedOptimizer:
       remedy = (
           '`contrib.owned_update`, clip by'
           ' `shard_transforms.clip_by_global_norm`, or put aggregators before'
-          f' `{caller}`'
+          f" `{caller}` and pass it `if_reduced='mean'`"
       )
     return ValueError(
         f'`{caller}` runs `inner` on slices, so `inner` must be element-wise,'

@@ -161,9 +161,10 @@ def check_state(rule: spike_rule.SpikeRule | None, state: Any) -> None:
   if windows != expected:
     raise ValueError(
         '`guard` got a state that was made for another `SpikeRule`: its windows'
-        f' have the lengths {windows}, but `spikes` needs {expected} (`{{}}`'
-        ' without `spikes`, 0 without `max_stds`). Make the state with the same'
-        ' `spikes`.'
+        f' have the lengths {windows}, but `spikes` needs {expected}. (The'
+        ' lengths are `{}` without `spikes`, and 0 without `max_stds`.) Pass'
+        ' the `spikes` with which the state was made, or make a new state with'
+        ' `init`.'
     )
 
 

@@ -78,9 +78,10 @@ def split_arguments(
     raise ValueError(
         f'`{_CALLER}` got no argument that is split over {axes}, so that each'
         ' shard would compute the gradient of all rows. Pass the batch as a'
-        ' positional argument, instead of closing over it; on a mesh of'
-        ' `Explicit` axes, place it with `jax.device_put(batch,'
-        ' jax.P(axis_name))`, or give `in_axes`.'
+        ' positional argument, instead of closing over it. On a mesh of'
+        ' `Explicit` axes, set the mesh with `jax.set_mesh(mesh)`, and place'
+        ' the batch with `jax.device_put(batch, jax.P(axis_name))`, or pass'
+        ' `in_axes`.'
     )
   if in_axes is None and len(set(rows.values())) > 1:
     raise ValueError(

@@ -135,7 +135,7 @@ def _check_axes(stack, axes, in_specs):
         '`in_specs` of `on_mesh` shards parameters over axes of the batch,'
         f' {sorted(sliced, key=str)}, but each entry of stacked gradients is'
         ' the gradient of unsharded parameters. Leave these axes out of'
-        ' `in_specs`, also for parameters that are sharded over them, and name'
+        ' `in_specs`, even for parameters that are sharded over them, and name'
         ' them in `axis_name`.'
     )
 
@@ -183,8 +183,8 @@ def _check_shapes(stack, params, num_shards):
           f'`updates` of `on_mesh` must have an entry for each of the'
           f' {num_shards} shards of {stack.axes}, got the shape'
           f' {jnp.shape(leaf)} instead of {(num_shards, *expected)} at'
-          f' {leaves_lib.name_of(path)}. Take the gradients with respect to'
-          ' these parameters on this mesh. For a framework that does not keep'
-          ' the axes of the gradients, such as `nnx.Optimizer`, `axis_name`'
-          ' must name the axes of the batch.'
+          f' {leaves_lib.name_of(path)}. Compute the gradients with respect to'
+          ' these parameters on this mesh. If a framework, such as'
+          ' `nnx.Optimizer`, drops the axes of the gradients, pass the axes of'
+          ' the batch as `axis_name` to `on_mesh`.'
       )

@@ -65,9 +65,10 @@ def _unweighted_rule(reduction):
     return states.Rule(resize=reduction)
   return states.Rule(
       reason=(
-          'The window at {name} was begun without weights, or is summed, so its'
-          ' result depends on how shards are reduced. Pass `reduction`, one of'
-          " 'mean', 'sum' and 'weighted', to `shard_state` or `resize_state`."
+          'The unfinished window at {name} was begun without weights, or has'
+          " `reduction='sum'`, so its conversion depends on how `inner` reduces"
+          " over the shards. Pass `reduction`, one of 'mean', 'sum' and"
+          " 'weighted', to `shard_state` or `resize_state`."
       ),
   )
 

@@ -53,10 +53,10 @@ class CrossCheckState(NamedTuple):
     num_checks: Number of steps that were checked, int32 [].
     num_unexplained: Number of checks in which results differed without a
       majority that identifies the faulty shard, int32 [].
-    num_differing: Number of checks in which the result of each shard differed
-      from the repeated result, int32 [shards].
-    num_suspected: Number of checks in which two shards agreed on a different
-      result from each shard, int32 [shards].
+    num_differing: For each shard, the number of checks in which its result
+      differed from the repeated result, int32 [shards].
+    num_suspected: For each shard, the number of checks in which two other
+      shards agreed on a result that differs from its result, int32 [shards].
     trusted: Whether each shard passed the last check, bool [shards].
 
   Examples:
@@ -245,9 +245,9 @@ def _check_state(state, axes):
     )
   if state.trusted.shape != (num_shards,):
     raise ValueError(
-        f'State of `{_CALLER}` was created for {state.trusted.shape[-1]}'
-        f' shards, but there are {num_shards}. Call `init` again with this'
-        ' number.'
+        f'The state of `{_CALLER}` was created for {state.trusted.shape[-1]}'
+        f' shards, but there are {num_shards}. Create a new state with'
+        f' `init({num_shards})`.'
     )
 
 

@@ -222,7 +222,8 @@ def _check_params(params, masters):
           f'`{_CALLER}` got a state that was made for other parameters: at'
           f' {leaves_lib.name_of(path)}, the state has {in_state}, but the'
           f' parameters require {of_params}. Make the state with `init` for'
-          ' parameters in the tree, shapes and dtypes of the step.'
+          ' parameters that have the same tree, shapes and dtypes as in the'
+          ' step.'
       )
 
 

@@ -110,7 +110,7 @@ def track_noise_scale(
       integer or boolean, `weight` is not a real number, or the state is from
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
-      already reduced, or `weight` is not a scalar or known to be negative.
+      already reduced, or `weight` is not a scalar or is known to be negative.
 
   Examples:
     >>> import jax

@@ -513,7 +513,7 @@ class StateTest(parameterized.TestCase):
       return tx.update(grads, contrib.OwnedUpdateState(kept))[0]
 
     with self.assertRaisesRegex(
-        ValueError, r"State of .* got {.* instead of {'float32_"
+        ValueError, r"The state of .* got {.* instead of {'float32_"
     ):
       mapped = jax.vmap(step, axis_name=AXIS)
       jax.eval_shape(mapped, [np.ones((SHARDS, 5, 3), np.float32)] * 2)
@@ -527,7 +527,7 @@ class StateTest(parameterized.TestCase):
       grads = st.per_shard(zeros, AXIS)
       return owned(inner).update(grads, state)[0]
 
-    with self.assertRaisesRegex(ValueError, 'State of .* got TraceState'):
+    with self.assertRaisesRegex(ValueError, 'The state of .* got TraceState'):
       trace(step, state, in_specs=P(AXIS))
 
 
@@ -721,7 +721,7 @@ class RefusalTest(parameterized.TestCase):
       # Parameters of each shard, and what only extra arguments make known.
       (
           lambda w, own: updated(optax.add_decayed_weights(0.1), w, own),
-          r'does not name \[.data.\], .* or marked the parameter by `per_sh',
+          r'does not name \[.data.\], .* or the parameter was passed through',
       ),
       (
           lambda w, own: updated(optax.polyak_sgd(), w, value=jnp.float32(1)),
@@ -781,7 +781,8 @@ class RefusalTest(parameterized.TestCase):
     mesh = jax.make_mesh((4, 2), (AXIS, 'model'), (AxisType.Auto,) * 2)
     step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
     with self.assertRaisesRegex(
-        ValueError, rf"varies over \['model'\]. Name .*: \('model', '{AXIS}'\)"
+        ValueError,
+        rf"differ between the shards of \['model'\].*=\('model', '{AXIS}'\)",
     ):
       jax.eval_shape(step, PAIR)
 

@@ -429,7 +429,7 @@ def started(specs, in_specs, shape=(16, 24), **options):
 class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
-      (P(), ROWS, {}, r'does not name \[.data.\], .*Give the `PartitionSpec`s'),
+      (P(), ROWS, {}, r'does not name \[.data.\], .*Pass the `PartitionSpec`s'),
       (ROWS, P(), {}, r'names \[.data.\], over which its type is invariant'),
       ({'v': ROWS}, ROWS, {}, '`param_specs` .* must have the tree of'),
       (P(AXIS, AXIS), ROWS, {}, 'name each axis once, got'),
@@ -518,7 +518,7 @@ class RefusalTest(parameterized.TestCase):
     )
     tx = contrib.owned_update(count, AXIS, whole_dims=2)
 
-    with self.assertRaisesRegex(ValueError, 'a part of its state for each'):
+    with self.assertRaisesRegex(ValueError, 'separate state for each'):
       st.init_state(tx, jnp.ones((8, 4, 4)), modes.mesh())
 
   @cases.parameters('lamb', 'lars', 'adafactor')

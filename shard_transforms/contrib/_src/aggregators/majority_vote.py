@@ -49,7 +49,7 @@ def majority_vote(
     TypeError: If `axis_name` is not a name or a sequence of names; in `update`,
       if a leaf is an integer or boolean, or `weight` is not a real number.
     ValueError: If `axis_name` is empty or names an axis twice; in `update`, if
-      a leaf is already reduced, or `weight` is not a scalar or known to be
+      a leaf is already reduced, or `weight` is not a scalar or is known to be
       negative.
 
   Examples:

@@ -54,7 +54,7 @@ def coordinate_median(
     TypeError: If `axis_name` is not a name or a sequence of names; in `update`,
       if a leaf is an integer or boolean, or `weight` is not a real number.
     ValueError: If `axis_name` is empty or names an axis twice; in `update`, if
-      a leaf is already reduced, or `weight` is not a scalar or known to be
+      a leaf is already reduced, or `weight` is not a scalar or is known to be
       negative.
 
   Examples:
@@ -108,7 +108,7 @@ def trimmed_mean(
       integer or boolean, or `weight` is not a real number.
     ValueError: If an argument has a wrong value; in `update`, if `num_trimmed`
       is half of the shards or more, a leaf is already reduced, or `weight` is
-      not a scalar or known to be negative.
+      not a scalar or is known to be negative.
 
   Examples:
     >>> import jax

@@ -95,7 +95,7 @@ def compressed_mean(
       integer or boolean, `weight` is not a real number, or the state is from
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
-      already reduced, `weight` is not a scalar or known to be negative, or the
+      already reduced, `weight` is not a scalar or is negative, or the
       state was created for other parameters, another number of shards, or with
       another `feedback` or `min_elements`.
 
@@ -183,7 +183,7 @@ class _CompressedMean(compressed_reduction.CompressedReduction):
     if leaf is not None and needs_residual != has_residual:
       verb = 'has' if has_residual else 'lacks'
       raise ValueError(
-          f'State of `{_CALLER}` {verb} a residual for a leaf of the shape'
+          f'The state of `{_CALLER}` {verb} a residual for a leaf of the shape'
           f' {jnp.shape(leaf)}, so it was created with another `feedback` or'
           ' `min_elements`. Use the options that the state was created with,'
           ' or create a new state with `init_state`.'
@@ -193,9 +193,10 @@ class _CompressedMean(compressed_reduction.CompressedReduction):
         residual.shape, num_shards
     ):
       raise ValueError(
-          f'State of `{_CALLER}` has {server.size} elements per slice of a leaf'
-          f' of the shape {residual.shape[1:]}, which do not fit {num_shards}'
-          ' shards. Convert it with `shard_transforms.resize_state`.'
+          f'The state of `{_CALLER}` was created for another number of shards:'
+          f' it has {server.size} elements per slice of a leaf of the shape'
+          f' {residual.shape[1:]}, which do not fit {num_shards} shards.'
+          ' Convert the state with `shard_transforms.resize_state`.'
       )
 
   def _compressed_mean(self, values, plain, state, share, shard_weight):

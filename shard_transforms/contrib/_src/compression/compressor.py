@@ -19,8 +19,9 @@ class Compressor:
   r"""Two functions that encode rows of values in fewer bytes and decode them.
 
   Let :math:`C(p)` be a row p after encoding and decoding. It must be exactly 0
-  where p is 0, and finite where p is finite. Each row must be compressed
-  independently of the other rows and of its position among them. With feedback,
+  if all elements of p are 0, and finite if all elements of p are finite. Each
+  row must be compressed independently of the other rows and of its position
+  among them. With feedback,
   training converges as it does without compression if the error of each row is
   smaller than the row,
 
@@ -123,8 +124,8 @@ def encode(
     if jnp.shape(leaf)[:1] != (len(rows),):
       raise ValueError(
           '`encode` of a `Compressor` returned an array of the shape'
-          f' {jnp.shape(leaf)} for {len(rows)} rows. The first axis of each'
-          ' array must be the rows.'
+          f' {jnp.shape(leaf)} for {len(rows)} rows. Return arrays whose first'
+          ' axis is the axis of the rows.'
       )
   return payload
 

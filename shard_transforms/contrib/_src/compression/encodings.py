@@ -145,9 +145,10 @@ def quantize(
 def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
   """Returns a compressor that casts each element to another dtype.
 
-  Values beyond the largest finite value of the dtype are clipped to it. For
-  elements in the normal range of the dtype, with its relative precision eps,
-  delta is 1 - eps^2. Float32 sends all elements unchanged.
+  Values beyond the largest finite value of the dtype are clipped to it. If all
+  elements are in the normal range of the dtype, the delta of `Compressor` is 1
+  - eps^2, where eps is the relative precision of the dtype. Float32 sends all
+  elements unchanged.
 
   Args:
     dtype: A real dtype with a sign, of 8, 16 or 32 bits, such as `'bfloat16'`.
@@ -157,7 +158,8 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
 
   Raises:
     TypeError: If `dtype` is not a dtype.
-    ValueError: If `dtype` is not such a dtype.
+    ValueError: If `dtype` is complex, is an integer type, has no sign, or has
+      another number of bits.
 
   Examples:
     >>> import jax
@@ -193,9 +195,9 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
   """Returns a compressor that sends the largest elements of each block.
 
   For a block of B elements, it sends the k = round(fraction B) elements of the
-  largest magnitude, at least one, with their indices: 6 bytes each. delta >= k
-  / B. Because of the sorting, it takes more time than any other compressor
-  here.
+  largest magnitude, at least one, with their indices: 6 bytes each. The delta
+  of `Compressor` is at least k / B. Because of the sorting, it takes more time
+  than any other compressor of this module.
 
   Args:
     fraction: The fraction of the elements that is sent, above 0 and at most 1.
@@ -226,8 +228,8 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
   block = _as_block(block, multiple=1)
   if block > 65536:
     raise ValueError(
-        f'`block` must be at most 65536, got {block!r}: an index in a block is'
-        ' sent in two bytes.'
+        f'`block` must be at most 65536, because an index in a block is sent in'
+        f' two bytes, got {block!r}.'
     )
   num_selected = _num_selected(fraction, block)
 
@@ -288,8 +290,8 @@ def _num_selected(fraction: chex.Numeric, block: int) -> int:
   """
   if isinstance(fraction, jax.Array):
     raise TypeError(
-        f'`fraction` must be a Python number, got the array {fraction!r}. It'
-        ' determines the shapes of the payload.'
+        '`fraction` must be a Python number, because it determines the shapes'
+        f' of the payload, got the array {fraction!r}.'
     )
   fraction = float(arguments.as_positive('fraction', fraction))
   if fraction > 1:

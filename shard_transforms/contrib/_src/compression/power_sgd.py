@@ -60,10 +60,10 @@ def power_sgd(
   -1)`, whose matrix is the transpose of the matrix in PyTorch's hook.
 
   All other leaves are reduced as in `cross_shard_mean`, in the same all-reduce
-  as the first factors. They include matrices whose two factors are not smaller
-  by at least `min_ratio`, because `rank` is not far below both dimensions. With
-  one shard, the result is the update itself. Weights and NaN are treated as in
-  `compressed_mean`.
+  as the first factors. These leaves include each matrix whose two factors
+  together are not at least `min_ratio` times smaller than the matrix, because
+  `rank` is too close to one of its dimensions. With one shard, the result is
+  the update itself. Weights and NaN are treated as in `compressed_mean`.
 
   Args:
     axis_name: The mapped axis to reduce over, or a sequence of axes.
@@ -83,8 +83,9 @@ def power_sgd(
       integer or boolean, `weight` is not a real number, or the state is from
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
-      already reduced, `weight` is not a scalar or known to be negative, or the
-      state was created for other parameters, another `rank` or `min_ratio`.
+      already reduced, `weight` is not a scalar or is known to be negative, or
+      the state was created for other parameters, or with another `rank` or
+      `min_ratio`.
 
   Examples:
     >>> import jax
@@ -161,11 +162,11 @@ class _Factors(compressed_reduction.CompressedReduction):
     has_sketch = sketch is not None and sketch.shape[-1] == self.rank
     if leaf is not None and self.compresses(leaf) != has_sketch:
       raise ValueError(
-          f'State of `{_CALLER}` has a sketch of the shape'
-          f' {getattr(sketch, "shape", None)} for a leaf of the shape'
-          f' {jnp.shape(leaf)}, so it was created with another `rank` or'
-          ' `min_ratio`. Use the options that the state was created with, or'
-          ' create a new state with `init_state`.'
+          f'The state of `{_CALLER}` was created with another `rank` or'
+          f' `min_ratio`: for a leaf of the shape {jnp.shape(leaf)}, the shape'
+          f' of its sketch is {getattr(sketch, "shape", None)}. Use the options'
+          ' that the state was created with, or create a new state with'
+          ' `init_state`.'
       )
 
   def _compressed_mean(self, values, plain, state, share, shard_weight):

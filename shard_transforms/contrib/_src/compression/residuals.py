@@ -237,9 +237,9 @@ def _norms_by_shard(norms, like):
   if not (_is_named(sharding) and _is_named(residual_sharding)):
     raise ValueError(
         f'`state` has {len(norms)} norms for {len(like)} shards, in an unknown'
-        ' order, because its arrays are not placed on a mesh. Where parameters'
-        ' are sharded, pass the state as a training step returned it, outside'
-        ' of `jax.jit`.'
+        ' order, because its arrays are not placed on a mesh. If parameters are'
+        ' sharded, call `compression_error` outside of `jax.jit`, on the state'
+        ' that a training step returned.'
     )
   all_axes, shard_axes = map(_leading_axes, (sharding, residual_sharding))
   sizes = [sharding.mesh.shape[axis] for axis in all_axes]

@@ -97,7 +97,8 @@ def local_updates(
       anchor, and updating the local parameters. It must be less than the number
       of steps before the first fragment of a round.
     assume_weighted: Whether to skip the check that `outer` uses `weight` in all
-      sums over shards. Set it if `outer` is refused although it does.
+      sums over shards. Set it only if `outer` is refused although it uses the
+      weight.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `LocalUpdatesState`, whose

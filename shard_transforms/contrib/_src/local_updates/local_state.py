@@ -90,8 +90,8 @@ def _problem(state: Any) -> str | None:
       'The local parameters in `local_updates` are not finite on any shard of'
       f' this process, {sorted(finite)}, in round'
       f' {states.local_max(state.num_rounds)}. Restore an earlier'
-      ' checkpoint, and put `guard` into `outer`, which leaves out such'
-      ' shards.'
+      " checkpoint, and put `guard(..., on_bad='exclude')` into `outer`, which"
+      ' leaves out such shards.'
   )
 
 
@@ -174,7 +174,8 @@ def local_params(
 
   Raises:
     TypeError: If `state` does not contain the state of `local_updates`.
-    ValueError: If the state is that of all shards, or of other parameters.
+    ValueError: If a mapped function passes the state of all shards instead of
+      that of its shard, or if the trees of the parameters differ.
 
   Examples:
     >>> import jax
@@ -308,11 +309,11 @@ def check_params_may_change(inner_state: Any) -> None:
     for field, rule in states.rules_of(node).items():
       if rule.replaces_params and jax.tree.leaves(getattr(node, field)):
         raise ValueError(
-            '`inner` of `local_updates` must not keep copies that the'
-            f' parameters follow, got a `{type(node).__name__}`: the copies of'
-            ' each shard would undo the mean of every meeting. Put'
-            ' `master_weights` into `outer`, or keep the parameters in float32'
-            ' and cast them in the loss.'
+            '`inner` of `local_updates` must not keep copies of the parameters'
+            f' in its state, got a `{type(node).__name__}`: at the next step,'
+            ' the copies of each shard would undo the mean at the end of the'
+            ' round. Put `master_weights` into `outer`, or keep the parameters'
+            ' in float32 and cast them in the loss.'
         )
 
 
@@ -338,7 +339,8 @@ def check_state(
   if got != want:
     raise ValueError(
         f'`params` of `{CALLER}` differ from the parameters that its state was'
-        f' created for: got {got} instead of {want}.'
+        f' created for: got {got} instead of {want}. Pass parameters with the'
+        ' same tree, shapes and dtypes, or create a new state.'
     )
   # The masked leaves are the only trace of the fragments in the state.
   outer_types = jax.eval_shape(
@@ -347,7 +349,7 @@ def check_state(
   got, want = map(jax.tree.structure, (state.outer_state, outer_types))
   if got != want:
     raise ValueError(
-        f'State of `{CALLER}` was created for other fragments or another'
+        f'The state of `{CALLER}` was created for other fragments or another'
         f' `outer`: got {got} in `outer_state` instead of {want}. Create the'
         ' state with `init` of this transformation.'
     )

@@ -216,7 +216,7 @@ def _like(moved, anchor):
   if after != before:
     raise ValueError(
         '`outer` of `local_updates` changed the tree of the updates from'
-        f' {before} to {after}.'
+        f' {before} to {after}. Use a transformation that keeps the tree.'
     )
   return jax.tree.map(lambda x, like: x.astype(like.dtype), moved, anchor)
 

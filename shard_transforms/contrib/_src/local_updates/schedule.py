@@ -52,8 +52,8 @@ class Schedule:
     if delay >= first_end:
       raise ValueError(
           f'`delay` of `local_updates` must be less than {first_end}, the'
-          f' number of steps to the first fragment of a round, got {delay!r}: a'
-          ' fragment is mixed before the next one is sent.'
+          ' number of steps before the first fragment of a round is sent, got'
+          f' {delay!r}. A fragment must be mixed before the next one is sent.'
       )
 
   def at(self, step: jax.Array) -> Actions:

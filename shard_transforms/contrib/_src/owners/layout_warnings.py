@@ -34,7 +34,8 @@ def messages(stacks: stacks_lib.Stacks) -> Iterator[str]:
         f'`{caller}` gives no owner to leaves of {size // 4:,} elements in'
         f' total, such as {largest}, because no other leaf has the same shape,'
         ' dtype and layout. All shards update such leaves and keep their state.'
-        ' If possible, use `shard_update` for them, by `optax.partition`.'
+        ' With `optax.partition`, use `shard_update` for such leaves if their'
+        ' optimizer is element-wise.'
     )
   padding = 2 * sum(map(_padding, stacks.stacks))
   if padding > max(_MIN_BYTES, 2 * _MAX_PADDING * sum(sizes)):
@@ -43,8 +44,8 @@ def messages(stacks: stacks_lib.Stacks) -> Iterator[str]:
         f'`{caller}` sends {padding / 1e6:,.1f} MB of padding per step in'
         f' addition to {2 * sum(sizes) / 1e6:,.1f} MB of gradients and updates,'
         ' because there are too few leaves for the owners of the shapes'
-        f' {sorted(padded)}. Stack equal leaves, or use `shard_update` for'
-        ' them, by `optax.partition`.'
+        f' {sorted(padded)}. Stack equal leaves, or, with `optax.partition`,'
+        ' use `shard_update` for leaves whose optimizer is element-wise.'
     )
 
 

@@ -173,8 +173,8 @@ class LeafDependence:
       if not axes.issuperset(owner_axes):
         name = self.stacks.layouts[param].name
         return (
-            f'adds up values by `psum` over {sorted(axes, key=str)}, but the'
-            f' owners of {name} lie along {owner_axes}: name all these axes'
+            f'adds up values by `psum` over {sorted(axes, key=str)}, which must'
+            f' include all axes of the owners of {name}, {owner_axes}'
         )
     return None
 

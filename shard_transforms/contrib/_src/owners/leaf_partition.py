@@ -179,8 +179,8 @@ class LeafPartition:
     if problem:
       raise ValueError(
           f'`inner` of `{self.stacks.reduction.caller}` must treat each leaf of'
-          f' the parameters independently, but {problem}. Use'
-          ' `optax.chain(cross_shard_mean(axis_name), inner)`, for some'
-          f' parameters by `optax.partition`.{advice}'
+          f' the parameters independently, but it {problem}. Use'
+          ' `optax.chain(cross_shard_mean(axis_name), inner)` instead; with'
+          f' `optax.partition`, only for the parameters that need it.{advice}'
       )
     return dependence

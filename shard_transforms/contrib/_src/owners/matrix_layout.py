@@ -195,18 +195,20 @@ def _check_types(x, spec, name, reduction):
     raise ValueError(
         f'{prefix} must name the axes over which parameters are sliced, but the'
         f' spec of {name} {shape} does not name {missing}, over which its type'
-        ' varies. Each shard holds another slice (FSDP, tensor parallelism), or'
-        ' marked the parameter by `per_shard`. Give the `PartitionSpec`s of'
-        ' `in_specs`, and pass to `init` and `update` the parameters as'
-        ' `jax.shard_map` slices them. With `local_updates`, reduce in `outer`.'
+        ' varies. Each shard has a different slice (FSDP, tensor parallelism),'
+        ' or the parameter was passed through `per_shard`. Pass the'
+        ' `PartitionSpec`s of `in_specs` as `param_specs`, and pass the'
+        ' parameters to `init` and `update` as `jax.shard_map` slices them. For'
+        ' `local_updates`, move the reduction from `inner` to `outer`.'
     )
   invariant = filter(axes_lib.is_tracked, axes - varying)
   if invariant := _of_several_shards(invariant):
     raise ValueError(
         f'{prefix} must agree with the types of the parameters, but the spec of'
         f' {name} {shape} names {invariant}, over which its type is invariant:'
-        ' all shards hold the same. Give the same specs as to `in_specs` of'
-        ' `jax.shard_map`, `init_state` and `on_mesh`.'
+        ' all shards hold the same values. Pass the same specs as'
+        ' `param_specs`, and as `in_specs` of `jax.shard_map`, `init_state` and'
+        ' `on_mesh`.'
     )
 
 

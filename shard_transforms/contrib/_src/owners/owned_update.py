@@ -129,11 +129,13 @@ def owned_update(
       of `axis_name`, for a mean. `'sum'`: it is the sum over the shards, as
       `jax.lax.all_gather` in the loss of each shard gives it, and is divided
       by their number. `'mean'`: it is the gradient of the mean of the losses,
-      and is used as it is. With `reduction='sum'`, it must be summed.
+      and is used as it is. With `reduction='sum'`, the gradient of a slice
+      must be a sum.
     assume_leafwise: Whether to skip the check that `inner` treats each leaf and
-      each layer independently. Set it if `inner` is refused although it does;
-      if it does not, it then trains incorrectly without an error. State that
-      belongs to several leaves is refused in any case.
+      each layer independently. Set it only if `inner` is refused although it
+      treats each leaf and layer independently: any other `inner` then trains
+      incorrectly without an error. State that belongs to several leaves is
+      refused in any case.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with an `OwnedUpdateState`. Its
@@ -230,5 +232,5 @@ def _check_options(whole_dims, if_sliced, reduction, groups, param_specs):
   if groups is not None and specs_lib.axes_of(param_specs):
     raise ValueError(
         f'`param_specs` of `{_CALLER}` must not slice parameters with `groups`,'
-        f' got {param_specs!r}.'
+        f' got {param_specs!r}. Leave out one of the two arguments.'
     )

@@ -136,10 +136,11 @@ def layout_of(
     locations, shape = stacks.locations(params[i]), leaf_types[i].shape
     if len(locations) * math.prod(shape) != math.prod(full_shapes[i]):
       raise ValueError(
-          f'`inner` of `{stacks.reduction.caller}` must keep a part of its'
-          ' state for each layer with `whole_dims`, but its state of'
+          f'With `whole_dims`, `inner` of `{stacks.reduction.caller}` must have'
+          ' separate state for each layer, but its state for'
           f' {stacks.layouts[params[i]].name} has the shape {full_shapes[i]}'
-          f' for {len(locations)} layers, and {shape} for one.'
+          f' for {len(locations)} layers, and {shape} for one layer. Leave out'
+          ' `whole_dims`.'
       )
     at = tuple((names[s, key], shard, row) for s, shard, row in locations)
     places[i] = owned_leaves.Place(params[i], full_shapes[i], at)
@@ -182,8 +183,8 @@ def read(
   def check(got, expected):
     if got != expected:
       raise ValueError(
-          f'State of `{stacks.reduction.caller}` must be made for these'
-          ' parameters, this number of shards and these `param_specs`, got'
+          f'The state of `{stacks.reduction.caller}` does not fit these'
+          ' parameters, this number of shards or these `param_specs`: got'
           f' {got} instead of {expected}. {advice}'
       )
 

@@ -55,9 +55,10 @@ def check_updates(
     known_axes = {*reduction.axes, *itertools.chain(*layout.slicing)}
     if others := sorted(axes_lib.varying_axes(x) - known_axes, key=str):
       raise ValueError(
-          f'`updates` of `{reduction.caller}` must be the same over axes over'
-          f' which `params` are, but {name} varies over {others!r}. Name these'
-          f' axes, too, in `axis_name`: {(*others, *reduction.axes)!r}.'
+          f'`updates` of `{reduction.caller}` differ between the shards of'
+          f' {others!r} at {name}, but `params` do not, and `axis_name` does'
+          ' not name these axes. Pass'
+          f' `axis_name={(*others, *reduction.axes)!r}`.'
       )
     axes = stacks.summed_axes(param)
     if weight is not None and axes:

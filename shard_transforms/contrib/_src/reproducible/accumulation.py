@@ -41,9 +41,10 @@ def _unfinished_window_rule(state):
     return None
   return states.Rule(
       reason=(
-          f'`state` has {state.tower_count} towers in an unfinished window at'
-          ' {name}, whose partial sums fit only the old number of shards.'
-          ' Finish the window first; or convert'
+          'The partial sums at {name} belong to an unfinished window'
+          f' (`tower_count={state.tower_count}`), and fit only the old number'
+          ' of shards. Finish the window before you convert the state. Or'
+          ' discard the window: convert the result of'
           ' `optax.tree_utils.tree_set(state, tower_count=np.int32(0))`, and'
           ' repeat the window from its first tower.'
       ),
@@ -191,11 +192,13 @@ def _check(updates, state, num_levels, reduction):
   state_levels = jnp.shape(state.total_weight)[-1]
   if state_levels != num_levels:
     raise ValueError(
-        f'State of `{caller}` was created for steps of'
+        f'The state of `{caller}` was created for steps of'
         f' {1 << (state_levels - 1)} towers on all shards together, but this'
-        f' step has {1 << (num_levels - 1)}. Convert it with'
-        ' `shard_transforms.resize_state`, and keep the number of shards times'
-        ' `num_towers` the same.'
+        f' step has {1 << (num_levels - 1)}. The number of shards times'
+        ' `num_towers` must stay the same: change `num_towers`, and, if the'
+        ' number of shards has changed, convert the state with'
+        ' `shard_transforms.resize_state`. For another product, create a new'
+        ' state with `init_state`.'
     )
 
 

@@ -39,10 +39,11 @@ def tower_reduce(
   such as numbers of tokens, are not normalized before they multiply the
   updates, so that the products must be in the range of float32.
 
-  Give each shard `num_towers` consecutive micro-batches, so that a step has
-  `num_towers` times the number of shards. Do not put a gate such as `guard`
-  around it, because the towers that a skipped call leaves out depend on the
-  number of shards. `inner` may contain a gate without `axis_name`.
+  Give each shard `num_towers` consecutive micro-batches, so that the number of
+  micro-batches in a step is `num_towers` times the number of shards. Do not put
+  `guard`, `drop_stale` or another transformation that skips updates around it,
+  because the towers that a skipped call leaves out depend on the number of
+  shards. `inner` may contain such a transformation without `axis_name`.
 
   Args:
     num_towers: The number of updates of a shard that count as one step, a power
@@ -115,8 +116,8 @@ def sharded_tower_reduce(
     axis_name: As in `tower_reduce`.
     reduction: `'mean'` or `'sum'` over all towers of all shards.
     assume_elementwise: Whether to skip the check that `inner` is element-wise.
-      Set it if `inner` is refused although it is: an `inner` that combines
-      elements then trains wrongly without an error.
+      Set it only if `inner` is refused although it is element-wise: any other
+      `inner` then trains incorrectly without an error.
 
   Returns:
     An `optax.GradientTransformationExtraArgs` with a `ReproducibleState`, like

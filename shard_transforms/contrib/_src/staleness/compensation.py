@@ -195,9 +195,10 @@ def _check_fits(name, leaves, path, update):
         f'the shape {jnp.shape(leaves[path])}' if path in leaves else 'no leaf'
     )
     raise ValueError(
-        f'`{name}` of `compensate_delay` has {shape} instead of the shape'
-        f' {jnp.shape(update)} of the updates at {leaves_lib.name_of(path)}.'
-        ' Pass the whole tree of parameters.'
+        f'`{name}` of `compensate_delay` must have the tree and the shapes of'
+        f' the updates, but has {shape} instead of the shape'
+        f' {jnp.shape(update)} at {leaves_lib.name_of(path)}. Pass the whole'
+        ' tree of parameters.'
     )
 
 

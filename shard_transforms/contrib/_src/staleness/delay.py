@@ -22,9 +22,9 @@ def _pending_rule(_, reduction):
   if reduction in ('mean', 'sum'):
     return states.Rule(resize=reduction)
   reason = (
-      f"`reduction` must be 'mean' or 'sum', got {reduction!r}: the pending"
-      ' updates of each shard, at {name}, can be resized only if it is known'
-      ' how shards are reduced. Pass `reduction` to `shard_state` or'
+      f"`reduction` must be 'mean' or 'sum', got {reduction!r}, because the"
+      ' conversion of the pending updates at {name} depends on how the updates'
+      ' are reduced over the shards. Pass `reduction` to `shard_state` or'
       ' `resize_state`.'
   )
   return states.Rule(reason=reason)
