@@ -59,7 +59,7 @@ class DigestTest(parameterized.TestCase):
 
     self.assertEqual(monitoring.digest(x), monitoring.digest(other))
 
-  @cases.parameters(len, jax.ShapeDtypeStruct((2,), jnp.float32))
+  @cases.parameters(len, 'text', jax.ShapeDtypeStruct((2,), jnp.float32))
   def test_refuses_a_leaf_that_is_not_an_array(self, leaf):
     message = r"`tree` of `digest` must consist of arrays .* at \['w'\]"
     with self.assertRaisesRegex(TypeError, message):

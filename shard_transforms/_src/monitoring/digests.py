@@ -53,7 +53,7 @@ def digest(tree: chex.ArrayTree) -> str:
         leaf.dtype, jax.dtypes.prng_key
     )
     x = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-    if x.dtype == object:
+    if x.dtype.kind in 'OSU':
       raise TypeError(
           f'`tree` of `digest` must consist of arrays and numbers, got {leaf!r}'
           f' at {leaves_lib.name_of(path)}.'
