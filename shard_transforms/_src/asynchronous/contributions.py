@@ -262,9 +262,8 @@ class Contributions:
           f'{num_lost} workers have died or hung at batch {assigned.batch},'
           ' which may be the cause. Check this batch and the memory of the'
           ' workers. A worker counts as hung if its gradient takes longer than'
-          f' `time_limit={self._options.time_limit}` seconds; if gradients may'
-          ' take longer, increase it.'
-          f' {computed.event.reason}'.rstrip()
+          f' `time_limit={self._options.time_limit}` seconds, which you can'
+          f' increase. {computed.event.reason}'.rstrip()
       )
     self.waiting.appendleft(assigned._replace(num_lost=num_lost))
 

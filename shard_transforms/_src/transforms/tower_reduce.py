@@ -236,19 +236,15 @@ def tower_reduce(
     reduced = _reduced(sums, updates, params, is_mean)
     weight = sums.total_weight if is_weighted else None
     # The sums of the window already use the weights of outer gates.
-    check = gating.WeightCheck()
     updates, window = update_inner(
-        check, reduced, window, params, weight, extra_args
+        gating.WeightCheck(), reduced, window, params, weight, extra_args
     )
     return updates, _emptied(window)
 
   def step(check, updates, state, params=None, *, weight=None, **extra_args):
     arguments.check_update(updates, state, TowerReduceState, axes, _CALLER)
     local_step = extra_args.pop('local_step', None)
-    if inner is None:
-      weights.check_not_in_chain(weight, _CALLER)
-    if weight is not None:
-      weight = weights.as_weight(weight, (), _CALLER)
+    weight = _checked_weight(weight, inner)
     _check_num_towers(state, updates, num_towers)
     if num_towers == 1:
       if weight is not None:
@@ -257,12 +253,10 @@ def tower_reduce(
       return update_inner(check, updates, state, params, weight, extra_args)
     window = _collect(state, updates, weight, local_step, axes)
     is_last = collectives.agreed(window.tower_count >= num_towers)
-    end = functools.partial(
-        end_window, (weight is not None, local_step is not None)
-    )
+    flags = weight is not None, local_step is not None
     return branching.run_when_due(
         is_last,
-        end,
+        functools.partial(end_window, flags),
         window,
         updates,
         params,
@@ -271,6 +265,19 @@ def tower_reduce(
     )
 
   return gating.gated_transformation(init_fn, step)
+
+
+def _checked_weight(weight, inner):
+  """Returns the weight of a tower as an array, or `None` without a weight.
+
+  Raises:
+    TypeError: If the weight has the wrong type.
+    ValueError: If the weight is not a scalar, or if there is no `inner` that
+      could receive the total weight.
+  """
+  if inner is None:
+    weights.check_not_in_chain(weight, _CALLER)
+  return None if weight is None else weights.as_weight(weight, (), _CALLER)
 
 
 def _empty_window(params, num_towers, is_mean, axes):
