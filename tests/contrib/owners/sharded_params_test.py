@@ -426,6 +426,22 @@ def started(specs, in_specs, shape=(16, 24), **options):
   return st.init_state(tx, params, modes.mesh(), in_specs=in_specs)
 
 
+def times_squared_norm(update):
+  dims = list(range(update.ndim))
+  return update * jnp.einsum(update, dims, update, dims, [])
+
+
+COMBINING_LAYERS = {
+    'lamb': optax.lamb(0.1),
+    'lars': optax.lars(0.1),
+    'adafactor': optax.adafactor(0.1),
+    'branch': optax.conditionally_transform(optax.lamb(0.1), lambda i: i < 9),
+    'contraction': optax.stateless_with_tree_map(
+        lambda update, _: times_squared_norm(update)
+    ),
+}
+
+
 class RefusalTest(parameterized.TestCase):
 
   @cases.parameters(
@@ -521,9 +537,9 @@ class RefusalTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, 'separate state for each'):
       st.init_state(tx, jnp.ones((8, 4, 4)), modes.mesh())
 
-  @cases.parameters('lamb', 'lars', 'adafactor')
+  @cases.parameters(*COMBINING_LAYERS)
   def test_refuses_what_combines_layers(self, name):
-    inner, layers = getattr(optax, name)(0.1), jnp.ones((8, 4, 4))
+    inner, layers = COMBINING_LAYERS[name], jnp.ones((8, 4, 4))
     clipped = optax.chain(st.clip_by_global_norm(1.0, AXIS), optax.adam(0.1))
 
     def start(inner, params=layers, **options):

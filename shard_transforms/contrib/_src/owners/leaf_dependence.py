@@ -11,6 +11,7 @@ dependence.
 from collections.abc import Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -109,18 +110,22 @@ class LeafDependence:
     It does not find each combination of layers, such as one after a reshape.
     Terms of totals may be such sums, because owners add up those of all layers.
     """
-    layers = {x.inner_shape: x for x in self.stacks.layouts if x.has_layers}
+    num_layer_dims = {
+        x.inner_shape: len(x.local_layers)
+        for x in self.stacks.layouts
+        if x.has_layers
+    }
     program = self.program.flat
     used = set(program.outputs[: len(self.params)])
-    for equation in reversed(program.equations if layers else ()):
+    for equation in reversed(program.equations if num_layer_dims else ()):
       if used.isdisjoint(equation.outputs):
         continue
       used.update(equation.inputs)
-      axes = equation.params.get('axes')
-      if axes and equation.name.startswith(('reduce_', 'arg')):
-        layout = layers.get(equation.inputs[0].aval.shape)
-        if layout and min(axes) < len(layout.local_layers):
-          return equation.name
+      bodies = [body.all_equations() for body in equation.bodies]
+      for part in itertools.chain([equation], *bodies):
+        for x, dims in _reduced_dims(part):
+          if any(dim < num_layer_dims.get(x.aval.shape, 0) for dim in dims):
+            return part.name
     return None
 
   def problem_of_shared_state(self) -> str | None:
@@ -198,3 +203,13 @@ class LeafDependence:
       else:
         params.append(next(iter(written_by), stacks_lib.SHARED))
     return params
+
+
+def _reduced_dims(equation):
+  """Returns each input that an equation reduces, and its reduced dimensions."""
+  if equation.name == 'dot_general':
+    contracted, _ = equation.params['dimension_numbers']
+    return list(zip(equation.inputs, contracted, strict=True))
+  if equation.name.startswith(('reduce_', 'arg')):
+    return [(equation.inputs[0], equation.params.get('axes', ()))]
+  return []
