@@ -258,7 +258,7 @@ _FUNCTIONS = {
         'random_normal_initializer': functions.random_normal,
         'truncated_normal_initializer': functions.truncated_normal,
     },
-    'minval maxval seed dtype': {
+    'minval=minval maxval=maxval seed dtype': {
         'random_uniform_initializer': functions.random_uniform
     },
     'seed dtype': _members(

@@ -77,6 +77,12 @@ CALLS = {
         ),
         np.zeros(0, np.float32),
     ),
+    'initializer with only an upper limit': (
+        lambda: tf.random_uniform_initializer(maxval=0.0)(
+            jax.random.key(0), [2], jnp.float32
+        ),
+        np.zeros(2, np.float32),
+    ),
     'concat of shapes': (
         lambda: tf.concat([tf.shape(X)[:1], [1, -1]], 0),
         np.int32([2, 1, -1]),
