@@ -127,6 +127,18 @@ class ParameterServerTest(parameterized.TestCase):
     # The second server is only analyzed.
     self.assertLess(num_traces[1], num_traces[0])
 
+  def test_reads_a_value_that_has_changed_since_the_last_server(self):
+    rate = [1.0]
+    tx = optax.stateless_with_tree_map(lambda update, _: update * rate[0])
+    found = []
+    for rate[0] in 1.0, 3.0:
+      server = parameter_server.ParameterServer(tx, np.zeros(2, np.float32))
+      server.update([Contribution(np.ones(2, np.float32))])
+      found.append(float(server.params[0]))
+
+    # The fingerprint in the journal is that of the present value.
+    self.assertEqual(found, [1.0, 3.0])
+
   @cases.parameters(
       (shard_transforms.contrib.compensate_delay(2.0), True),
       (optax.sgd(0.1), False),

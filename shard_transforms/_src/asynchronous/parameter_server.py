@@ -68,7 +68,6 @@ class ParameterServer:
     state: Any = drop_stale.drop_stale(0).init(params)
     self.restore(params, state._replace(inner_state=tx.init(params)), {})
     self._is_learner = isinstance(tx, task_lib.Learner)
-    self._step = _compiled(_learn if self._is_learner else _step, tx)
     trees = jax.eval_shape(lambda: (self._params, self._opt_state))
     analysis = (False, '') if self._is_learner else _analyze(tx, *trees)
     self._needs_read_params, text = analysis
@@ -80,6 +79,8 @@ class ParameterServer:
           ' a `Learner` whose workers contribute their parameters.'
       )
     self.fingerprint = self._hash(text)
+    step = _learn if self._is_learner else _step
+    self._step = _compiled(step, tx, self.fingerprint)
 
   @property
   def params(self) -> Any:
@@ -206,17 +207,19 @@ def _is_key(x):
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _compiled(step, tx):
+def _compiled(*key):
   """Returns a compiled step; the same one for the same optimizer."""
   try:
-    return _compiled_once(step, tx)
+    return _compiled_once(*key)
   except TypeError:  # Its functions may be objects that are not hashable.
-    return _compiled_once.__wrapped__(step, tx)
+    return _compiled_once.__wrapped__(*key)
 
 
 # Resuming and replaying a run with the same optimizer does not compile again.
 @functools.lru_cache(maxsize=8)
-def _compiled_once(step, tx):
+def _compiled_once(step, tx, fingerprint):
+  # It changes with the values that the functions of `tx` close over.
+  del fingerprint
   return jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
 
 

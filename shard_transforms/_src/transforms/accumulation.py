@@ -79,10 +79,9 @@ def accumulated_value_and_grad(
     are [rows, ...] or [towers, rows, ...], with the rows sharded over
     `axis_name`. It returns the pair (value, gradient) like
     `jax.value_and_grad`, with the value in the dtype of the loss and gradients
-    in the dtypes of the parameters. Each
-    auxiliary leaf has a leading axis of all micro-batches, [shards * towers,
-    ...], in the order of the rows; for stacked micro-batches, it has two
-    leading axes, [towers, shards, ...].
+    in the dtypes of the parameters. Each auxiliary leaf has a leading axis of
+    all micro-batches, [shards * towers, ...], in the order of the rows; for
+    stacked micro-batches, it has two leading axes, [towers, shards, ...].
 
   Raises:
     TypeError: If an argument has the wrong type; when called, if a weight is

@@ -136,12 +136,11 @@ def value_and_grad(
     NameError: When called, if an axis is neither mapped nor in the mesh.
     TypeError: If an argument has the wrong type.
     ValueError: If `axis_name` is empty or names an axis twice, or an entry of
-      `in_axes` is neither 0 nor `None`; when called, if
-      no argument is split, if rows cannot be split evenly, or if arguments have
-      different numbers of rows; under `jax.shard_map`, if the loss is already
-      reduced over an axis and JAX tracks types. Otherwise, a reduced loss
-      cannot be detected: a `lax.psum` in the loss makes the gradient N times
-      too large.
+      `in_axes` is neither 0 nor `None`; when called, if no argument is split,
+      if rows cannot be split evenly, or if arguments have different numbers of
+      rows; under `jax.shard_map`, if the loss is already reduced over an axis
+      and JAX tracks types. Otherwise, a reduced loss cannot be detected: a
+      `lax.psum` in the loss makes the gradient N times too large.
 
   Examples:
     >>> import jax
