@@ -40,6 +40,11 @@ JAX = {
     'JAX_NUM_PROCESSES': '2',
     'JAX_PROCESS_ID': '1',
 }
+ONE_PROCESS = {
+    'JAX_COORDINATOR_ADDRESS': 'h:80',
+    'JAX_NUM_PROCESSES': '1',
+    'JAX_PROCESS_ID': '0',
+}
 CONDOR = {'_CONDOR_NPROCS': '2', '_CONDOR_PROCNO': '0'}
 SAGEMAKER = {'SM_HOSTS': '["a", "b"]', 'SM_CURRENT_HOST': 'a'}
 SLICES = KUBERNETES | {'MEGASCALE_NUM_SLICES': '2'}
@@ -282,6 +287,7 @@ class JoinProcessesTest(parameterized.TestCase):
       (JAX | {'JAX_NUM_PROCESSES': '0'}, None, "PROC.* of 1 or more, got '0'"),
       (JAX | {'JAX_PROCESS_ID': '2'}, None, "_ID` .* from 0 to 1, got '2'"),
       (JAX | {'JAX_PROCESS_ID': '1.0'}, None, "_ID` must be an .*, got '1.0'"),
+      (SLURM | ONE_PROCESS, None, 'Slurm .* but JAX_NUM_PROCESSES is 1'),
       (JAX | {'JAX_COORDINATOR_ADDRESS': 'h:'}, None, "host:port, got 'h:'"),
       (JAX | {'JAX_COORDINATOR_ADDRESS': ':80'}, None, "host:port, got ':80'"),
   )
@@ -329,6 +335,13 @@ class JoinProcessesTest(parameterized.TestCase):
     self.assertEqual(count, 2)
     self.assertEqual(initialize.call_args.args[1:], (2, 1, None))
     detect.assert_not_called()
+
+  def test_one_process_of_run_processes_may_be_inside_a_task(self):
+    address = {'JAX_COORDINATOR_ADDRESS': '127.0.0.1:0'}
+
+    count, *_ = self.join(SLURM | ONE_PROCESS | address)
+
+    self.assertEqual(count, 1)
 
   # `train_on_cluster_test` joins two tasks of Slurm.
   @pytest.mark.slow

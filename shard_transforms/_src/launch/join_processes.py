@@ -116,7 +116,8 @@ def _read_cluster():
   """Reads the cluster from JAX's variables; `None` if they are not set.
 
   Raises:
-    ValueError: If a variable is missing, or cannot be parsed.
+    ValueError: If a variable is missing, or cannot be parsed, or if there is
+      one process for a launcher of several tasks.
   """
   names = (ADDRESS, NUM_PROCESSES, PROCESS_ID)
   if not any(os.environ.get(name) for name in names):
@@ -130,6 +131,9 @@ def _read_cluster():
   address = os.environ[ADDRESS]
   num_processes = _read_number(NUM_PROCESSES, 1, math.inf)
   process_id = _read_number(PROCESS_ID, 0, num_processes - 1)
+  # `run_processes` may start a single process inside a task.
+  if num_processes == 1 and not _is_loopback(address):
+    launchers.check_single_task()
   return launchers.Cluster(address, num_processes, process_id)
 
 

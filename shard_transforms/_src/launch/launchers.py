@@ -48,21 +48,29 @@ class Cluster(NamedTuple):
 
 _LAUNCHERS = (
     Launcher(
-        *('Open MPI', 'OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'ompi'),
-        ' (it reads OMPI_MCA_orte_hnp_uri, which Open MPI 5 does not set)',
+        'Open MPI',
+        task='OMPI_COMM_WORLD_RANK',
+        size='OMPI_COMM_WORLD_SIZE',
+        method='ompi',
+        hint=' (it reads OMPI_MCA_orte_hnp_uri, which Open MPI 5 does not set)',
     ),
     Launcher('MPI', 'PMI_RANK', 'PMI_SIZE'),
     Launcher('torchrun', 'RANK', 'WORLD_SIZE'),
     Launcher(
-        *('Slurm', 'SLURM_PROCID', 'SLURM_NTASKS', 'slurm'),
-        ' (a batch script is not a task: start the program with `srun`)',
+        'Slurm',
+        task='SLURM_PROCID',
+        size='SLURM_NTASKS',
+        method='slurm',
+        hint=' (a batch script is not a task: start the program with `srun`)',
     ),
     Launcher('Flux', 'FLUX_TASK_RANK', 'FLUX_JOB_SIZE'),
     Launcher('HTCondor', '_CONDOR_PROCNO', '_CONDOR_NPROCS'),
     Launcher('SageMaker', 'SM_CURRENT_HOST', 'SM_HOSTS'),
     Launcher(
-        *('Kubernetes', 'JOB_COMPLETION_INDEX', '', 'k8s'),
-        " (it needs Kubernetes' Python client, `pip install 'jax[k8s]'`)",
+        'Kubernetes',
+        task='JOB_COMPLETION_INDEX',
+        method='k8s',
+        hint=" (it needs Kubernetes' Python client, `pip install 'jax[k8s]'`)",
     ),
 )
 # JAX queries the machine, because some hosts do not set variables.
@@ -103,6 +111,20 @@ def find_cluster(timeout: int) -> Cluster | None:
   return None
 
 
+def check_single_task() -> None:
+  """Checks that no launcher started this process as one of several tasks.
+
+  Raises:
+    ValueError: If a launcher did.
+  """
+  for launcher in filter(_starts_several, _LAUNCHERS):
+    raise ValueError(
+        f'{_describe(launcher)}, but JAX_NUM_PROCESSES is 1, so that each task'
+        ' would train a separate model. Set JAX_NUM_PROCESSES to the number of'
+        f' tasks, or unset {launcher.task} if it did not start this process.'
+    )
+
+
 def _starts_several(launcher):
   """Whether a launcher started this process, as one of several tasks."""
   if not os.environ.get(launcher.task):
@@ -113,12 +135,18 @@ def _starts_several(launcher):
   return ',' in size if size.startswith('[') else size not in ('', '1')
 
 
-def _raise_undetected(launcher):
+def _describe(launcher):
   names = [name for name in (launcher.size, launcher.task) if name]
   values = ', '.join(f'{name}={os.environ[name]}' for name in names)
+  return (
+      f'{launcher.name} ({values}) started this process as one of several tasks'
+  )
+
+
+def _raise_undetected(launcher):
   raise ValueError(
-      f'{launcher.name} ({values}) started this process as one of several'
-      f' tasks, but JAX did not detect the other tasks{launcher.hint}. Set'
+      f'{_describe(launcher)}, but JAX did not detect the other'
+      f' tasks{launcher.hint}. Set'
       ' JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset'
       f' {launcher.task} if it did not start this process. docs/processes.md'
       ' has recipes.'
