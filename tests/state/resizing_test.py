@@ -243,12 +243,36 @@ class SlicesTest(parameterized.TestCase):
 
     message = (
         r'`resize_state` got slices at \.inner_state .* Call `unshard_state\('
-        r'jax\.device_get\(state\), tx, params, mesh\)`.* `shard_state`'
+        r'jax\.device_get\(state\), old_tx, params, old_mesh\)`.* `shard_state`'
     )
     with self.assertRaisesRegex(ValueError, message):
       resize_state(state, tx, params, modes.mesh(4))
     saved = unshard_state(jax.device_get(state), tx, params, old_mesh)
     resized = shard_state(saved, tx, params, modes.mesh(4))
+
+    assert_same(resized, state_of(tx, params, 4))
+
+  def test_slices_move_to_a_mesh_with_another_axis(self):
+    old_tx, tx = shard_update(copying(), AXIS), shard_update(copying(), 'rows')
+    params = np.arange(9.0, dtype='f')
+    state = state_of(old_tx, params, 8)
+    mesh = jax.make_mesh((4,), ('rows',), devices=jax.devices()[:4])
+
+    with self.assertRaisesRegex(ValueError, 'the transformation for its axes'):
+      resize_state(state, tx, params, mesh)
+    state = jax.device_get(state)
+    saved = unshard_state(state, old_tx, params, modes.mesh(8))
+    moved = shard_state(saved, tx, params, mesh)
+
+    assert_same(moved, init_state(tx, params, mesh))
+
+  def test_slices_are_resized_while_the_new_mesh_is_set(self):
+    tx, params = shard_update(copying(), AXIS), np.arange(9.0, dtype='f')
+    state = state_of(tx, params, 8)
+    mesh = modes.mesh(4)
+
+    with jax.set_mesh(mesh):
+      resized = resize_state(state, tx, params, mesh)
 
     assert_same(resized, state_of(tx, params, 4))
 

@@ -243,8 +243,9 @@ def _types_on_old_mesh(state, trace):
   mesh = _mesh_of(state)
   if mesh is None:
     return None
-  # A restored state may be on a mesh whose axes have other names.
-  with contextlib.suppress(NameError, ValueError):
+  # A restored state may be on a mesh whose axes have other names. With
+  # `jax.set_mesh` of the new mesh, JAX refuses to trace on the old one.
+  with contextlib.suppress(NameError, ValueError), state_types.without_mesh():
     return trace(mesh=mesh)
   return None
 

@@ -107,8 +107,9 @@ class UnshardedTypes:
         raise ValueError(
             f'`{caller}` got slices at {leaves_lib.name_of(path)} that are not'
             ' on the mesh for which they were created, so their padding is'
-            ' unknown. Call `unshard_state(jax.device_get(state), tx, params,'
-            ' mesh)` with that mesh, and then `shard_state` with the new mesh.'
+            ' unknown. Call `unshard_state(jax.device_get(state), old_tx,'
+            ' params, old_mesh)` with that mesh and the transformation for its'
+            ' axes, and then `shard_state` with the new ones.'
         )
 
     fields.map_fields(check, fields.sharded_rules_of, state, self.state)
