@@ -682,7 +682,8 @@ UPDATES = {
             weight=2.0,
         ),
         ValueError,
-        f'`updates` of `cross_shard_mean` must be per shard {REDUCED}',
+        f'`updates` of `cross_shard_mean` must be per shard {REDUCED}'
+        ".*`if_reduced='mean'` and no `weight`",
     ),
     'inner that reduces without the weight': Refusal(
         changed(

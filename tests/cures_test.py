@@ -244,7 +244,7 @@ ROWS = {
     ),
     'a sum of JAX': Row(
         with_gradient(jax.grad(loss)),
-        'is already reduced',
+        'and `lax.pmean` of this sum is still the sum',
         {
             'with `shard_transforms.value_and_grad`': with_gradient(
                 lambda w, x: st.value_and_grad(loss, AXIS)(w, x)[1]

@@ -30,9 +30,10 @@ ParamTree = (
 _REMEDIES = {
     'invariant': (
         'it is already reduced. `jax.grad` of replicated parameters returns the'
-        ' sum over the shards. Take the gradient with'
-        ' `shard_transforms.value_and_grad`, and reduce it once. If it is'
-        " already the mean over the shards, pass `if_reduced='mean'` to"
+        ' sum over the shards, and `lax.pmean` of this sum is still the sum.'
+        ' Take the gradient with `shard_transforms.value_and_grad`, and reduce'
+        ' it once. If it is already the mean over the shards, as the result of'
+        " `cross_shard_mean` is, pass `if_reduced='mean'` and no `weight` to"
         ' `shard_mean`, `cross_shard_mean`, `shard_update` or `owned_update`;'
         ' leave out any other reduction, and `axis_name` of wrappers such as'
         ' `guard` and `tower_reduce`.'
