@@ -1,5 +1,7 @@
 """Tests of `metrics`, `compression_error` and `check_health`."""
 
+from typing import NamedTuple
+
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
@@ -347,6 +349,17 @@ class HealthTest(parameterized.TestCase):
           RuntimeError, r'last update \(0\), .*: \[6\]'
       ):
         check_health(given)
+
+  def test_checks_a_state_without_arrays(self):
+    class Sick(NamedTuple):
+      field: tuple[()] = ()
+
+      rules = {
+          'field': st.state_rules.Rule(health_check=lambda state: 'Sick.'),
+      }
+
+    with self.assertRaisesRegex(RuntimeError, 'Sick'):
+      check_health(Sick())
 
   def test_checks_custom_states_and_nested_states(self):
     inner = st.guard(optax.sgd(0.1), max_consecutive=1)

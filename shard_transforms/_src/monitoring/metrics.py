@@ -243,7 +243,7 @@ def check_health(state: optax.OptState) -> None:
           '`check_health` must be called outside of traced code, on the state'
           ' that a compiled step has returned.'
       )
-    if all(map(_is_on_other_processes, leaves)):
+    if leaves and all(map(_is_on_other_processes, leaves)):
       continue
     for health_check in _health_checks(node):
       if problem := health_check(node):
