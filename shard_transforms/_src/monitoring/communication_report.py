@@ -71,8 +71,7 @@ def communication_report(
 
   Repeated sums are reported only if they are certain, that is, if values are
   only cast, reshaped, added and multiplied by constants between the sums. The
-  predicate of a
-  `lax.cond` or a `lax.while_loop` differs if it is computed from
+  predicate of a `lax.cond` or a `lax.while_loop` differs if it is computed from
   `lax.axis_index`, or from an array that is sliced over shards, unless a
   collective made it equal. A scalar per shard does not count, because it may be
   a copy. With `axis_sizes`, arguments are assumed to be the same on all shards.

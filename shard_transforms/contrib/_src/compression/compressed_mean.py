@@ -95,9 +95,9 @@ def compressed_mean(
       integer or boolean, `weight` is not a real number, or the state is from
       another transformation.
     ValueError: If an argument has a wrong value; in `update`, if a leaf is
-      already reduced, `weight` is not a scalar or is negative, or the
-      state was created for other parameters, another number of shards, or with
-      another `feedback` or `min_elements`.
+      already reduced, `weight` is not a scalar or is known to be negative, or
+      the state was created for other parameters, another number of shards, or
+      with another `feedback` or `min_elements`.
 
   Examples:
     >>> import jax

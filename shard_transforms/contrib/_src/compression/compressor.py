@@ -21,9 +21,8 @@ class Compressor:
   Let :math:`C(p)` be a row p after encoding and decoding. It must be exactly 0
   if all elements of p are 0, and finite if all elements of p are finite. Each
   row must be compressed independently of the other rows and of its position
-  among them. With feedback,
-  training converges as it does without compression if the error of each row is
-  smaller than the row,
+  among them. With feedback, training converges as it does without compression
+  if the error of each row is smaller than the row,
 
   .. math:: \lVert p - C(p) \rVert^2 \le (1 - \delta) \lVert p \rVert^2,
      \quad \delta > 0

@@ -146,9 +146,9 @@ def cast(dtype: jax.typing.DTypeLike) -> compressor_lib.Compressor:
   """Returns a compressor that casts each element to another dtype.
 
   Values beyond the largest finite value of the dtype are clipped to it. If all
-  elements are in the normal range of the dtype, the delta of `Compressor` is 1
-  - eps^2, where eps is the relative precision of the dtype. Float32 sends all
-  elements unchanged.
+  elements are in the normal range of the dtype, with its relative precision
+  eps, the delta of `Compressor` is 1 - eps^2. Float32 sends all elements
+  unchanged.
 
   Args:
     dtype: A real dtype with a sign, of 8, 16 or 32 bits, such as `'bfloat16'`.
@@ -228,7 +228,7 @@ def top_k(fraction: float, *, block: int = 1024) -> compressor_lib.Compressor:
   block = _as_block(block, multiple=1)
   if block > 65536:
     raise ValueError(
-        f'`block` must be at most 65536, because an index in a block is sent in'
+        '`block` must be at most 65536, because an index in a block is sent in'
         f' two bytes, got {block!r}.'
     )
   num_selected = _num_selected(fraction, block)

@@ -56,7 +56,7 @@ class ReproducibleState(NamedTuple):
 
   Partial sums differ between shards: they have a leading axis, of length 1
   inside the mapped function and of the number of shards outside. Row l is the
-  sum of 2**l towers, and is in use if bit l of `tower` is 1.
+  sum of 2**l towers, and is in use if bit l of `tower_count` is 1.
 
   Attributes:
     tower_count: Number of towers collected since the last update, int32 [].
@@ -75,7 +75,7 @@ class ReproducibleState(NamedTuple):
     >>> import optax
     >>> import shard_transforms
     >>> from shard_transforms.contrib import reproducible
-      >>> mesh = jax.make_mesh((8,), ('data',))
+    >>> mesh = jax.make_mesh((8,), ('data',))
     >>> tx = reproducible.tower_reduce(4, optax.sgd(0.1), 'data')
     >>> state = shard_transforms.init_state(tx, jnp.zeros(3), mesh)
     >>> print(state.total.shape, state.total_weight.shape)

@@ -89,7 +89,7 @@ def cross_shard_sum(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from shard_transforms.contrib import reproducible
-      >>> total = reproducible.cross_shard_sum('data', num_towers=2)
+    >>> total = reproducible.cross_shard_sum('data', num_towers=2)
     >>> def step(towers):
     ...   return total.update(towers, total.init(towers[0]))[0]
     >>> towers = jnp.array([[1.0, 2.0], [3.0, 6.0]])
