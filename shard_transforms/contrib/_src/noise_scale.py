@@ -116,7 +116,7 @@ def track_noise_scale(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from shard_transforms import contrib
-      >>> tx = contrib.track_noise_scale('data', decay=0.5)
+    >>> tx = contrib.track_noise_scale('data', decay=0.5)
     >>> def measure(update):
     ...   mean, state = tx.update(update, tx.init(update))
     ...   return mean, state.noise_scale
