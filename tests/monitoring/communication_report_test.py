@@ -422,7 +422,7 @@ class ControlFlowTest(parameterized.TestCase):
     self.assertCountEqual(found, expected)
 
 
-class WireReportTest(parameterized.TestCase):
+class TracedReportTest(parameterized.TestCase):
 
   def test_reports_the_scopes(self):
     @jax.jit

@@ -51,7 +51,7 @@ class CollectiveTest(parameterized.TestCase):
       dataclasses.replace(SUM, primitive='all-reduce')
 
 
-class WireReportTest(parameterized.TestCase):
+class CommunicationReportTest(parameterized.TestCase):
 
   def test_prints_a_table(self):
     report = st.monitoring.CommunicationReport(

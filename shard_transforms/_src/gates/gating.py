@@ -1,9 +1,11 @@
 """Gates: apply an inner transformation, or keep its state bit for bit.
 
-A gate is a selection, not a branch: `inner` runs in every step, and the results
-of a step that is not accepted are discarded. XLA copies the operands of a
-branch and does not merge collectives across its boundary. Without a branch, the
-few values that decide are communicated together with the gradients.
+A `Gate` selects, and does not branch: `inner` runs in every step, and the
+results of a step that is not accepted are discarded. XLA copies the operands of
+a branch and does not merge collectives across its boundary. Without a branch,
+the few values that decide are communicated together with the gradients.
+`branching` is for transformations that are due in few calls: `tower_reduce`
+runs its `Gate` once per window.
 """
 
 from collections.abc import Callable
