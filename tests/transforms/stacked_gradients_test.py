@@ -105,6 +105,18 @@ class StackedGradientsTest(parameterized.TestCase):
 
     np.testing.assert_allclose(value, token_loss(W, X, COUNTS), rtol=1e-5)
 
+  @cases.parameters((4, 8), (8, 4))
+  def test_refuses_another_mesh_than_that_in_use(self, in_use, given):
+    grad_fn = st.value_and_grad(loss, AXIS, mesh=modes.mesh(given))
+
+    with (
+        jax.set_mesh(modes.mesh(in_use)),
+        self.assertRaisesRegex(
+            ValueError, '`mesh` of `value_and_grad` must be'
+        ),
+    ):
+      grad_fn(W, X)
+
   def test_weighted_gradients_need_their_weight(self):
     mesh = modes.plain_mesh('jit')
     grad_fn = st.value_and_grad(

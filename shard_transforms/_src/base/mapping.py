@@ -46,8 +46,16 @@ def mesh_with(
 
   Raises:
     NameError: If the mesh does not have these axes.
+    ValueError: If `jax.set_mesh` has set a mesh of other sizes.
   """
-  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  in_use = jax.sharding.get_abstract_mesh()
+  mesh = in_use if mesh is None else mesh
+  if in_use.axis_names and dict(in_use.shape) != dict(mesh.shape):
+    raise ValueError(
+        f'`mesh` of `{caller}` must be the mesh of `jax.set_mesh`,'
+        f' {dict(in_use.shape)}, got {dict(mesh.shape)}. Set the mesh of the'
+        ' step, or leave out `mesh`.'
+    )
   missing = [axis for axis in axes if axis not in mesh.axis_names]
   if missing:
     axes_lib.check_bound(missing, caller)
