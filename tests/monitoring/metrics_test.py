@@ -183,6 +183,16 @@ class MetricsTest(parameterized.TestCase):
     expected |= {f'drop_stale/{name}': 0 for name in names}
     self.assertEqual(plain(metrics(state)), expected)
 
+  @cases.parameters(*modes.SETTINGS)
+  def test_sums_keep_their_dtype_under_each_setting_of_jax(self, setting):
+    tx = declared_state.tally(st.drop_stale(0), AXIS)
+    state = st.init_state(tx, jnp.ones(2), modes.mesh())
+
+    with modes.SETTINGS[setting]():
+      total = metrics(state)['tally/seen']
+
+    self.assertEqual(total.dtype, jnp.int32)
+
 
 class CompressionErrorTest(parameterized.TestCase):
 

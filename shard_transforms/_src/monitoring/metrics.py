@@ -23,9 +23,16 @@ _WITH_HYPERPARAMS = (
     optax.InjectHyperparamsState,
     optax.InjectStatefulHyperparamsState,
 )
+
+
+def _sum(x):
+  """Returns the sum in the dtype of `x`, also with 64-bit types."""
+  return jnp.sum(x, dtype=None if x.dtype == bool else x.dtype)
+
+
 # The reductions of the values of one process, and over mapped axes.
 _COMBINE = {
-    'sum': (jnp.sum, lax.psum),
+    'sum': (_sum, lax.psum),
     'mean': (jnp.mean, lax.pmean),
     'minimum': (jnp.min, lax.pmin),
     'maximum': (jnp.max, lax.pmax),
