@@ -1,11 +1,11 @@
 """Optax transformations for gradients that cross shards and towers."""
 
-import importlib
 import typing
 
 from shard_transforms import contrib as contrib
 from shard_transforms import monitoring as monitoring
 from shard_transforms import state_rules as state_rules
+from shard_transforms._src.base import deprecation as _deprecation
 from shard_transforms._src.base.stacked import Stacked
 from shard_transforms._src.monitoring.model_state import unless_skipped
 from shard_transforms._src.reduction.norms import global_norm
@@ -78,16 +78,7 @@ __all__ = (
     'value_and_grad',
 )
 
-# No training step needs them, and parts of them need POSIX.
-_LATER = ('asynchronous', 'launch')
-
-
-def __getattr__(name: str) -> typing.Any:
-  """Imports a namespace when it is first used.
-
-  Raises:
-    AttributeError: If there is no such name.
-  """
-  if name in _LATER:
-    return importlib.import_module(f'{__name__}.{name}')
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+# No training step needs the lazy modules, and parts of them need POSIX.
+__getattr__ = _deprecation.module_getattr(
+    __name__, {}, lazy_modules=('asynchronous', 'launch')
+)

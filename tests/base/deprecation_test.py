@@ -12,9 +12,11 @@ class DeprecationTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.module = types.ModuleType('package')
-    self.module.__getattr__ = deprecation.deprecated_names(
-        'package', {'old': ('`old` is deprecated: use `new`.', len)}
+    self.module = types.ModuleType('xml')
+    self.module.__getattr__ = deprecation.module_getattr(
+        'xml',
+        {'old': ('`old` is deprecated: use `new`.', len)},
+        lazy_modules=['sax'],
     )
 
   def test_warns_at_the_line_that_uses_the_name(self):
@@ -28,6 +30,9 @@ class DeprecationTest(parameterized.TestCase):
     self.assertEqual(str(warning.message), '`old` is deprecated: use `new`.')
     self.assertEqual(warning.filename, __file__)
 
+  def test_imports_a_lazy_module(self):
+    self.assertEqual(self.module.sax.__name__, 'xml.sax')
+
   def test_refuses_other_names(self):
-    with self.assertRaisesRegex(AttributeError, "'package' has no .* 'other'"):
+    with self.assertRaisesRegex(AttributeError, "'xml' has no .* 'other'"):
       _ = self.module.other

@@ -188,10 +188,9 @@ def _cross_shard(kind, axis_name, groups, if_reduced):
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del extra_args
-    reduced = reduction(updates, weight)
     if params is not None:
       reduction.check_params(params)
-    return reduced, state
+    return reduction(updates, weight), state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
