@@ -188,9 +188,11 @@ def _cross_shard(kind, axis_name, groups, if_reduced):
 
   def update_fn(updates, state, params=None, *, weight=None, **extra_args):
     del extra_args
+    # Updates that are already reduced get their own error first.
+    reduced = reduction(updates, weight)
     if params is not None:
       reduction.check_params(params)
-    return reduction(updates, weight), state
+    return reduced, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
