@@ -85,12 +85,11 @@ OF_TPU = (
 OF_GPU = (
     'layers: by hand',
     'layers: guard, skip',
+    'large: by hand',
+    'large: guard, skip',
     'gpt2: shard_update',
     'gpt2 bfloat16: shard_update(master_weights)',
 )
-# XLA for TPUs takes minutes for many matrices, and XLA for GPUs joins the
-# reductions of few.
-OVERLAP = {TPU: 'large', GPU: 'layers'}
 # Of parameters that are sharded, and numbers of matrices that are not those of
 # the shards.
 OWNED = (
@@ -221,19 +220,21 @@ class HardwareTest(parameterized.TestCase):
 
     self.assertEqual(found['branches'], 0)
     self.assertEqual(found['loops'], 0)
-    self.assertEqual(found['count'], plain['count'])
+    # On GPUs, `guard` counts the shards after the reduction of the gradients.
+    is_late = name == GPU and gate == 'guard, skip'
+    self.assertEqual(found['count'], plain['count'] + is_late)
     # To skip, it decides by reduced gradients, of which a few wait for others.
     most = 0.2 if gate == 'guard, skip' else 0.1
     extra = found['temporary'] - plain['temporary']
     self.assertLess(extra, most * PARAMS_MB)
 
-  @cases.parameters(TPU, GPU)
-  def test_guard_overlaps_reductions_with_the_backward_pass(self, name):
-    model = OVERLAP[name]
+  # XLA for TPUs takes minutes for `layers`.
+  @cases.parameters((TPU, 'large'), (GPU, 'layers'), (GPU, 'large'))
+  def test_guard_overlaps_reductions_with_the_backward_pass(self, name, model):
     by_hand = facts(name, f'{model}: by hand')
     found = facts(name, f'{model}: guard, skip')
 
-    self.assertEqual(found['count'], by_hand['count'])
+    self.assertEqual(len(found['starts']), len(by_hand['starts']))
     starts = zip(found['starts'], by_hand['starts'], strict=True)
     for start, most in starts:
       self.assertLessEqual(start, most)

@@ -112,10 +112,14 @@ class SkipTest(parameterized.TestCase):
 class AcceleratorTest(parameterized.TestCase):
   """For TPUs and GPUs, the sums over the shards decide where they can."""
 
+  platform = 'tpu'
+
   def setUp(self):
     super().setUp()
     # Nothing is packed on them.
-    self.enterContext(mock.patch.object(axes_lib, 'platform', lambda: 'tpu'))
+    self.enterContext(
+        mock.patch.object(axes_lib, 'platform', lambda: self.platform)
+    )
 
   @cases.parameters(
       'shard_map', 'shard_map_unchecked', 'vmap', fast='shard_map'
@@ -190,6 +194,12 @@ class AcceleratorTest(parameterized.TestCase):
 
 def _sum_of_integers(x):
   return lax.psum(x.astype(jnp.int32), AXIS).astype(x.dtype)
+
+
+class GpuTest(AcceleratorTest):
+  """On GPUs, bad shards are counted after the reduction."""
+
+  platform = 'gpu'
 
 
 class ExcludeTest(parameterized.TestCase):

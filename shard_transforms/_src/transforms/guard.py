@@ -4,6 +4,7 @@ import functools
 from typing import Literal
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 import optax
 
@@ -137,9 +138,8 @@ def guard(
   num_required = _num_required(
       on_bad, min_shards, spikes, max_consecutive, specs, axes
   )
-  gate = gating.make_gate(
-      _CALLER, arguments.as_inner(inner, _CALLER), axes, assume_weighted
-  )
+  inner = arguments.as_inner(inner, _CALLER)
+  gate = gating.make_gate(_CALLER, inner, axes, assume_weighted)
   # If not, a NaN goes through the reduction, which then does not wait.
   waits_for_decision = on_bad == 'exclude' or spikes is not None
 
@@ -162,9 +162,8 @@ def guard(
     if axes and weight is not None:
       weight = local_weight = weights.as_weight(weight, (), _CALLER)
     if waits_for_decision:
-      value = extra_args.get('value')
       health = spikes_lib.check(
-          spikes, state.spikes, updates, value, sliced, specs
+          spikes, state.spikes, updates, extra_args.get('value'), sliced, specs
       )
       decision = _decide(health, local_weight, axes, num_required)
       updates = _sanitize(updates, health)
@@ -188,6 +187,8 @@ def guard(
         extra_args,
         decide_by_sums,
     )
+    if accept is not decision.accept and axes_lib.platform() == 'gpu':
+      decision = _decide_after(accept, health, local_weight, axes, num_required)
     decision = decision._replace(accept=accept)
     state = state._replace(inner_state=inner_state)
     return updates, state_lib.next_state(state, decision, spikes, axes)
@@ -299,6 +300,18 @@ def _decide(health, weight, axes, num_required):
       num_bad=num_bad,
       health=health._replace(is_spike=is_spike, sums=sums),
   )
+
+
+def _decide_after(accept, health, weight, axes, num_required):
+  """Returns the counts of the shards, which are summed after the decision.
+
+  XLA for GPUs starts reductions in the order in which their results are used.
+  If the shards were counted first, the gradients would be reduced only after
+  the last one is checked: benchmarks/hardware.py h100:1x8 "guard, skip"
+  """
+  is_healthy, _ = lax.optimization_barrier((health.is_healthy, accept))
+  health = health._replace(is_healthy=is_healthy)
+  return _decide(health, weight, axes, num_required)
 
 
 def _sanitize(updates, health):
