@@ -178,9 +178,23 @@ class FaultsTest(runs.FolderTest):
     killer.join()
 
     self.check(result, task)
-    # Killed workers are replaced.
-    workers = asynchronous.read_journal(self.folder)['worker'][-150:]
-    self.assertEqual(set(workers.tolist()), {0, 1, 2})
+
+  def test_killed_worker_is_replaced(self):
+    killed = []
+
+    def on_progress(report):
+      if report.global_step >= 10 and not killed:
+        killed.extend(runs.processes(WORKER)[:1])
+        killed[0].kill()
+
+    result = self.train(
+        runs.SLOW_TASK, num_updates=200, on_progress=on_progress
+    )
+
+    self.assertLen(killed, 1)
+    self.assertEqual(result.report.global_step, 200)
+    workers = asynchronous.read_journal(self.folder)['worker'][-50:]
+    self.assertEqual(set(workers.tolist()), {0, 1})
 
   def test_end_of_ray_and_a_worker_while_the_journal_is_rolled_forward(self):
     killed = []
